@@ -1,0 +1,238 @@
+"""The loop of one generation: evidence, rule, commit, emit, next verification.
+
+It carries out what the session decides: items go to the replicas, waits become timers, verdicts come from the rule,
+committed tokens become deltas for the reader. Everything here runs on the event loop and never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from coordinator.output import Ending, OutputWalker
+from coordinator.rejection import decide
+from coordinator.replicas import Replica
+from specdec.errors import DeliveryStalled, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
+from specdec.protocol.noise import Lane, uniform
+from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
+from specdec.protocol.session import Action, AwaitDraft, Session, ToDraft, ToTarget
+from specdec.protocol.types import PositionLogprobs, Rule, TokenKind, Verdict
+from specdec.rpc.status import error_from_failure
+
+UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last, so a slow reader costs no memory per token
+READER_STALL_S_MAX = 30.0
+
+
+class Generation:
+    """One generation from start to end. `events()` is read by one reader; `close()` may be called at any time."""
+
+    def __init__(
+        self,
+        session: Session,
+        walker: OutputWalker,
+        started: Started,
+        target: Replica,
+        draft: Replica,
+        draft_wait_s: float,
+    ) -> None:
+        self._session = session
+        self._walker = walker
+        self._target = target
+        self._draft = draft
+        self._draft_wait_s = draft_wait_s
+        self._loop = asyncio.get_running_loop()
+        self._born_s = self._loop.time()
+        self._sent_s = self._wait_began_s = self._born_s
+        self.statistics = Statistics()
+        self._started = started
+        self._undelivered: deque[Event | SpecdecError] = deque([started])
+        self._news = asyncio.Event()
+
+    def begin(self) -> None:
+        """Opens the session on the replicas and asks for the first token. Raises ReplicaUnavailable."""
+        self._target.attach(self._session.number, self)
+        self._draft.attach(self._session.number, self)
+        self._perform(self._session.begin())
+        if self._draft.is_up:
+            self._perform(self._session.on_draft_up())
+
+    def end_at(self, ending: Ending) -> None:
+        """Ends a resumed generation whose tokens were all there already."""
+        self._finish(ending)
+
+    def close(self) -> None:
+        """Stops all work for this generation; idempotent."""
+        self._perform(self._session.end())
+        self._target.detach(self._session.number)
+        self._draft.detach(self._session.number)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Started, deltas, finished; or raises the error that ended the generation."""
+        while True:
+            await self._news.wait() if not self._undelivered else None
+            self._news.clear()
+            while self._undelivered:
+                event = self._undelivered.popleft()
+                if isinstance(event, SpecdecError):
+                    raise event
+                handed_s = self._loop.time()
+                yield event
+                if self._loop.time() - handed_s > READER_STALL_S_MAX:
+                    raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
+                if isinstance(event, Finished):
+                    return
+
+    def on_up(self, replica: Replica) -> None:
+        """A replica is connected again."""
+        if replica is self._draft:
+            self._perform(self._session.on_draft_up())
+
+    def on_down(self, replica: Replica, reason: str) -> None:
+        """A replica is gone: without a draft it goes on, without a target it ends."""
+        if replica is self._draft:
+            self._perform(self._session.on_draft_down())
+        else:
+            self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
+
+    def on_item(self, replica: Replica, item, byte_count: int) -> None:
+        """One answer of a replica."""
+        if replica is self._draft:
+            self.statistics.draft_link_bytes += byte_count
+            self._on_draft_item(item)
+        else:
+            self.statistics.target_link_bytes += byte_count
+            self._on_target_item(item)
+
+    def count_sent(self, replica: Replica, byte_count: int) -> None:
+        """Payload that left for a replica on behalf of this generation."""
+        if replica is self._draft:
+            self.statistics.draft_link_bytes += byte_count
+        else:
+            self.statistics.target_link_bytes += byte_count
+
+    def _on_draft_item(self, item) -> None:
+        if isinstance(item, Nodes):
+            self._perform(self._session.on_nodes(item))
+        elif isinstance(item, Short):
+            self._perform(self._session.on_draft_short(item))
+        elif isinstance(item, Failure):
+            self._perform(self._session.on_draft_failure(item))
+
+    def _on_target_item(self, item) -> None:
+        if isinstance(item, EvidenceAnswer):
+            if self._session.expects(item):
+                self._on_evidence(item)
+        elif isinstance(item, Short):
+            self._perform(self._session.on_target_short(item))
+        elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
+            self._fail(error_from_failure(item))
+
+    def _on_evidence(self, answer: EvidenceAnswer) -> None:
+        """The round: rule, commit, emit, next verification."""
+        session = self._session
+        flying = session.in_flight
+        assert flying is not None
+        try:
+            verdict = self._decide(answer)
+        except SpecdecError as error:
+            self._fail(error)
+            return
+        self._count(answer, len(flying.draft_token_ids), verdict)
+        tokens = (*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id)
+        first_output_index = self._walker.count
+        walked = self._walker.walk(tokens)
+        actions = session.on_verdict(verdict, walked.kept_count, ends=walked.ending is not None)
+        self._perform(actions)
+        kept = walked.kept_count
+        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
+        logprobs = self._logprobs(answer, verdict)[:kept]
+        self._emit(Delta(first_output_index, tokens[:kept], kinds, walked.text, logprobs))
+        if walked.ending is not None:
+            self._finish(walked.ending)
+
+    def _decide(self, answer: EvidenceAnswer) -> Verdict:
+        session, flying = self._session, self._session.in_flight
+        draws: Sequence[float] = ()
+        if session.law.rule is Rule.REJECTION:
+            draws = [
+                uniform(session.law.seed, Lane.ACCEPT, flying.round_index, flying.base_position + index)
+                for index in range(len(flying.draft_token_ids))
+            ]
+        return decide(session.law.rule, flying.draft_token_ids, flying.rows, answer.evidence, draws)
+
+    @staticmethod
+    def _logprobs(answer: EvidenceAnswer, verdict: Verdict) -> tuple[PositionLogprobs, ...]:
+        evidence, accepted_count = answer.evidence, verdict.accepted_count
+        if not evidence.replacement_logprobs:
+            return ()
+        return *evidence.draft_logprobs[:accepted_count], evidence.replacement_logprobs[accepted_count]
+
+    def _count(self, answer: EvidenceAnswer, draft_length: int, verdict: Verdict) -> None:
+        now_s = self._loop.time()
+        statistics = self.statistics
+        statistics.count_round(draft_length, verdict.accepted_count)
+        at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
+        statistics.target_queue_s += answer.queue_us / 1e6
+        statistics.target_forward_s += answer.forward_us / 1e6
+        statistics.target_evidence_s += answer.evidence_us / 1e6
+        statistics.target_link_s += max(0.0, now_s - self._sent_s - at_target_s)
+        statistics.total_s = now_s - self._born_s
+        if not statistics.time_to_first_token_s:
+            statistics.time_to_first_token_s = statistics.total_s
+
+    def _perform(self, actions: list[Action]) -> None:
+        """Carries out what the session decided, in order."""
+        for action in actions:
+            if isinstance(action, ToTarget):
+                if action.item is self._session.in_flight:
+                    self._note_verification()
+                self._target.send(action.item)
+            elif isinstance(action, ToDraft):
+                self._draft.send(action.item)
+            elif isinstance(action, AwaitDraft):
+                self._wait_began_s = self._loop.time()
+                self._loop.call_later(self._draft_wait_s, self._on_timer, action.wait_index)
+
+    def _note_verification(self) -> None:
+        self._sent_s = self._loop.time()
+        if self._wait_began_s > self._born_s:
+            self.statistics.draft_wait_s += self._sent_s - self._wait_began_s
+            self._wait_began_s = self._born_s
+
+    def _on_timer(self, wait_index: int) -> None:
+        actions = self._session.on_wait_expired(wait_index)
+        self.statistics.draft_waits_expired += bool(actions)
+        self._perform(actions)
+
+    def _emit(self, event: Event | SpecdecError) -> None:
+        last = self._undelivered[-1] if self._undelivered else None
+        if len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX and isinstance(last, Delta) and isinstance(event, Delta):
+            self._undelivered[-1] = last.merged(event)
+        else:
+            self._undelivered.append(event)
+        self._news.set()
+
+    def _finish(self, ending: Ending) -> None:
+        session = self._session
+        self._emit(
+            Finished(
+                ending.reason,
+                ending.stop_string,
+                ending.stop_token_id,
+                session.law.prompt_length,
+                self._walker.count,
+                self.statistics,
+                session.trace.trace_id.hex(),
+            )
+        )
+
+    def _fail(self, error: SpecdecError) -> None:
+        self._perform(self._session.end())
+        self._emit(error)
+
+    def _how_to_resume(self) -> str:
+        law = self._session.law
+        seed = f" and seed {law.seed}" if law.rule is Rule.COUPLED else ""
+        return f"send the request again with resume.output_token_ids, the {self._walker.count} received so far{seed}"

@@ -1,0 +1,112 @@
+"""Walks a round's tokens one by one as plain decoding would, and turns them into text.
+
+The first stop token, stop string or `max_tokens` ends the text there; later tokens of the round do not exist. Text that
+may begin a stop string, or ends inside a character, is held back, so what was sent is never taken back. It is a
+function of the token sequence alone: on, off and resumed agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.tokenizer import TextStream
+from specdec.protocol.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why and where a text ended."""
+
+    reason: FinishReason
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """The outcome of walking some tokens: how many count, the text that became certain, and the end if it came."""
+
+    kept_count: int
+    text: str
+    ending: Ending | None
+
+
+class OutputWalker:
+    """The output of one generation so far. `count` is the number of output tokens."""
+
+    def __init__(
+        self,
+        stream: TextStream,
+        stop: tuple[str, ...],
+        stop_token_ids: Sequence[int],
+        min_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self._stream = stream
+        self._stop = stop
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._held = ""
+        self.count = 0
+
+    def walk(self, token_ids: Sequence[int]) -> Walked:
+        """Takes the tokens of one round, up to the end of the text if it lies among them."""
+        texts = []
+        for index, token_id in enumerate(token_ids):
+            text, ending = self._take(token_id)
+            texts.append(text)
+            if ending is not None:
+                return Walked(index + 1, "".join(texts), ending)
+        return Walked(len(token_ids), "".join(texts), None)
+
+    def _take(self, token_id: int) -> tuple[str, Ending | None]:
+        self.count += 1
+        if token_id in self._stop_token_ids and self.count > self._min_tokens:
+            return self._release_all(), Ending(FinishReason.STOP, stop_token_id=token_id)
+        self._held += self._stream.step(token_id)
+        released, stop_string = self._release()
+        if stop_string:
+            return released, Ending(FinishReason.STOP, stop_string=stop_string)
+        if self.count == self._max_tokens:
+            return released + self._release_all(), Ending(FinishReason.LENGTH)
+        return released, None
+
+    def _release(self) -> tuple[str, str]:
+        """(text that became certain, the stop string that ends it or ''). A match not after min_tokens is just text."""
+        released = ""
+        while (match := self._first_match()) is not None:
+            start, stop_string = match
+            if self.count > self._min_tokens:
+                released += self._held[:start]
+                self._held = ""
+                return released, stop_string
+            released += self._held[: start + 1]
+            self._held = self._held[start + 1 :]
+        certain = len(self._held) - self._doubtful_length()
+        released += self._held[:certain]
+        self._held = self._held[certain:]
+        return released, ""
+
+    def _first_match(self) -> tuple[int, str] | None:
+        """Where the earliest stop string begins in the held text; of several there, the first listed."""
+        found = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop) if stop in self._held]
+        if not found:
+            return None
+        start, _, stop = min(found)
+        return start, stop
+
+    def _doubtful_length(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+    def _release_all(self) -> str:
+        text = self._held + self._stream.rest()
+        self._held = ""
+        return text

@@ -1,0 +1,64 @@
+"""The verification rules: which draft tokens pass, and which token follows.
+
+Plain arithmetic on what the target reported; the target's law never enters here as a tensor. The rules and why each
+keeps the target's law stand in docs/exactness.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.errors import InvalidRequest
+from specdec.protocol.types import Evidence, Row, Rule, TokenKind, Verdict
+
+
+def decide(
+    rule: Rule,
+    draft_token_ids: Sequence[int],
+    rows: Sequence[Row],
+    evidence: Evidence,
+    accept_draws: Sequence[float],
+) -> Verdict:
+    """The verdict on one round. Pure: the same arguments give the same verdict.
+
+    `rows` and `accept_draws` hold one entry per draft token under REJECTION and are not read otherwise;
+    `accept_draws[i]` is uniform(seed, Lane.ACCEPT, round_index, base_position + i). The first draft token that does
+    not pass ends the round with its replacement, the correction token; when all pass the bonus token follows.
+    Raises InvalidRequest for a draft token its row lacks: it was not drawn from the row and must not be tested.
+    """
+    check_counts(rule, draft_token_ids, rows, evidence, accept_draws)
+    for index, token_id in enumerate(draft_token_ids):
+        if rule is Rule.REJECTION:
+            accepted = accepts(rows[index], token_id, evidence.target_probs[index], accept_draws[index])
+        else:
+            accepted = token_id == evidence.replacement_token_ids[index]
+        if not accepted:
+            return Verdict(index, evidence.replacement_token_ids[index], TokenKind.CORRECTION)
+    return Verdict(len(draft_token_ids), evidence.replacement_token_ids[-1], TokenKind.BONUS)
+
+
+def accepts(row: Row, token_id: int, target_prob: float, accept_draw: float) -> bool:
+    """Accept with probability min(1, target_prob / draft_prob): u * draft_prob < target_prob, u in [0, 1), strictly."""
+    draft_prob = row.probability(token_id)
+    if draft_prob == 0:
+        raise InvalidRequest("row", f"without draft token {token_id}", "a row that holds the draft token")
+    return accept_draw * draft_prob < target_prob
+
+
+def check_counts(
+    rule: Rule,
+    draft_token_ids: Sequence[int],
+    rows: Sequence[Row],
+    evidence: Evidence,
+    accept_draws: Sequence[float],
+) -> None:
+    """Raises InvalidRequest when the parts of a round do not fit together: nothing may be decided on them."""
+    draft_length = len(draft_token_ids)
+    counts = [("evidence.replacement_token_ids", len(evidence.replacement_token_ids), draft_length + 1)]
+    if rule is Rule.REJECTION:
+        counts.append(("evidence.target_probs", len(evidence.target_probs), draft_length))
+        counts.append(("rows", len(rows), draft_length))
+        counts.append(("accept_draws", len(accept_draws), draft_length))
+    for field, count, expected in counts:
+        if count != expected:
+            raise InvalidRequest(field, count, f"{expected} entries for {draft_length} draft tokens")

@@ -1,0 +1,66 @@
+"""Text to token ids and back, with the `tokenizers` library alone.
+
+Special-token rules are the tokenizer file's own, which is what `transformers` follows when the file is there. Decoding
+is incremental and holds back bytes that do not form a character.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from specdec.errors import InvalidRequest, ModelRefused
+from specdec.protocol.fingerprint import tokenizer_fingerprint
+
+BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is refused before it is tokenised
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. Safe to use from several threads."""
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder) / "tokenizer.json"
+        try:
+            source = path.read_text(encoding="utf-8")
+        except OSError:
+            raise ModelRefused(f"{path} is missing; the coordinator needs the target's tokenizer.json") from None
+        try:
+            self.fingerprint = tokenizer_fingerprint(json.loads(source))
+            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # the library raises bare Exception for a file it cannot read
+            raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
+
+    def encode(self, text: str, positions_max: int) -> tuple[int, ...]:
+        """Token ids of a prompt, special tokens added as the file says. Raises InvalidRequest for one far too long."""
+        size, limit = len(text.encode("utf-8", "surrogatepass")), positions_max * BYTES_PER_TOKEN_MAX
+        if size > limit:
+            raise InvalidRequest("prompt.text", f"{size} bytes", f"at most {limit} bytes")
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def stream(self) -> TextStream:
+        """A decoder for one text."""
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Decodes one text token by token; special tokens have no text."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._length = 0
+
+    def step(self, token_id: int) -> str:
+        """The text that became certain with this token; empty while a character is incomplete."""
+        self._token_ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id) or ""
+        self._length += len(piece)
+        return piece
+
+    def rest(self) -> str:
+        """What is left when the text ends here: replacement characters for an incomplete one."""
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=True)[self._length :]

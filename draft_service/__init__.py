@@ -1,0 +1,1 @@
+"""The draft service: a tree of guesses below the committed tokens."""

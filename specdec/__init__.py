@@ -1,0 +1,3 @@
+"""specdec: exact speculative decoding across machines."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,49 @@
+"""`load_model`: from a folder or hub id to a model the engine can step.
+
+Decides which of the two kinds a folder holds, a `transformers` causal language model or the table model of the
+protocol tests, and loads it; both answer to the same interface.
+"""
+
+from __future__ import annotations
+
+from specdec.engine.interface import CausalModel, ModelDescription, RaggedBatch, Segment, StepOutput, Storage
+from specdec.engine.model_folder import Progress, open_model_folder
+from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
+from specdec.engine.table_model import load_table_model
+from specdec.errors import ConfigError
+
+__all__ = [
+    "CausalModel",
+    "ModelDescription",
+    "Progress",
+    "RaggedBatch",
+    "Segment",
+    "StepOutput",
+    "Storage",
+    "load_model",
+]
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def load_model(
+    path_or_hub_id: str, dtype: str = "auto", device: str = "cpu", progress: Progress | None = None
+) -> CausalModel:
+    """Loads and describes a model; `progress(what, share)` is told how far it is.
+
+    Raises ModelRefused for the folder's faults and ConfigError for the settings', each in one line. "auto" keeps the
+    weights' own type where it is proven, float32 otherwise.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if device != "cpu":
+        raise ConfigError(f"device is {device!r}; it must be cpu")
+    folder = open_model_folder(path_or_hub_id)
+    if folder.config.get("model_type") == TABLE_MODEL_TYPE:
+        return load_table_model(folder.path, folder.digest(progress))
+    # Imported here so that protocol tests do not pay for loading transformers.
+    from specdec.engine.architectures import check_proven
+    from specdec.engine.transformers_model import load_transformers_model
+
+    check_proven(path_or_hub_id, folder.config)
+    return load_transformers_model(path_or_hub_id, folder, dtype, progress)

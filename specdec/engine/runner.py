@@ -1,0 +1,168 @@
+"""One step of the engine: pieces of sequences in, one outcome per piece out.
+
+Runs one forward over all pieces, then the evidence function over those that asked for logits. What goes wrong for one
+piece costs that piece only: not-a-number is found per segment, and a step that raises is repeated piece by piece once.
+Positions become valid in the cache only after everything about them succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.interface import CausalModel, RaggedBatch, Segment
+from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.errors import NumericsError, SpecdecError
+
+logger = logging.getLogger("specdec.engine")
+
+Evidence = Callable[[list[object], list[int], torch.Tensor], list[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one sequence for one step; `logit_count` 0 means the sequence's feed goes on in a later step."""
+
+    table: BlockTable
+    start: int
+    token_ids: Sequence[int]
+    logit_count: int
+    payload: object
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What forwards left: per piece an error or None and its logits; `together` is all logits where none failed."""
+
+    outcomes: list[object]
+    logits: list[torch.Tensor | None]  # each [logit_count, vocab] float32
+    together: torch.Tensor | None  # [sum of logit counts, vocab] float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One outcome per piece, in order: a SpecdecError, the evidence, or None for a piece without logits."""
+
+    outcomes: list[object]
+    forward_s: float
+    evidence_s: float
+    row_count: int
+
+
+class StepRunner:
+    """Runs steps of one model on one cache. Engine thread only."""
+
+    def __init__(self, model: CausalModel, cache: KVCache, evidence: Evidence):
+        self._model = model
+        self._cache = cache
+        self._evidence = evidence
+
+    @torch.inference_mode()
+    def run(self, pieces: list[Piece]) -> StepReport:
+        """Runs every piece once. Never raises for what a piece did: its outcome says it."""
+        started_s = time.perf_counter()
+        computed = self._forward(pieces)
+        forward_s = time.perf_counter() - started_s
+        outcomes = self._judge(pieces, computed)
+        evidence_s = time.perf_counter() - started_s - forward_s
+        for piece, outcome in zip(pieces, outcomes):
+            if not isinstance(outcome, SpecdecError):
+                self._cache.advance(piece.table, piece.end)
+        row_count = sum(len(piece.token_ids) for piece in pieces)
+        return StepReport(outcomes, forward_s, evidence_s, row_count)
+
+    def warm_up(self) -> None:
+        """One token through the model, so that the first request does not pay for it. Raises what the model raises."""
+        table = self._cache.reserve(1)
+        try:
+            with torch.inference_mode():
+                self._model.forward(RaggedBatch((Segment(table.block_ids, 0, (0,), 1),)))
+            self._cache.scrub(table, 0, 1)
+        finally:
+            self._cache.release(table)
+
+    def _forward(self, pieces: list[Piece]) -> Computed:
+        """Runs all pieces at once, or each alone where that raised."""
+        try:
+            return self._forward_together(pieces)
+        except Exception as error:
+            if len(pieces) == 1:
+                logger.exception("the forward of one request failed")
+                self._scrub(pieces[0])
+                return Computed([_as_specdec_error(error)], [None], None)
+            logger.warning("a step of %d requests failed (%s); repeating them one by one", len(pieces), error)
+        alone = [self._forward([piece]) for piece in pieces]
+        return Computed([one.outcomes[0] for one in alone], [one.logits[0] for one in alone], None)
+
+    def _forward_together(self, pieces: list[Piece]) -> Computed:
+        for piece in pieces:
+            self._cache.prepare_write(piece.table, piece.end)
+        segments = tuple(Segment(p.table.block_ids, p.start, p.token_ids, p.logit_count) for p in pieces)
+        output = self._model.forward(RaggedBatch(segments))
+        split = output.logits.split([piece.logit_count for piece in pieces])
+        outcomes: list[object] = []
+        logits: list[torch.Tensor | None] = []
+        for piece, is_finite, its_logits in zip(pieces, output.is_finite, split):
+            outcomes.append(None if is_finite else self._not_finite(piece))
+            logits.append(its_logits if is_finite and piece.logit_count else None)
+        return Computed(outcomes, logits, output.logits if all(output.is_finite) else None)
+
+    def _judge(self, pieces: list[Piece], computed: Computed) -> list[object]:
+        """The outcomes: for every piece with logits its evidence, or the error of making it."""
+        outcomes = list(computed.outcomes)
+        asked = [index for index, rows in enumerate(computed.logits) if rows is not None]
+        if not asked:
+            return outcomes
+        asking = [pieces[index] for index in asked]
+        rows = [computed.logits[index] for index in asked]
+        try:
+            together = torch.cat(rows) if computed.together is None else computed.together
+            results = self._evidence_of(asking, together)
+        except Exception as error:
+            logger.warning("evidence for %d requests failed (%s); repeating it one by one", len(asked), error)
+            results = [self._evidence_alone(piece, its_logits) for piece, its_logits in zip(asking, rows)]
+        for index, result in zip(asked, results):
+            outcomes[index] = result
+            if isinstance(result, SpecdecError):
+                self._scrub(pieces[index])
+        return outcomes
+
+    def _evidence_of(self, pieces: list[Piece], logits: torch.Tensor) -> list[object]:
+        payloads = [piece.payload for piece in pieces]
+        results = self._evidence(payloads, [piece.logit_count for piece in pieces], logits)
+        if len(results) != len(pieces):
+            raise ValueError(f"evidence gave {len(results)} results for {len(pieces)} requests")
+        return results
+
+    def _evidence_alone(self, piece: Piece, logits: torch.Tensor) -> object:
+        try:
+            return self._evidence_of([piece], logits)[0]
+        except Exception as error:
+            logger.exception("the evidence of one request failed")
+            return _as_specdec_error(error)
+
+    def _not_finite(self, piece: Piece) -> NumericsError:
+        self._scrub(piece)
+        return NumericsError(f"not-a-number or infinity at positions {piece.start} to {piece.end - 1}")
+
+    def _scrub(self, piece: Piece) -> None:
+        """What a failed piece wrote is zeroed: not-a-number in a block would outlive its owner."""
+        try:
+            self._cache.prepare_write(piece.table, piece.end)
+            self._cache.scrub(piece.table, piece.start, piece.end)
+        except SpecdecError:
+            logger.exception("could not make the blocks of a failed request its own")
+
+
+def _as_specdec_error(error: Exception) -> SpecdecError:
+    if isinstance(error, SpecdecError):
+        return error
+    return SpecdecError(f"{type(error).__name__}: {error}")

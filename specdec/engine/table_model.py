@@ -1,0 +1,134 @@
+"""The table model: logits read from a table by the last two tokens. For protocol tests only; it is no language model.
+
+It exists so that the whole system can be tested with a law that is known exactly, on a tiny vocabulary, in
+microseconds. It stores token ids in paged storage and reads the last two back through the block table, so an error in
+rollback, forking or block ownership changes what it answers. Its name says what it is wherever a model is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput
+
+MODEL_TYPE = "specdec_table"
+MODEL_NAME = "table model (protocol tests only)"
+END_TOKEN_ID = 0
+LOGITS_NAME = "logits"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class TokenStorage:
+    """Token ids in blocks; 0 where nothing was written."""
+
+    def __init__(self, block_count: int, block_size: int):
+        self.token_ids = numpy.zeros((block_count, block_size), dtype=numpy.int64)  # [blocks, block size]
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self.token_ids[destination] = self.token_ids[source]
+
+    def scrub(self, block_id: int, start: int, end: int) -> None:
+        self.token_ids[block_id, start:end] = 0
+
+
+class TableModel:
+    """A CausalModel whose logits after (previous, last) are `table[previous, last]`; index V stands before the text."""
+
+    def __init__(self, table: torch.Tensor, description: ModelDescription):
+        self.description = description
+        self._table = table  # [V + 1, V + 1, V] float32
+        self._before = description.vocabulary_size
+        self._storage: TokenStorage | None = None
+
+    def allocate(self, block_count: int, block_size: int) -> TokenStorage:
+        self._storage = TokenStorage(block_count, block_size)
+        return self._storage
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        """Writes the batch's token ids, then reads each row's last two tokens back from the cache."""
+        cells = self._storage.token_ids
+        block_size = cells.shape[1]
+        tables = [numpy.asarray(segment.block_ids, dtype=numpy.int64) for segment in batch.segments]
+        for segment, blocks in zip(batch.segments, tables):
+            positions = numpy.arange(segment.start, segment.end)
+            cells[blocks[positions // block_size], positions % block_size] = segment.token_ids
+        previous: list[numpy.ndarray] = []
+        last: list[numpy.ndarray] = []
+        for segment, blocks in zip(batch.segments, tables):
+            positions = numpy.arange(segment.end - segment.logit_count, segment.end)
+            last.append(cells[blocks[positions // block_size], positions % block_size])
+            before = numpy.maximum(positions - 1, 0)
+            found = cells[blocks[before // block_size], before % block_size]
+            previous.append(numpy.where(positions == 0, self._before, found))
+        # rows: [sum of logit counts, vocab] float32
+        rows = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
+        finite_rows = torch.isfinite(rows).all(-1).tolist()
+        return StepOutput(rows, tuple(_per_segment(finite_rows, batch)))
+
+
+def load_table_model(folder: Path, digest: str) -> TableModel:
+    """The table model in `folder`, as `write_table_model` left it."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    table = load_file(folder / WEIGHTS_FILE)[LOGITS_NAME]
+    description = ModelDescription(
+        model_digest=digest,
+        model_name=MODEL_NAME,
+        vocabulary_size=table.shape[2],
+        positions_max=config["positions_max"],
+        end_token_ids=tuple(config["end_token_ids"]),
+        dtype="float32",
+        device="cpu",
+        libraries=f"torch {torch.__version__}",
+    )
+    return TableModel(table, description)
+
+
+def write_table_model(
+    folder: Path,
+    vocabulary_size: int,
+    positions_max: int = 512,
+    seed: int = 0,
+    logits: torch.Tensor | None = None,
+    end_token_ids: tuple[int, ...] = (END_TOKEN_ID,),
+) -> None:
+    """Writes a table model folder: config.json, model.safetensors, tokenizer.json.
+
+    `logits` [V + 1, V + 1, V] float32, all finite unless a test wants not-a-number; by default drawn from `seed`. Token
+    0 is the special token "<|end|>", token i the text "<i>", so that any output can be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = (vocabulary_size + 1, vocabulary_size + 1, vocabulary_size)
+    if logits is None:
+        logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+    if tuple(logits.shape) != shape:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be {shape}")
+    config = {"model_type": MODEL_TYPE, "positions_max": positions_max, "end_token_ids": list(end_token_ids)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({LOGITS_NAME: logits.to(torch.float32).contiguous()}, folder / WEIGHTS_FILE)
+    _table_tokenizer(vocabulary_size).save(str(folder / "tokenizer.json"))
+
+
+def _table_tokenizer(vocabulary_size: int) -> Tokenizer:
+    """Words "<1>", "<2>", ... written without spaces between them; the end token is special."""
+    words = {"<|end|>": END_TOKEN_ID} | {f"<{token_id}>": token_id for token_id in range(1, vocabulary_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<1>" if vocabulary_size > 1 else "<|end|>"))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"\s"), "")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<[^>]*>"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def _per_segment(finite_rows: list[bool], batch: RaggedBatch) -> list[bool]:
+    flags: list[bool] = []
+    place = 0
+    for segment in batch.segments:
+        flags.append(all(finite_rows[place : place + segment.logit_count]))
+        place += segment.logit_count
+    return flags

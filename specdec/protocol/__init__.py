@@ -1,0 +1,1 @@
+"""The protocol as values: no socket, no clock, no torch, no global randomness."""

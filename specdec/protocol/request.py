@@ -1,0 +1,169 @@
+"""What a user asks for: prompt, sampling, speculation, resume; and the law that follows from it.
+
+Checked at construction for everything that does not depend on the model; `Ask.law` and `Ask.check_model` do the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specdec.errors import InvalidRequest
+from specdec.protocol.types import (
+    DRAFT_LENGTH_LIMIT,
+    SEED_LIMIT,
+    STOP_STRING_BYTES_MAX,
+    STOP_STRING_COUNT_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    TOKENS_MAX,
+    Description,
+    Law,
+    Rule,
+    check_integer,
+    check_shaping,
+    check_temperature,
+    check_token_ids,
+)
+
+MAX_TOKENS_DEFAULT = 256
+LABEL_LENGTH_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPolicy:
+    """How tokens are drawn and when the text ends; field meanings and limits as in coordinator_service.proto."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            check_integer("sampling.max_tokens", self.max_tokens, 1, TOKENS_MAX)
+        check_integer("sampling.min_tokens", self.min_tokens, 0, TOKENS_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("sampling.min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        check_temperature(self.temperature)
+        check_shaping(self)
+        biased = [token_id for token_id, _ in self.logit_bias]
+        if len(set(biased)) != len(biased):
+            raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
+        if self.seed is not None:
+            check_integer("sampling.seed", self.seed, 0, SEED_LIMIT - 1)
+        self._check_stops()
+        if self.n != 1:
+            raise InvalidRequest("sampling.n", self.n, "1: several texts per request are not offered")
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > STOP_STRING_COUNT_MAX:
+            raise InvalidRequest("sampling.stop", len(self.stop), f"at most {STOP_STRING_COUNT_MAX} strings")
+        for index, text in enumerate(self.stop):
+            size = len(text.encode("utf-8", "surrogatepass"))
+            if not 1 <= size <= STOP_STRING_BYTES_MAX:
+                raise InvalidRequest(f"sampling.stop[{index}]", f"{size} bytes", f"1 to {STOP_STRING_BYTES_MAX} bytes")
+        if len(self.stop_token_ids) > STOP_TOKEN_COUNT_MAX:
+            limit = f"at most {STOP_TOKEN_COUNT_MAX} ids"
+            raise InvalidRequest("sampling.stop_token_ids", len(self.stop_token_ids), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativePolicy:
+    """How a request speculates; never changes the law of its text."""
+
+    enabled: bool = True
+    num_speculative_tokens: int | None = None
+    rule: Rule | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None:
+            field_name = "speculative.num_speculative_tokens"
+            check_integer(field_name, self.num_speculative_tokens, 0, DRAFT_LENGTH_LIMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One generation as asked: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
+    sampling: SamplingPolicy = field(default_factory=SamplingPolicy)
+    speculative: SpeculativePolicy = field(default_factory=SpeculativePolicy)
+    resumed_token_ids: tuple[int, ...] = ()
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not self.text:
+            raise InvalidRequest("prompt.text", "", "at least one character long")
+        if self.text is None and not self.token_ids:
+            raise InvalidRequest("prompt.token_ids", [], "at least one token id")
+        if len(self.label) > LABEL_LENGTH_MAX:
+            raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
+        self.rule()
+
+    def rule(self) -> Rule:
+        """The rule in force (design section 5). Raises InvalidRequest where rule and sampling contradict each other."""
+        asked, sampling = self.speculative.rule, self.sampling
+        if sampling.temperature == 0:
+            if asked not in (None, Rule.GREEDY):
+                raise InvalidRequest("speculative.rule", asked.name, "GREEDY with temperature 0")
+            return Rule.GREEDY
+        if asked is Rule.GREEDY:
+            raise InvalidRequest("speculative.rule", "GREEDY", "REJECTION or COUPLED with a temperature above 0")
+        if asked is Rule.REJECTION and sampling.seed is not None:
+            raise InvalidRequest("speculative.rule", "REJECTION", "COUPLED with a seed: REJECTION cannot honour one")
+        return asked or (Rule.REJECTION if sampling.seed is None else Rule.COUPLED)
+
+    def max_tokens(self, prompt_length: int, positions_max: int) -> int:
+        """Most output tokens. Raises InvalidRequest when prompt and output do not fit the model."""
+        room = positions_max - prompt_length
+        if room < 1:
+            limit = f"at most {positions_max - 1} tokens long, so that one more fits the model's {positions_max} positions"
+            raise InvalidRequest("prompt", f"{prompt_length} tokens", limit)
+        asked = self.sampling.max_tokens
+        if asked is None:
+            return max(min(MAX_TOKENS_DEFAULT, room), min(len(self.resumed_token_ids), room))
+        if asked > room:
+            limit = f"at most {room}, the model's {positions_max} positions less {prompt_length} prompt tokens"
+            raise InvalidRequest("sampling.max_tokens", asked, limit)
+        return asked
+
+    def check_model(self, prompt: tuple[int, ...], target: Description) -> None:
+        """Raises InvalidRequest for token ids the target does not have."""
+        size = target.vocabulary_size
+        check_token_ids("prompt.token_ids", prompt, size)
+        check_token_ids("resume.output_token_ids", self.resumed_token_ids, size)
+        check_token_ids("sampling.stop_token_ids", self.sampling.stop_token_ids, size)
+        check_token_ids("sampling.logit_bias", tuple(entry[0] for entry in self.sampling.logit_bias), size)
+
+    def law(self, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
+        """The law of the session; `drawn_seed` serves where the request has none."""
+        sampling = self.sampling
+        ends = () if sampling.ignore_eos else end_token_ids
+        return Law(
+            rule=self.rule(),
+            seed=drawn_seed if sampling.seed is None else sampling.seed,
+            prompt_length=prompt_length,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sorted(sampling.logit_bias)),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})),
+            logprobs=sampling.logprobs,
+        )

@@ -1,0 +1,286 @@
+"""One generation as a state machine: events in, actions out; no clock, no I/O, no torch.
+
+It owns the committed tokens, the draft tree received so far and what is in flight, and fences everything that is late,
+doubled or meant for an earlier incarnation. Its owner sends what it is told to send, applies the verification rule to
+the evidence the session lets through, and says when a wait is over.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specdec.protocol.items import (
+    Close,
+    Commit,
+    DraftAsk,
+    EvidenceAnswer,
+    Extend,
+    Failure,
+    Nodes,
+    Open,
+    Short,
+    TargetAsk,
+    Trace,
+    Verification,
+)
+from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.tree import DraftTree
+from specdec.protocol.types import EXTEND_TOKEN_COUNT_MAX, Law, Rule, Verdict
+
+
+class DraftState(enum.Enum):
+    """What the session may expect of its draft. Only a READY draft is waited for."""
+
+    ABSENT = "no draft is connected, or the request does not speculate"
+    COLD = "opened; nothing came yet"
+    READY = "nodes come"
+    LATE = "a wait ended in vain; what still comes is used, and a round that starts with all its tokens ends this"
+    PAUSED = "this draft cannot draft for this session any more"
+
+
+@dataclass(frozen=True, slots=True)
+class ToTarget:
+    """Send this item to the target."""
+
+    item: TargetAsk
+
+
+@dataclass(frozen=True, slots=True)
+class ToDraft:
+    """Send this item to the draft."""
+
+    item: DraftAsk
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitDraft:
+    """Start a timer; when it ends, call `on_wait_expired(wait_index)`. It need not be cancelled."""
+
+    wait_index: int
+
+
+Action = ToTarget | ToDraft | AwaitDraft
+
+
+@dataclass(slots=True)
+class Session:
+    """One generation. Every method returns the actions to carry out, in order.
+
+    Invariants, checked by `check()`:
+    1. committed tokens only grow, and never beyond `length_max`;
+    2. at most one verification is in flight, and its base position is the committed length;
+    3. it carries at most the planned draft tokens, fewer than the room left, and under REJECTION one row each;
+    4. the tree is rooted at the committed length;
+    5. the session waits only without a verification in flight, and only for a READY draft;
+    6. after the end nothing is in flight and nothing is awaited.
+    """
+
+    number: int
+    law: Law
+    length_max: int
+    vocabulary_size: int
+    policy: FixedPolicy
+    committed: list[int]
+    trace: Trace = Trace()
+    round_index: int = 0
+    in_flight: Verification | None = None
+    wait_index: int = 0
+    waiting: bool = False
+    finished: bool = False
+    draft_state: DraftState = DraftState.ABSENT
+    draft_incarnation: int = 0
+    target_incarnation: int = 0
+    malformed_node_count: int = 0
+    tree: DraftTree = field(init=False)
+    _draft_known_length: int = 0
+    _target_known_length: int = 0
+
+    def __post_init__(self) -> None:
+        self.tree = DraftTree(self.committed)
+
+    @property
+    def room(self) -> int:
+        """Tokens the session can still hold."""
+        return self.length_max - len(self.committed)
+
+    def begin(self) -> list[Action]:
+        """Opens the session on the target and asks for the first token; no draft is waited for."""
+        self.target_incarnation += 1
+        actions: list[Action] = [ToTarget(self._open(self.target_incarnation))]
+        return actions + self._verify_now()
+
+    def on_nodes(self, nodes: Nodes) -> list[Action]:
+        """Draft tokens came. Malformed ones are dropped from the first on and counted; drafting pauses for good."""
+        if self.finished or nodes.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
+            return []
+        sound_count = next((i for i, node in enumerate(nodes.nodes) if not self._is_sound(node)), len(nodes.nodes))
+        for node in nodes.nodes[:sound_count]:
+            self.tree.add(nodes.epoch, nodes.root_length, node)
+        malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
+        self.malformed_node_count += malformed_count
+        if malformed_count:
+            self.draft_state = DraftState.PAUSED
+        elif self.draft_state is DraftState.COLD:
+            self.draft_state = DraftState.READY
+        return self._verify_when_ready() if self.waiting else []
+
+    def _is_sound(self, node) -> bool:
+        if not 0 <= node.token_id < self.vocabulary_size:
+            return False
+        if self.law.rule is not Rule.REJECTION or not node.proposal:
+            return node.row is None
+        row = node.row
+        return row is not None and row.token_ids[-1] < self.vocabulary_size and node.token_id in row.token_ids
+
+    def expects(self, answer: EvidenceAnswer) -> bool:
+        """The fence: whether this evidence belongs to the verification in flight."""
+        flying = self.in_flight
+        return (
+            flying is not None
+            and (answer.incarnation, answer.round_index) == (flying.incarnation, flying.round_index)
+            and len(answer.evidence.replacement_token_ids) == len(flying.draft_token_ids) + 1
+        )
+
+    def on_verdict(self, verdict: Verdict, kept_count: int, ends: bool) -> list[Action]:
+        """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on."""
+        flying = self.in_flight
+        assert flying is not None, "a verdict needs a verification in flight"
+        tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
+        assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
+        self._target_known_length = flying.base_position
+        self.in_flight = None
+        self.round_index += 1
+        self.tree.commit(tokens[:kept_count])
+        if ends:
+            return self.end()
+        return self._commit_to_draft() + self._verify_when_ready()
+
+    def on_target_short(self, short: Short) -> list[Action]:
+        """The target holds less than assumed: send it the rest, and the same round again."""
+        flying = self.in_flight
+        if flying is None or short.incarnation != flying.incarnation:
+            return []
+        actions: list[Action] = []
+        if short.unknown:
+            self.target_incarnation += 1
+            actions.append(ToTarget(self._open(self.target_incarnation)))
+        self._target_known_length = 0 if short.unknown else min(short.known_length, len(self.committed) - 1)
+        return actions + self._send_verification(flying.draft_token_ids, flying.rows)
+
+    def on_draft_up(self) -> list[Action]:
+        """A draft is connected: open the session there and let it draft from here on."""
+        if self.finished or self.policy.draft_length == 0:
+            return []
+        self.draft_incarnation += 1
+        self.draft_state = DraftState.COLD
+        self._draft_known_length = 0
+        self.tree.clear()
+        actions = [ToDraft(self._open(self.draft_incarnation)), *self._commit_to_draft()]
+        return actions + (self._verify_now() if self.waiting else [])
+
+    def on_draft_down(self) -> list[Action]:
+        """The draft is gone: what it sent stays usable, nothing more is waited for."""
+        self.draft_state = DraftState.ABSENT
+        return self._verify_when_ready() if self.waiting else []
+
+    def on_draft_short(self, short: Short) -> list[Action]:
+        """The draft holds less than assumed: send it the rest, or open the session there again."""
+        if self.finished or short.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
+            return []
+        if short.unknown:
+            return self.on_draft_up()
+        self._draft_known_length = min(short.known_length, len(self.committed) - 1)
+        return self._commit_to_draft()
+
+    def on_draft_failure(self, failure: Failure) -> list[Action]:
+        """The draft cannot draft for this session (its context, vocabulary or cache): go on without."""
+        if self.finished or failure.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
+            return []
+        self.draft_state = DraftState.PAUSED
+        return self._verify_when_ready() if self.waiting else []
+
+    def on_wait_expired(self, wait_index: int) -> list[Action]:
+        """The wait for draft tokens is over: verify what is in hand, and wait no more until nodes come again."""
+        if not self.waiting or wait_index != self.wait_index:
+            return []
+        self.draft_state = DraftState.LATE
+        return self._verify_now()
+
+    def end(self) -> list[Action]:
+        """Ends the session, wherever it stands; idempotent."""
+        if self.finished:
+            return []
+        self.finished = True
+        self.waiting = False
+        self.in_flight = None
+        actions: list[Action] = []
+        if self.target_incarnation:
+            actions.append(ToTarget(Close(self.number, self.target_incarnation)))
+        if self.draft_state is not DraftState.ABSENT:
+            actions.append(ToDraft(Close(self.number, self.draft_incarnation)))
+        return actions
+
+    def _open(self, incarnation: int) -> Open:
+        return Open(self.number, incarnation, self.law, self.length_max, self.vocabulary_size, self.trace)
+
+    def _verify_when_ready(self) -> list[Action]:
+        """Verifies at once, or waits when the plan says so and a READY draft still owes tokens."""
+        plan = self.policy.plan(self.room)
+        in_hand = len(self.tree.proposal_path(plan.draft_length_max))
+        if self.draft_state is DraftState.LATE and 0 < plan.draft_length_max <= in_hand:
+            self.draft_state = DraftState.READY
+        if plan.wait and self.draft_state is DraftState.READY and in_hand < plan.draft_length_max:
+            if self.waiting:
+                return []
+            self.waiting = True
+            self.wait_index += 1
+            return [AwaitDraft(self.wait_index)]
+        return self._verify_now()
+
+    def _verify_now(self) -> list[Action]:
+        self.waiting = False
+        path = self.tree.proposal_path(self.policy.plan(self.room).draft_length_max)
+        rows = self.tree.proposal_rows(len(path)) if self.law.rule is Rule.REJECTION else ()
+        return self._send_verification(tuple(place.token_id for place in path), rows)
+
+    def _send_verification(self, draft_token_ids: tuple[int, ...], rows) -> list[Action]:
+        base_position = len(self.committed)
+        extends, suffix = self._suffix(self._target_known_length, self.target_incarnation)
+        self.in_flight = Verification(
+            self.number, self.target_incarnation, self.round_index, base_position, suffix, draft_token_ids, rows
+        )
+        return [*map(ToTarget, extends), ToTarget(self.in_flight)]
+
+    def _commit_to_draft(self) -> list[Action]:
+        if self.draft_state in (DraftState.ABSENT, DraftState.PAUSED):
+            return []
+        extends, suffix = self._suffix(self._draft_known_length, self.draft_incarnation)
+        window = self.policy.plan(self.room).window
+        commit = Commit(self.number, self.draft_incarnation, len(self.committed), suffix, window)
+        self._draft_known_length = len(self.committed)
+        return [*map(ToDraft, extends), ToDraft(commit)]
+
+    def _suffix(self, known_length: int, incarnation: int) -> tuple[list[Extend], tuple[int, ...]]:
+        """What a replica lacks: items for all but the last piece, and the committed suffix; never empty."""
+        pieces: Sequence[int] = range(known_length, len(self.committed), EXTEND_TOKEN_COUNT_MAX)
+        extends = [
+            Extend(self.number, incarnation, start, tuple(self.committed[start : start + EXTEND_TOKEN_COUNT_MAX]))
+            for start in pieces[:-1]
+        ]
+        return extends, tuple(self.committed[pieces[-1] :])
+
+    def check(self) -> None:
+        """Raises AssertionError naming the broken invariant."""
+        assert len(self.committed) <= self.length_max, "1: committed tokens fit"
+        flying = self.in_flight
+        if flying is not None:
+            assert flying.base_position == len(self.committed), "2: the base position is the committed length"
+            assert len(flying.draft_token_ids) <= max(0, min(self.policy.draft_length, self.room - 1)), "3: fits"
+            if self.law.rule is Rule.REJECTION:
+                assert len(flying.rows) == len(flying.draft_token_ids), "3: one row per draft token"
+        self.tree.check()
+        assert not (self.waiting and flying), "5: a waiting session has nothing in flight"
+        assert not self.waiting or self.draft_state is DraftState.READY, "5: only a READY draft is waited for"
+        assert not (self.finished and (self.waiting or flying)), "6: nothing goes on after the end"

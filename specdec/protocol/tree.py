@@ -1,0 +1,162 @@
+"""The draft tree: all draft tokens below the committed ones, on both sides of the draft link.
+
+A node is named (epoch, node) and is usable while the path from its root agrees with the committed tokens, whenever it
+arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of likelihood,
+models or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specdec.protocol.items import DraftNode
+from specdec.protocol.types import Row
+
+LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are forgotten; later nodes below them are dropped
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One token at one position with one path before it. `length` is the length of the path that ends with it.
+
+    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only).
+    """
+
+    length: int
+    token_id: int
+    node: int = 0
+    children: dict[int, Place] = field(default_factory=dict)
+    proposal: Place | None = None
+    row: Row | None = None
+    alive: bool = True
+
+    def below(self) -> Iterator[Place]:
+        """This place and every place below it."""
+        stack = [self]
+        while stack:
+            place = stack.pop()
+            yield place
+            stack.extend(place.children.values())
+
+
+class DraftTree:
+    """Places below `committed`, which is shared with its owner and only ever grows through `commit`.
+
+    Invariants, checked by `check()`:
+    1. the root's length is the number of committed tokens;
+    2. a child's length is its parent's plus one, and it is filed under its own token;
+    3. a proposal is one of the children;
+    4. every place below the root is alive.
+    """
+
+    def __init__(self, committed: list[int]) -> None:
+        self.committed = committed
+        self.root = Place(len(committed), committed[-1])
+        self._named: dict[tuple[int, int], Place] = {}
+
+    def add(self, epoch: int, root_length: int, node: DraftNode) -> Place | None:
+        """Files one node; None when it is stale, doubled, or its parent is not known.
+
+        Of two proposal children for one place the first to arrive stays: which one that is does not depend on the
+        tokens, so it cannot bend the law (docs/exactness.md).
+        """
+        name = (epoch, node.node)
+        parent = self._parent(epoch, root_length, node.parent)
+        if parent is None or name in self._named:
+            return None
+        if parent.length < len(self.committed):
+            if self.committed[parent.length] != node.token_id:
+                return None
+            place = Place(parent.length + 1, node.token_id, node.node)
+            if place.length == len(self.committed):
+                place = self.root
+        else:
+            place = self._attach(parent, node)
+        self._named[name] = place
+        return place
+
+    def _parent(self, epoch: int, root_length: int, node: int) -> Place | None:
+        """The living place a name stands for; on the committed path its length alone says which it is."""
+        if node == 0:
+            if not 1 <= root_length <= len(self.committed):
+                return None
+            place = Place(root_length, self.committed[root_length - 1])
+        else:
+            found = self._named.get((epoch, node))
+            if found is None or not found.alive:
+                return None
+            place = found
+        return self.root if place.length == len(self.committed) else place
+
+    @staticmethod
+    def _attach(parent: Place, node: DraftNode) -> Place:
+        place = parent.children.get(node.token_id)
+        if place is None:
+            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, node.node)
+        if node.proposal and parent.proposal is None:
+            parent.proposal = place
+            parent.row = node.row
+        return place
+
+    def commit(self, token_ids: Sequence[int]) -> bool:
+        """Appends to the committed tokens and re-roots; False when they left the tree, which is then empty."""
+        inside = True
+        for token_id in token_ids:
+            child = self.root.children.pop(token_id, None)
+            for sibling in self.root.children.values():
+                for place in sibling.below():
+                    place.alive = False
+            self.committed.append(token_id)
+            if child is None:
+                inside = False
+                child = Place(len(self.committed), token_id)
+            self.root.children = {}
+            self.root.proposal = None
+            self.root.row = None
+            self.root = child
+        self._forget()
+        return inside
+
+    def _forget(self) -> None:
+        oldest = len(self.committed) - LATE_POSITIONS_MAX
+        gone = [name for name, place in self._named.items() if not place.alive or place.length < oldest]
+        for name in gone:
+            del self._named[name]
+
+    def clear(self) -> None:
+        """Drops every place below the committed tokens, and every name."""
+        for place in self.root.below():
+            place.alive = False
+        self._named.clear()
+        self.root = Place(len(self.committed), self.committed[-1])
+
+    def proposal_path(self, length_max: int) -> list[Place]:
+        """The places from the root down along proposal children, at most `length_max` of them."""
+        path: list[Place] = []
+        place = self.root.proposal
+        while place is not None and len(path) < length_max:
+            path.append(place)
+            place = place.proposal
+        return path
+
+    def proposal_rows(self, length: int) -> tuple[Row, ...]:
+        """The rows the first `length` tokens of the proposal path were drawn from (REJECTION only)."""
+        places = [self.root, *self.proposal_path(length)][:length]
+        return tuple(place.row for place in places if place.row is not None)
+
+    @property
+    def place_count(self) -> int:
+        """Places below the committed tokens."""
+        return sum(1 for _ in self.root.below()) - 1
+
+    def check(self) -> None:
+        """Raises AssertionError naming the broken invariant."""
+        assert self.root.length == len(self.committed), "1: the root stands at the committed length"
+        for place in self.root.below():
+            assert place.alive, "4: places below the root are alive"
+            for token_id, child in place.children.items():
+                assert child.length == place.length + 1, "2: a child is one longer than its parent"
+                assert child.token_id == token_id, "2: a child is filed under its token"
+            if place.proposal is not None:
+                assert place.children.get(place.proposal.token_id) is place.proposal, "3: a proposal is a child"

@@ -1,0 +1,248 @@
+"""The values all services speak of: laws, rows, evidence, verdicts.
+
+Frozen and checked at construction, so an instance in hand is valid. This module knows neither wire nor tensors;
+`specdec.rpc.convert` turns these values into messages and back.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from specdec.errors import InvalidRequest
+
+SEED_LIMIT = 1 << 64
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
+TOP_K_MAX = 1_000_000
+LOGIT_BIAS_COUNT_MAX = 1024
+LOGIT_BIAS_MAX = 100.0
+STOP_TOKEN_COUNT_MAX = 64
+LAW_STOP_TOKEN_COUNT_MAX = 128  # the request's and the model's own end tokens together
+STOP_STRING_COUNT_MAX = 16
+STOP_STRING_BYTES_MAX = 256
+LOGPROBS_MAX = 20
+TOKENS_MAX = 1 << 24  # no model has more positions; a bound before the model's own is known
+ROW_TOKEN_COUNT_MAX = 1024
+ROW_WEIGHT_MAX = 0xFFFF
+DRAFT_LENGTH_LIMIT = 64
+EXTEND_TOKEN_COUNT_MAX = 2048
+PROTOCOL_VERSION = 1
+
+
+class Rule(enum.Enum):
+    """How the coordinator decides which draft tokens pass (docs/exactness.md)."""
+
+    GREEDY = 1
+    REJECTION = 2
+    COUPLED = 3
+
+
+class TokenKind(enum.Enum):
+    """How an output token came to be."""
+
+    ACCEPTED = 1
+    CORRECTION = 2
+    BONUS = 3
+
+
+class FinishReason(enum.Enum):
+    """Why a text ended."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+def check_integer(field: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidRequest unless `value` is an integer in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(field, value, f"an integer from {low} to {high}")
+
+
+def check_number(field: str, value: object, low: float, high: float) -> None:
+    """Raises InvalidRequest unless `value` is a finite number in [low, high]."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(field, value, f"a number from {low:g} to {high:g}")
+
+
+def check_token_ids(field: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
+    """Raises InvalidRequest naming the first id outside [0, vocabulary_size)."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary_size:
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocabulary_size)
+        raise InvalidRequest(f"{field}[{index}]", bad, f"a token id from 0 to {vocabulary_size - 1}")
+
+
+def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
+    """Raises InvalidRequest unless ids are strictly ascending."""
+    for before, after in zip(token_ids, token_ids[1:]):
+        if before >= after:
+            raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The law tokens are drawn from and the noise they are drawn with (design order in decoding/distribution.py).
+
+    `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
+    output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
+    """
+
+    rule: Rule
+    seed: int
+    prompt_length: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("seed", self.seed, 0, SEED_LIMIT - 1)
+        check_integer("prompt_length", self.prompt_length, 1, TOKENS_MAX)
+        if self.rule is Rule.GREEDY:
+            if self.temperature != 0:
+                raise InvalidRequest("temperature", self.temperature, "0 with rule GREEDY")
+        else:
+            check_temperature(self.temperature)
+            if self.temperature == 0:
+                raise InvalidRequest("temperature", self.temperature, f"above 0 with rule {self.rule.name}")
+        check_shaping(self)
+        check_integer("min_tokens", self.min_tokens, 0, TOKENS_MAX)
+        check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
+        check_ascending("stop_token_ids", self.stop_token_ids)
+        if len(self.stop_token_ids) > LAW_STOP_TOKEN_COUNT_MAX:
+            raise InvalidRequest("stop_token_ids", len(self.stop_token_ids), f"at most {LAW_STOP_TOKEN_COUNT_MAX} ids")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the law of a position depends on which tokens came before, beside the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def check_temperature(value: object) -> None:
+    """0, or a number from TEMPERATURE_MIN to TEMPERATURE_MAX; below, float64 cannot tell it from 0 honestly."""
+    if value != 0:
+        try:
+            check_number("temperature", value, TEMPERATURE_MIN, TEMPERATURE_MAX)
+        except InvalidRequest as error:
+            raise InvalidRequest("temperature", value, f"0 or {error.limit}") from None
+
+
+def check_shaping(policy) -> None:
+    """Checks the fields a request's policy and a session's law share. Raises InvalidRequest."""
+    check_integer("top_k", policy.top_k, 0, TOP_K_MAX)
+    check_number("top_p", policy.top_p, 0, 1)
+    if policy.top_p == 0:
+        raise InvalidRequest("top_p", policy.top_p, "above 0 and at most 1")
+    check_number("min_p", policy.min_p, 0, 1)
+    check_number("repetition_penalty", policy.repetition_penalty, 0.01, 100)
+    check_number("presence_penalty", policy.presence_penalty, -2, 2)
+    check_number("frequency_penalty", policy.frequency_penalty, -2, 2)
+    if len(policy.logit_bias) > LOGIT_BIAS_COUNT_MAX:
+        raise InvalidRequest("logit_bias", len(policy.logit_bias), f"at most {LOGIT_BIAS_COUNT_MAX} entries")
+    for token_id, bias in policy.logit_bias:
+        check_integer("logit_bias.token_id", token_id, 0, TOKENS_MAX)
+        check_number("logit_bias.bias", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
+    if policy.logprobs is not None:
+        check_integer("logprobs", policy.logprobs, 0, LOGPROBS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The distribution a draft token was drawn from, as sent: probability = weight / total.
+
+    Ids strictly ascending, weights 1 to 65535 each: anything else raises InvalidRequest.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.token_ids) <= ROW_TOKEN_COUNT_MAX:
+            raise InvalidRequest("row.token_ids", len(self.token_ids), f"1 to {ROW_TOKEN_COUNT_MAX} ids")
+        if len(self.weights) != len(self.token_ids):
+            raise InvalidRequest("row.weights", len(self.weights), f"as many as token ids, {len(self.token_ids)}")
+        check_ascending("row.token_ids", self.token_ids)
+        if self.token_ids[0] < 0:
+            raise InvalidRequest("row.token_ids", self.token_ids[0], "at least 0")
+        if not 1 <= min(self.weights) <= max(self.weights) <= ROW_WEIGHT_MAX:
+            raise InvalidRequest("row.weights", min(self.weights), f"integers from 1 to {ROW_WEIGHT_MAX}")
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights)
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """weight / total of every token id in order: the same float64 values as `probability` gives."""
+        total = self.total
+        return tuple(weight / total for weight in self.weights)
+
+    def probability(self, token_id: int) -> float:
+        """weight / total as float64; 0 for a token without weight."""
+        for candidate, weight in zip(self.token_ids, self.weights):
+            if candidate == token_id:
+                return weight / self.total
+        return 0.0
+
+    def check_proposal(self, token_id: int, vocabulary_size: int) -> None:
+        """Raises InvalidRequest unless ids are in range and `token_id` has weight: otherwise it must not be tested."""
+        if self.token_ids[-1] >= vocabulary_size:
+            raise InvalidRequest("row.token_ids", self.token_ids[-1], f"below the vocabulary size {vocabulary_size}")
+        if token_id not in self.token_ids:
+            raise InvalidRequest("row", f"without draft token {token_id}", "a row that holds the draft token")
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-softmax of the raw logits at one position: of one token, and of the likeliest ones."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the target reports about one verification of `draft_length` tokens.
+
+    `replacement_token_ids`: draft_length + 1 tokens. `target_probs`: one per draft token under REJECTION, else empty.
+    `draft_logprobs` and `replacement_logprobs`: draft_length and draft_length + 1 entries when the law asks, else empty.
+    """
+
+    replacement_token_ids: tuple[int, ...]
+    target_probs: tuple[float, ...] = ()
+    draft_logprobs: tuple[PositionLogprobs, ...] = ()
+    replacement_logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rule concludes: `accepted_count` draft tokens pass, then `next_token_id` (correction or bonus) follows."""
+
+    accepted_count: int
+    next_token_id: int
+    next_kind: TokenKind
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a replica serves, and how it computes; equal digests mean equal weights."""
+
+    model_digest: str
+    tokenizer_fingerprint: str
+    model_name: str
+    vocabulary_size: int
+    positions_max: int
+    end_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    libraries: str
+    tensor_parallel_size: int = 1
+    protocol_version: int = PROTOCOL_VERSION

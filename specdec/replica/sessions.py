@@ -1,0 +1,169 @@
+"""Sessions as a replica holds them: committed tokens, and a cache that is derived from them by position.
+
+All of it lives on the engine thread. Rollback is a comparison: what was fed agrees with what is wanted up to some
+length, the cache is truncated there, the rest is fed. A session belongs to the stream that opened it, so no other
+stream can name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec.engine.kv_cache import BlockTable
+from specdec.engine.scheduler import Engine, Feed, StepTiming
+from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
+from specdec.protocol.items import Close, Extend, Failure, Open, Short
+from specdec.protocol.types import Description, check_token_ids
+from specdec.rpc.status import failure_from_error
+
+Reply = Callable[[object], None]
+
+
+@dataclass(slots=True, eq=False)
+class HeldSession:
+    """One session: `tokens` are the committed ones it knows; `fed[:table.length]` is what the cache holds.
+
+    `agreed`: `fed[:agreed]` is known to equal `tokens[:agreed]`, so comparisons start there.
+    """
+
+    opened: Open
+    table: BlockTable
+    reply: Reply
+    tokens: list[int] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)
+    agreed: int = 0
+    feed: Feed | None = None
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """(session, incarnation), as every item names it."""
+        return self.opened.session, self.opened.incarnation
+
+    def hold(self, start_position: int, token_ids: Sequence[int]) -> bool:
+        """Takes committed tokens from `start_position` on; False when tokens before it are missing.
+
+        The coordinator is the only truth: tokens that disagree replace what was held from there on.
+        """
+        if start_position > len(self.tokens):
+            return False
+        end = start_position + len(token_ids)
+        if self.tokens[start_position:end] != list(token_ids):
+            del self.tokens[start_position:]
+            self.tokens.extend(token_ids)
+            self.agreed = min(self.agreed, start_position)
+        return True
+
+    def agreement(self, wanted: Sequence[int]) -> int:
+        """How many tokens of `wanted`, which begins with `tokens`, the cache holds already."""
+        length = min(self.agreed, self.table.length)
+        end = min(len(wanted), self.table.length)
+        while length < end and self.fed[length] == wanted[length]:
+            length += 1
+        self.agreed = min(length, len(self.tokens))
+        return length
+
+
+class HeldSessions:
+    """The sessions of all streams of one replica, and the engine that computes for them. Engine thread only."""
+
+    def __init__(self, engine: Engine, description: Description, session_count_max: int) -> None:
+        self.engine = engine
+        self.description = description
+        self.session_count_max = session_count_max
+        self._sessions: dict[tuple[object, int], HeldSession] = {}
+
+    def open(self, stream: object, item: Open, reply: Reply, make: Callable[..., HeldSession]) -> HeldSession | None:
+        """Reserves and files a session; None for an incarnation already open or older. Raises SpecdecError."""
+        key = (stream, item.session)
+        held = self._sessions.get(key)
+        if held is not None:
+            if held.opened.incarnation >= item.incarnation:
+                return None
+            self._drop(key)
+        if len(self._sessions) >= self.session_count_max:
+            raise CacheExhausted(f"all {self.session_count_max} session slots are taken; raise --max-num-seqs")
+        table = self.engine.cache.reserve(min(item.length_max, self.description.positions_max))
+        session = self._sessions[key] = make(item, table, reply)
+        return session
+
+    def find(self, stream: object, item) -> HeldSession | Short | None:
+        """The session an item names; None when the item is older than it, Short when it has to be opened again."""
+        held = self._sessions.get((stream, item.session))
+        if held is None or held.opened.incarnation < item.incarnation:
+            return Short(item.session, item.incarnation, 0, unknown=True)
+        return held if held.opened.incarnation == item.incarnation else None
+
+    def extend(self, held: HeldSession, item: Extend) -> Short | None:
+        """Holds committed tokens; Short when tokens before them are missing. Raises InvalidRequest."""
+        check_token_ids("token_ids", item.token_ids, self.description.vocabulary_size)
+        if item.start_position + len(item.token_ids) > held.opened.length_max:
+            end = item.start_position + len(item.token_ids)
+            raise InvalidRequest("start_position", end, f"with its tokens at most length_max {held.opened.length_max}")
+        return None if held.hold(item.start_position, item.token_ids) else Short(*held.name, len(held.tokens))
+
+    def close(self, stream: object, item: Close) -> None:
+        """Ends a session of this or an older incarnation; nothing for one that is not open."""
+        held = self._sessions.get((stream, item.session))
+        if held is not None and held.opened.incarnation <= item.incarnation:
+            self._drop((stream, item.session))
+
+    def close_stream(self, stream: object) -> None:
+        """Ends all sessions of a stream that is gone."""
+        for key in [key for key in self._sessions if key[0] is stream]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[object, int]) -> None:
+        held = self._sessions.pop(key)
+        held.feed = None
+        self.engine.cache.release(held.table)
+
+    def submit(
+        self,
+        held: HeldSession,
+        wanted: list[int],
+        logit_count: int,
+        payload: object,
+        done: Callable[[object, StepTiming], None],
+    ) -> None:
+        """Feeds what the cache lacks of `wanted`, the last `logit_count` tokens at least; supersedes an older feed."""
+        start = min(held.agreement(wanted), len(wanted) - logit_count)
+        self.engine.cache.truncate(held.table, start)
+        held.fed = wanted
+        held.agreed = min(held.agreed, start)
+
+        def failed(error: SpecdecError) -> None:
+            held.feed = None
+            held.reply(failure_from_error(error, *held.name))
+
+        def finished(result: object, timing: StepTiming) -> None:
+            held.feed = None
+            done(result, timing)
+
+        feed = Feed(
+            table=held.table,
+            start_position=start,
+            token_ids=wanted[start:],
+            logit_count=logit_count,
+            payload=payload,
+            done=finished,
+            failed=failed,
+            is_current=lambda: held.feed is feed,
+        )
+        held.feed = feed
+        self.engine.submit(feed)
+
+    @property
+    def count(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+
+def answer(held_or_item, reply: Reply, work: Callable[[], object]) -> None:
+    """Runs one item's work; its error becomes the item's answer and costs nobody else anything."""
+    try:
+        result = work()
+    except SpecdecError as error:
+        result = failure_from_error(error, held_or_item.session, held_or_item.incarnation)
+    if isinstance(result, (Short, Failure)):
+        reply(result)

@@ -1,0 +1,139 @@
+"""Values shared by all messages, to messages and back: numbers, rows, laws, traces, descriptions.
+
+Reading a message makes checked values, so InvalidRequest names whatever is out of bounds. Rows of numbers are
+little-endian bytes whatever the machine. Generated types go no further than the `convert` modules.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+
+from specdec.errors import InvalidRequest
+from specdec.protocol.items import Trace
+from specdec.protocol.types import Description, Law, Row, Rule
+from specdec.v1 import types_pb2 as types_pb
+
+
+def numbers_to_bytes(code: str, values) -> bytes:
+    """`values` as packed little-endian numbers of array type `code` (d float64, f float32, H uint16)."""
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def numbers_from_bytes(code: str, data: bytes, field: str) -> array:
+    """The inverse; InvalidRequest when the bytes are not a whole number of numbers."""
+    packed = array(code)
+    if len(data) % packed.itemsize:
+        raise InvalidRequest(field, f"{len(data)} bytes", f"a multiple of {packed.itemsize} bytes")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
+
+
+def row_to_message(row: Row) -> types_pb.Row:
+    return types_pb.Row(token_ids=row.token_ids, weights=numbers_to_bytes("H", row.weights))
+
+
+def row_from_message(message: types_pb.Row) -> Row:
+    return Row(tuple(message.token_ids), tuple(numbers_from_bytes("H", message.weights, "row.weights")))
+
+
+def law_to_message(law: Law) -> types_pb.Law:
+    return types_pb.Law(
+        rule=law.rule.value,
+        seed=law.seed,
+        temperature=law.temperature,
+        top_k=law.top_k,
+        top_p=law.top_p,
+        min_p=law.min_p,
+        repetition_penalty=law.repetition_penalty,
+        presence_penalty=law.presence_penalty,
+        frequency_penalty=law.frequency_penalty,
+        logit_bias=[types_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in law.logit_bias],
+        min_tokens=law.min_tokens,
+        stop_token_ids=law.stop_token_ids,
+        logprobs=law.logprobs,
+        prompt_length=law.prompt_length,
+    )
+
+
+def rule_from_number(number: int) -> Rule:
+    """The rule of a wire number; InvalidRequest for one this version does not know."""
+    try:
+        return Rule(number)
+    except ValueError:
+        raise InvalidRequest("rule", number, "GREEDY (1), REJECTION (2) or COUPLED (3)") from None
+
+
+def law_from_message(message: types_pb.Law) -> Law:
+    return Law(
+        rule=rule_from_number(message.rule),
+        seed=message.seed,
+        prompt_length=message.prompt_length,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:
+    if not trace.trace_id:
+        return None
+    return types_pb.TraceContext(
+        trace_id=trace.trace_id, span_id=trace.span_id, sampled=trace.sampled, detailed=trace.detailed
+    )
+
+
+def trace_from_message(message: types_pb.TraceContext) -> Trace:
+    return Trace(message.trace_id, message.span_id, message.sampled, message.detailed)
+
+
+def description_to_message(description: Description) -> types_pb.DescribeResponse:
+    return types_pb.DescribeResponse(
+        model_digest=description.model_digest,
+        tokenizer_fingerprint=description.tokenizer_fingerprint,
+        model_name=description.model_name,
+        vocabulary_size=description.vocabulary_size,
+        positions_max=description.positions_max,
+        numerics=numerics_to_message(description),
+        protocol_version=description.protocol_version,
+        end_token_ids=description.end_token_ids,
+    )
+
+
+def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
+    return types_pb.NumericsProfile(
+        dtype=description.dtype,
+        tensor_parallel_size=description.tensor_parallel_size,
+        device=description.device,
+        libraries=description.libraries,
+    )
+
+
+def description_from_message(message: types_pb.DescribeResponse) -> Description:
+    return Description(
+        model_digest=message.model_digest,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        model_name=message.model_name,
+        vocabulary_size=message.vocabulary_size,
+        positions_max=message.positions_max,
+        end_token_ids=tuple(message.end_token_ids),
+        dtype=message.numerics.dtype,
+        device=message.numerics.device,
+        libraries=message.numerics.libraries,
+        tensor_parallel_size=message.numerics.tensor_parallel_size,
+        protocol_version=message.protocol_version,
+    )

@@ -1,0 +1,164 @@
+"""The public API, to values and back.
+
+A request with a field this version does not know is refused by number: nothing a user sets is ever ignored.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from specdec.errors import InvalidRequest
+from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
+from specdec.protocol.request import Ask, SamplingPolicy, SpeculativePolicy
+from specdec.protocol.types import Description, PositionLogprobs, Rule
+from specdec.rpc.convert import description_to_message, numerics_to_message, rule_from_number
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+_OPTIONAL_SAMPLING = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "n",
+)
+
+
+def check_known(message: Message, path: str = "") -> None:
+    """Raises InvalidRequest for a field number this version does not know, anywhere in `message`."""
+    for unknown in UnknownFieldSet(message):
+        raise InvalidRequest(f"{path}field {unknown.field_number}", "set", "absent: this server does not know it")
+    for descriptor, value in message.ListFields():
+        if descriptor.type != descriptor.TYPE_MESSAGE:
+            continue
+        for part in value if descriptor.is_repeated else (value,):
+            check_known(part, f"{path}{descriptor.name}.")
+
+
+def sampling_from_message(message: coordinator_pb.SamplingPolicy) -> SamplingPolicy:
+    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    return SamplingPolicy(
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        **given,
+    )
+
+
+def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> SpeculativePolicy:
+    rule: Rule | None = None
+    if message.rule:
+        try:
+            rule = rule_from_number(message.rule)
+        except InvalidRequest as error:
+            raise InvalidRequest("speculative.rule", message.rule, error.limit) from None
+    count = message.num_speculative_tokens if message.HasField("num_speculative_tokens") else None
+    return SpeculativePolicy(message.enabled if message.HasField("enabled") else True, count, rule)
+
+
+def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
+    """The checked request. Raises InvalidRequest."""
+    check_known(message)
+    prompt = message.WhichOneof("prompt")
+    if prompt is None:
+        raise InvalidRequest("prompt", "absent", "text or token_ids")
+    return Ask(
+        text=message.text if prompt == "text" else None,
+        token_ids=tuple(message.token_ids.ids),
+        sampling=sampling_from_message(message.sampling),
+        speculative=speculative_from_message(message.speculative),
+        resumed_token_ids=tuple(message.resume.output_token_ids),
+        label=message.label,
+    )
+
+
+def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
+    if isinstance(event, Delta):
+        return coordinator_pb.GenerateResponse(delta=_delta_to_message(event))
+    if isinstance(event, Started):
+        return coordinator_pb.GenerateResponse(started=_started_to_message(event, target))
+    return coordinator_pb.GenerateResponse(finished=_finished_to_message(event))
+
+
+def _started_to_message(event: Started, target: Description) -> coordinator_pb.Started:
+    return coordinator_pb.Started(
+        request_id=event.request_id,
+        seed=event.seed,
+        rule=event.rule.value,
+        model_digest=target.model_digest,
+        numerics=numerics_to_message(target),
+        prompt_length=event.prompt_length,
+        max_tokens=event.max_tokens,
+    )
+
+
+def _delta_to_message(event: Delta) -> coordinator_pb.Delta:
+    return coordinator_pb.Delta(
+        first_output_index=event.first_output_index,
+        token_ids=event.token_ids,
+        kinds=[kind.value for kind in event.kinds],
+        text=event.text,
+        logprobs=[_position_to_message(position) for position in event.logprobs],
+    )
+
+
+def _position_to_message(position: PositionLogprobs) -> coordinator_pb.TokenLogprobs:
+    return coordinator_pb.TokenLogprobs(
+        logprob=position.logprob, top_token_ids=position.top_token_ids, top_logprobs=position.top_logprobs
+    )
+
+
+def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
+    return coordinator_pb.Finished(
+        reason=event.reason.value,
+        stop_string=event.stop_string,
+        stop_token_id=event.stop_token_id,
+        usage=coordinator_pb.Usage(prompt_tokens=event.prompt_tokens, output_tokens=event.output_tokens),
+        statistics=statistics_to_message(event.statistics),
+        trace_id=event.trace_id,
+    )
+
+
+def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
+    counts = {
+        name: getattr(statistics, name)
+        for name in (
+            "rounds",
+            "num_spec_steps",
+            "num_draft_tokens",
+            "num_accepted_draft_tokens",
+            "mean_acceptance_length",
+            "draft_acceptance_rate",
+            "acceptance_histogram",
+            "draft_link_bytes",
+            "target_link_bytes",
+            "draft_waits_expired",
+        )
+    }
+    names = [descriptor.name for descriptor in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
+    time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in names})
+    return coordinator_pb.Statistics(time=time, **counts)
+
+
+def coordinator_description_to_message(
+    target: Description | None,
+    draft: Description | None,
+    draft_absent_reason: str,
+    num_speculative_tokens: int,
+    num_speculative_tokens_max: int,
+) -> coordinator_pb.CoordinatorDescribeResponse:
+    return coordinator_pb.CoordinatorDescribeResponse(
+        target=None if target is None else description_to_message(target),
+        draft=None if draft is None else description_to_message(draft),
+        draft_absent_reason=draft_absent_reason,
+        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens_max=num_speculative_tokens_max,
+    )

@@ -1,0 +1,262 @@
+"""A gRPC server as every service runs it: health, reflection, TLS, limits, draining, and errors that say what is wrong.
+
+Methods are registered by bytes and parse for themselves, so malformed messages are answered INVALID_ARGUMENT like any
+other bad input. A handler raises SpecdecError; whatever else it raises is logged and answered INTERNAL without details,
+and costs that call only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import _async as health_service
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specdec.config import ServiceSettings
+from specdec.errors import ConfigError, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.rpc.status import abort
+from specdec.rpc.tls import ServerCertificates
+from specdec.telemetry.logs import get_logger
+
+MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is refused by field, not by size
+MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's text seldom more than 16
+
+# A cut network or a frozen peer is noticed within 3 s only with all of these together.
+KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.so_reuseport", 0),  # two services on one port would share its connections in silence
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
+)
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+Context = grpc.aio.ServicerContext
+Write = Callable[[bytes], Awaitable[None]]
+
+
+def message_bytes_max(positions_max: int) -> int:
+    """The largest message to take for a model of so many positions."""
+    return max(MESSAGE_BYTES_MIN, MESSAGE_BYTES_PER_POSITION * positions_max)
+
+
+def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
+    """The message in `data`; InvalidRequest naming the message when the bytes are not one."""
+    try:
+        return message_class.FromString(data)
+    except DecodeError:
+        name = message_class.DESCRIPTOR.full_name
+        raise InvalidRequest(name, f"{len(data)} malformed bytes", f"a valid {name} with UTF-8 strings") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of a service: its kind, its request's class (None: bytes) and its handler."""
+
+    kind: str
+    request_class: type[Message] | None
+    handler: Callable[..., Any]
+
+
+def unary(request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], Awaitable[Message]]) -> Method:
+    """A method with one request and one answer."""
+    return Method("unary", request_class, handler)
+
+
+def unary_stream(
+    request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], AsyncGenerator[Message, None]]
+) -> Method:
+    """A method with one request and a stream of answers. The generator is closed when the client is gone."""
+    return Method("unary_stream", request_class, handler)
+
+
+def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awaitable[None]]) -> Method:
+    """A link: bytes in, bytes out. `requests` ends when the client has; the handler is cancelled when it is gone.
+
+    The handler parses each message itself, so that a bad one is answered and the link goes on. A link has no end of
+    its own: draining does not wait for it.
+    """
+    return Method("stream_stream", None, handler)
+
+
+class Server:
+    """One listening service. `services`: methods by name, by full service name."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        services: Mapping[str, Mapping[str, Method]],
+        message_bytes: int = MESSAGE_BYTES_MIN,
+    ) -> None:
+        self.address = ""
+        self._settings = settings
+        self._service_names = tuple(services)
+        self._calls: set[asyncio.Task] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._grace_over = False
+        self._health = health_service.HealthServicer()
+        options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
+        self._server = grpc.aio.server(options=options, interceptors=(_StrictParsing(),))
+        for service, methods in services.items():
+            handlers = {name: self._handler(f"{service}/{name}", method) for name, method in methods.items()}
+            self._server.add_registered_method_handlers(service, handlers)
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> str:
+        """Listens, NOT_SERVING; returns HOST:PORT. ConfigError, one line, when the port cannot be had."""
+        await self.set_serving(False)
+        host, port = self._settings.host, self._settings.port
+        bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
+        check_port(host, port)
+        try:
+            if certificates:
+                port = self._server.add_secure_port(f"{bracketed}:{port}", certificates.credentials())
+            else:
+                port = self._server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
+        await self._server.start()
+        self.address = f"{bracketed}:{port}"
+        return self.address
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says so in the health of every service and of the server as a whole."""
+        states = health_pb2.HealthCheckResponse
+        for name in ("", *self._service_names):
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING at once and calls refused; running ones get `grace_s` to finish, then UNAVAILABLE."""
+        self._draining = True
+        await self._health.enter_graceful_shutdown()
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except asyncio.TimeoutError:
+            self._grace_over = True
+            for call in self._calls:
+                call.cancel()
+            await asyncio.wait(self._calls, timeout=1.0)
+        await self._server.stop(0.2)  # last answers are still being written
+
+    def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
+        async def answer_once(data: bytes, context: Context) -> bytes | None:
+            async with self._answering(name, context):
+                response = await method.handler(parse(method.request_class, data), context)
+                return response.SerializeToString()
+
+        async def answer_stream(data: bytes, context: Context) -> None:
+            async with self._answering(name, context):
+                async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
+                    async for response in responses:
+                        await context.write(response.SerializeToString())
+
+        async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
+            async with self._answering(name, context, counted=False):
+                await method.handler(requests, context.write, context)
+
+        makers = {
+            "unary": (grpc.unary_unary_rpc_method_handler, answer_once),
+            "unary_stream": (grpc.unary_stream_rpc_method_handler, answer_stream),
+            "stream_stream": (grpc.stream_stream_rpc_method_handler, converse),
+        }
+        make, behavior = makers[method.kind]
+        return make(behavior)
+
+    @asynccontextmanager
+    async def _answering(self, name: str, context: Context, counted: bool = True) -> AsyncIterator[None]:
+        """Around every handler: counts it while it runs, and turns what it raises into a status."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if self._draining:
+                raise ReplicaUnavailable("the service is stopping")
+            if counted:
+                self._calls.add(task)
+                self._idle.clear()
+            yield
+        except SpecdecError as error:
+            await abort(context, error)
+        except asyncio.CancelledError:
+            if not (self._grace_over and counted):
+                raise
+            await abort(context, ReplicaUnavailable("the service stopped before the text was finished; resume it"))
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            get_logger().exception("call failed", method=name)
+            await abort(context, SpecdecError("the service failed at this call; its log says why"))
+        finally:
+            self._calls.discard(task)
+            if not self._calls:
+                self._idle.set()
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigError saying what is wrong when `port` cannot be had. Asked first because gRPC reports no cause."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} needs privileges; choose one above 1023 with --port") from error
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        raise ConfigError(f"--host {host} is not an address of this machine ({reason})") from error
+
+
+class _StrictParsing(grpc.aio.ServerInterceptor):
+    """Lets the library services (health, reflection) answer malformed bytes as ours do."""
+
+    async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        message_class = handler.request_deserializer.__self__  # `FromString`, bound to its class
+
+        async def checked(data: bytes, context: Context) -> Message:
+            try:
+                return parse(message_class, data)
+            except InvalidRequest as error:
+                await abort(context, error)
+
+        async def answer(data: bytes, context: Context) -> Any:
+            inner = handler.unary_stream or handler.unary_unary
+            return await inner(await checked(data, context), context)
+
+        async def converse(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Message]:
+            parsed = (await checked(data, context) async for data in requests)
+            async for response in handler.stream_stream(parsed, context):
+                yield response
+
+        if handler.stream_stream:
+            assert inspect.isasyncgenfunction(handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(converse, None, handler.response_serializer)
+        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
+        return make(answer, None, handler.response_serializer)

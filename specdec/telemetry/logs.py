@@ -1,0 +1,60 @@
+"""Log lines of every process: structlog to standard error, for people on a terminal, as JSON elsewhere.
+
+A line is an event with fields, never a sentence with values pasted in. Fields bound with `bound` (trace id, session)
+appear on every line logged within. Prompt and token text never appear: fields with such names are withheld.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
+WITHHELD_FIELDS = frozenset({"prompt", "text", "token_ids", "output_token_ids", "stop", "stop_string"})
+
+
+def _withhold(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Replaces what users wrote or were answered; lines are kept longer and read by more people than texts."""
+    for name in WITHHELD_FIELDS & event.keys():
+        event[name] = "(withheld)"
+    return event
+
+
+def configure_logs(level: str, service: str, as_json: bool | None = None) -> None:
+    """Sets up logging of this process; the last call counts. `as_json` None: unless standard error is a terminal."""
+    if as_json is None:
+        as_json = not sys.stderr.isatty()
+    if as_json:
+        renderers = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
+    else:
+        renderers = [structlog.dev.ConsoleRenderer()]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _withhold,
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def get_logger() -> Any:
+    """A logger: `log.info("link up", peer=address)`."""
+    return structlog.get_logger()
+
+
+@contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """Binds fields, such as trace_id and session, to every line logged within, in this task and those it starts."""
+    with structlog.contextvars.bound_contextvars(**fields):
+        yield

@@ -1,0 +1,237 @@
+from specdec.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TokenKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKEN_KIND_UNSPECIFIED: _ClassVar[TokenKind]
+    TOKEN_KIND_ACCEPTED: _ClassVar[TokenKind]
+    TOKEN_KIND_CORRECTION: _ClassVar[TokenKind]
+    TOKEN_KIND_BONUS: _ClassVar[TokenKind]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+TOKEN_KIND_UNSPECIFIED: TokenKind
+TOKEN_KIND_ACCEPTED: TokenKind
+TOKEN_KIND_CORRECTION: TokenKind
+TOKEN_KIND_BONUS: TokenKind
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    sampling: SamplingPolicy
+    speculative: SpeculativePolicy
+    resume: Resume
+    label: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingPolicy, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SamplingPolicy(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "n")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[_types_pb2.LogitBias]
+    seed: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logprobs: int
+    n: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
+
+class SpeculativePolicy(_message.Message):
+    __slots__ = ("enabled", "num_speculative_tokens", "rule")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    num_speculative_tokens: int
+    rule: _types_pb2.Rule
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("output_token_ids",)
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("started", "delta", "finished")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    started: Started
+    delta: Delta
+    finished: Finished
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("request_id", "seed", "rule", "model_digest", "numerics", "prompt_length", "max_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    seed: int
+    rule: _types_pb2.Rule
+    model_digest: str
+    numerics: _types_pb2.NumericsProfile
+    prompt_length: int
+    max_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs")
+    FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_output_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kinds: _containers.RepeatedScalarFieldContainer[TokenKind]
+    text: str
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "statistics", "trace_id")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    stop_string: str
+    stop_token_id: int
+    usage: Usage
+    statistics: Statistics
+    trace_id: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., trace_id: _Optional[str] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "output_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    output_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+
+class Statistics(_message.Message):
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAITS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    rounds: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: _containers.RepeatedScalarFieldContainer[int]
+    draft_link_bytes: int
+    target_link_bytes: int
+    draft_waits_expired: int
+    time: TimeSplit
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ...) -> None: ...
+
+class TimeSplit(_message.Message):
+    __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_evidence_s", "target_link_s")
+    TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EVIDENCE_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LINK_S_FIELD_NUMBER: _ClassVar[int]
+    time_to_first_token_s: float
+    total_s: float
+    draft_wait_s: float
+    target_queue_s: float
+    target_forward_s: float
+    target_evidence_s: float
+    target_link_s: float
+    def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_evidence_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
+
+class CoordinatorDescribeResponse(_message.Message):
+    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ABSENT_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    target: _types_pb2.DescribeResponse
+    draft: _types_pb2.DescribeResponse
+    draft_absent_reason: str
+    num_speculative_tokens_max: int
+    num_speculative_tokens: int
+    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...

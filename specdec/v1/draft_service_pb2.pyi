@@ -1,0 +1,94 @@
+from specdec.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftRequest(_message.Message):
+    __slots__ = ("stamp", "items")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.LinkStamp
+    items: _containers.RepeatedCompositeFieldContainer[DraftRequestItem]
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[DraftRequestItem, _Mapping]]] = ...) -> None: ...
+
+class DraftRequestItem(_message.Message):
+    __slots__ = ("open", "extend", "commit", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: _types_pb2.OpenItem
+    extend: _types_pb2.ExtendItem
+    commit: CommitItem
+    close: _types_pb2.CloseItem
+    def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
+
+class CommitItem(_message.Message):
+    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    committed_length: int
+    suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    window: int
+    trace: _types_pb2.TraceContext
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+
+class DraftResponse(_message.Message):
+    __slots__ = ("stamp", "items")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.LinkStamp
+    items: _containers.RepeatedCompositeFieldContainer[DraftResponseItem]
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[DraftResponseItem, _Mapping]]] = ...) -> None: ...
+
+class DraftResponseItem(_message.Message):
+    __slots__ = ("nodes", "short", "error")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    nodes: NodesItem
+    short: _types_pb2.ShortItem
+    error: _types_pb2.ErrorItem
+    def __init__(self, nodes: _Optional[_Union[NodesItem, _Mapping]] = ..., short: _Optional[_Union[_types_pb2.ShortItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
+
+class NodesItem(_message.Message):
+    __slots__ = ("session", "incarnation", "epoch", "root_length", "nodes", "step_us", "step_rows")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROOT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    STEP_US_FIELD_NUMBER: _ClassVar[int]
+    STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    epoch: int
+    root_length: int
+    nodes: _containers.RepeatedCompositeFieldContainer[TreeNode]
+    step_us: int
+    step_rows: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ...) -> None: ...
+
+class TreeNode(_message.Message):
+    __slots__ = ("node", "parent", "token_id", "proposal", "row")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    parent: int
+    token_id: int
+    proposal: bool
+    row: _types_pb2.Row
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., token_id: _Optional[int] = ..., proposal: bool = ..., row: _Optional[_Union[_types_pb2.Row, _Mapping]] = ...) -> None: ...

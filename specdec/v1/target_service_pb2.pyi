@@ -1,0 +1,102 @@
+from specdec.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("stamp", "items")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.LinkStamp
+    items: _containers.RepeatedCompositeFieldContainer[VerifyRequestItem]
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyRequestItem, _Mapping]]] = ...) -> None: ...
+
+class VerifyRequestItem(_message.Message):
+    __slots__ = ("open", "extend", "verify", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: _types_pb2.OpenItem
+    extend: _types_pb2.ExtendItem
+    verify: VerifyItem
+    close: _types_pb2.CloseItem
+    def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
+
+class VerifyItem(_message.Message):
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "rows", "trace")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    round_index: int
+    base_position: int
+    suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.Row]
+    trace: _types_pb2.TraceContext
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[_types_pb2.Row, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("stamp", "items")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.LinkStamp
+    items: _containers.RepeatedCompositeFieldContainer[VerifyResponseItem]
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyResponseItem, _Mapping]]] = ...) -> None: ...
+
+class VerifyResponseItem(_message.Message):
+    __slots__ = ("evidence", "short", "error")
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    evidence: EvidenceItem
+    short: _types_pb2.ShortItem
+    error: _types_pb2.ErrorItem
+    def __init__(self, evidence: _Optional[_Union[EvidenceItem, _Mapping]] = ..., short: _Optional[_Union[_types_pb2.ShortItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
+
+class EvidenceItem(_message.Message):
+    __slots__ = ("session", "incarnation", "round_index", "replacement_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "evidence_us", "step_rows")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_US_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_US_FIELD_NUMBER: _ClassVar[int]
+    STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    round_index: int
+    replacement_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    target_probs: bytes
+    logprobs: Logprobs
+    queue_us: int
+    forward_us: int
+    evidence_us: int
+    step_rows: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., replacement_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., evidence_us: _Optional[int] = ..., step_rows: _Optional[int] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("draft", "replacement", "top_token_ids", "top")
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    draft: bytes
+    replacement: bytes
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top: bytes
+    def __init__(self, draft: _Optional[bytes] = ..., replacement: _Optional[bytes] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top: _Optional[bytes] = ...) -> None: ...

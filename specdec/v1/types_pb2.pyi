@@ -1,0 +1,193 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RULE_UNSPECIFIED: _ClassVar[Rule]
+    RULE_GREEDY: _ClassVar[Rule]
+    RULE_REJECTION: _ClassVar[Rule]
+    RULE_COUPLED: _ClassVar[Rule]
+RULE_UNSPECIFIED: Rule
+RULE_GREEDY: Rule
+RULE_REJECTION: Rule
+RULE_COUPLED: Rule
+
+class Law(_message.Message):
+    __slots__ = ("rule", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "logprobs", "prompt_length")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    rule: Rule
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: int
+    prompt_length: int
+    def __init__(self, rule: _Optional[_Union[Rule, str]] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+
+class LogitBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("token_ids", "weights")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    weights: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ...) -> None: ...
+
+class LinkStamp(_message.Message):
+    __slots__ = ("sequence", "sent_time_ns", "echo_sequence", "echo_received_time_ns")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SENT_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ECHO_RECEIVED_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    sent_time_ns: int
+    echo_sequence: int
+    echo_received_time_ns: int
+    def __init__(self, sequence: _Optional[int] = ..., sent_time_ns: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_received_time_ns: _Optional[int] = ...) -> None: ...
+
+class TraceContext(_message.Message):
+    __slots__ = ("trace_id", "span_id", "sampled", "detailed")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SPAN_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    DETAILED_FIELD_NUMBER: _ClassVar[int]
+    trace_id: bytes
+    span_id: bytes
+    sampled: bool
+    detailed: bool
+    def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., sampled: bool = ..., detailed: bool = ...) -> None: ...
+
+class OpenItem(_message.Message):
+    __slots__ = ("session", "incarnation", "law", "length_max", "vocabulary_size", "trace")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAW_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    law: Law
+    length_max: int
+    vocabulary_size: int
+    trace: TraceContext
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., law: _Optional[_Union[Law, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
+
+class ExtendItem(_message.Message):
+    __slots__ = ("session", "incarnation", "start_position", "token_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    START_POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    start_position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., start_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CloseItem(_message.Message):
+    __slots__ = ("session", "incarnation")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ShortItem(_message.Message):
+    __slots__ = ("session", "incarnation", "known_length", "unknown")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    known_length: int
+    unknown: bool
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., known_length: _Optional[int] = ..., unknown: bool = ...) -> None: ...
+
+class ErrorItem(_message.Message):
+    __slots__ = ("session", "incarnation", "code", "reason", "message", "field", "retry_after_ms")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    code: int
+    reason: str
+    message: str
+    field: str
+    retry_after_ms: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_MAX_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    tokenizer_fingerprint: str
+    model_name: str
+    vocabulary_size: int
+    positions_max: int
+    numerics: NumericsProfile
+    protocol_version: int
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NumericsProfile(_message.Message):
+    __slots__ = ("dtype", "tensor_parallel_size", "device", "libraries")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LIBRARIES_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    tensor_parallel_size: int
+    device: str
+    libraries: str
+    def __init__(self, dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., libraries: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The target service: evidence about draft tokens, and no decision."""

@@ -1,0 +1,323 @@
+"""The session state machine, driven through random schedules with faults.
+
+The world around it is a table: the target's next token is a hash of all tokens before, the draft guesses it with
+probability 0.7. Under GREEDY the text is therefore known beforehand, so one wrong, doubled or missing token shows.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdec.protocol.items import Close, Commit, DraftNode, EvidenceAnswer, Extend, Failure, Nodes, Open, Short, Verification
+from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.session import AwaitDraft, DraftState, Session, ToDraft, ToTarget
+from specdec.protocol.tree import DraftTree
+from specdec.protocol.types import Evidence, Law, Row, Rule, TokenKind, Verdict
+
+VOCABULARY_SIZE = 50
+PROMPT = [3, 1, 4]
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % VOCABULARY_SIZE  # integers hash to themselves: the same in every process
+
+
+def reference(length: int) -> list[int]:
+    tokens = list(PROMPT)
+    while len(tokens) < length:
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def make_session(draft_length: int = 3, length_max: int = 40, rule: Rule = Rule.GREEDY) -> Session:
+    law = Law(rule, seed=1, prompt_length=len(PROMPT), temperature=0.0 if rule is Rule.GREEDY else 1.0)
+    return Session(1, law, length_max, VOCABULARY_SIZE, FixedPolicy(draft_length), list(PROMPT))
+
+
+class ToyTarget:
+    """Holds tokens like a real one, and forgets its sessions when told to."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] | None = None
+
+    def take(self, item) -> list:
+        if isinstance(item, Open):
+            self.tokens = []
+            return []
+        if isinstance(item, Close):
+            self.tokens = None
+            return []
+        if self.tokens is None:
+            return [Short(1, item.incarnation, 0, unknown=True)]
+        start = item.suffix_start if isinstance(item, Verification) else item.start_position
+        new = item.suffix_token_ids if isinstance(item, Verification) else item.token_ids
+        if start > len(self.tokens):
+            return [Short(1, item.incarnation, len(self.tokens))]
+        self.tokens[start:] = new
+        if isinstance(item, Extend):
+            return []
+        path = list(self.tokens)
+        replacements = [next_token(path)]
+        for token_id in item.draft_token_ids:
+            path.append(token_id)
+            replacements.append(next_token(path))
+        return [EvidenceAnswer(1, item.incarnation, item.round_index, Evidence(tuple(replacements)))]
+
+
+class ToyDraft:
+    """Grows a chain below what it knows, one node a step, and forgets its sessions when told to."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.incarnation = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.tokens: list[int] | None = None
+        self.tree: DraftTree | None = None
+        self.window = self.epoch = self.node = self.root_length = 0
+
+    def take(self, item) -> list:
+        if isinstance(item, Open):
+            self.forget()
+            self.tokens, self.incarnation = [], item.incarnation
+            return []
+        if self.tokens is None:
+            return [] if isinstance(item, Close) else [Short(1, item.incarnation, 0, unknown=True)]
+        if isinstance(item, (Commit, Extend)):
+            start = item.suffix_start if isinstance(item, Commit) else item.start_position
+            if start > len(self.tokens):
+                return [Short(1, item.incarnation, len(self.tokens))]
+            new = item.suffix_token_ids if isinstance(item, Commit) else item.token_ids
+            added = list(new[len(self.tokens) - start :])
+            if not (isinstance(item, Commit) and self.tree is not None and self.tree.commit(added)):
+                self.tokens[start:] = new
+                self.tree, self.epoch, self.node = DraftTree(self.tokens), self.epoch + 1, 0
+                self.root_length = len(self.tokens)
+            if isinstance(item, Commit):
+                self.window = item.window
+        return []
+
+    def step(self) -> list:
+        if self.tree is None:
+            return []
+        path = self.tree.proposal_path(64)
+        leaf = path[-1] if path else self.tree.root
+        if leaf.length >= len(self.tokens) + self.window:
+            return []
+        before = [*self.tokens, *(place.token_id for place in path)]
+        token_id = next_token(before) if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY_SIZE)
+        self.node += 1
+        entry = DraftNode(self.node, leaf.node, token_id, True)
+        self.tree.add(self.epoch, self.root_length, entry)
+        return [Nodes(1, self.incarnation, self.epoch, self.root_length, (entry,))]
+
+
+class World:
+    """Queues between session, target and draft, and a random order of everything that can happen next."""
+
+    def __init__(self, seed: int, session: Session) -> None:
+        self.rng = random.Random(seed)
+        self.session = session
+        self.target, self.draft = ToyTarget(), ToyDraft(self.rng)
+        self.to_target: list = []
+        self.to_draft: list = []
+        self.answers: list = []
+        self.nodes: list = []
+        self.timers: list[int] = []
+        self.draft_is_up = False
+        self.fault_count = 0
+
+    def perform(self, actions) -> None:
+        self.session.check()
+        for action in actions:
+            if isinstance(action, ToTarget):
+                self.to_target.append(action.item)
+            elif isinstance(action, ToDraft):
+                self.to_draft.append(action.item)
+            else:
+                assert isinstance(action, AwaitDraft)
+                self.timers.append(action.wait_index)
+
+    def evidence(self, answer: EvidenceAnswer) -> None:
+        session = self.session
+        if not session.expects(answer):
+            return
+        drafted = session.in_flight.draft_token_ids
+        replacements = answer.evidence.replacement_token_ids
+        accepted = 0
+        while accepted < len(drafted) and drafted[accepted] == replacements[accepted]:
+            accepted += 1
+        kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.CORRECTION
+        ends = accepted + 1 >= session.room
+        self.perform(session.on_verdict(Verdict(accepted, replacements[accepted], kind), accepted + 1, ends))
+
+    def deliver(self) -> None:
+        """One thing that can happen, chosen at random."""
+        choices = []
+        if self.to_target:
+            choices.append(lambda: self.answers.extend(self.target.take(self.to_target.pop(0))))
+        if self.answers:
+            choices.append(lambda: self.take_answer(self.answers.pop(0)))
+        if self.draft_is_up:
+            choices += [self.step_draft] * 2
+        if self.nodes:
+            choices.append(lambda: self.take_draft(self.nodes.pop(0)))
+        if self.timers:
+            choices.append(lambda: self.perform(self.session.on_wait_expired(self.timers.pop(0))))
+        self.rng.choice(choices)()
+
+    def step_draft(self) -> None:
+        if self.to_draft and self.rng.random() < 0.7:
+            self.nodes.extend(self.draft.take(self.to_draft.pop(0)))
+        else:
+            self.nodes.extend(self.draft.step())
+
+    def take_answer(self, item) -> None:
+        if isinstance(item, EvidenceAnswer):
+            self.evidence(item)
+        else:
+            self.perform(self.session.on_target_short(item))
+
+    def take_draft(self, item) -> None:
+        if isinstance(item, Nodes):
+            self.perform(self.session.on_nodes(item))
+        else:
+            self.perform(self.session.on_draft_short(item))
+
+    def fault(self) -> None:
+        """One fault. Links keep order and lose a suffix, as broken streams do; a draft's nodes may do anything."""
+        self.fault_count += 1
+        kind = self.rng.randrange(7)
+        if kind == 0:
+            self.target.tokens = None  # the target lost the session
+        elif kind == 1:
+            self.draft.forget()
+        elif kind == 2 and self.draft_is_up:
+            self.draft_is_up = False
+            self.to_draft.clear()
+            self.draft.forget()
+            self.perform(self.session.on_draft_down())
+        elif kind == 3 and not self.draft_is_up:
+            self.draft_is_up = True
+            self.perform(self.session.on_draft_up())
+        elif kind == 4 and self.nodes:
+            self.nodes.pop(self.rng.randrange(len(self.nodes)))
+        elif kind == 5 and self.nodes:
+            self.nodes.insert(self.rng.randrange(len(self.nodes)), self.rng.choice(self.nodes))
+        elif kind == 6 and self.answers:
+            self.answers.append(self.rng.choice(self.answers))
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 3, 8])
+def test_the_text_is_the_targets_under_faults(draft_length: int):
+    """Claim: whatever is lost, doubled, delayed or forgotten, the committed tokens are the target's own, and the
+    generation ends. Conclusive: the text is compared with the reference token by token, invariants after every event."""
+    faults = 0
+    for seed in range(250):
+        session = make_session(draft_length)
+        world = World(seed, session)
+        world.perform(session.begin())
+        for _ in range(5000):
+            if session.finished:
+                break
+            if world.rng.random() < 0.05:
+                world.fault()
+            if world.to_target or world.answers or world.draft_is_up or world.nodes or world.timers:
+                world.deliver()
+        assert session.finished, f"seed {seed} does not end"
+        assert session.committed == reference(40), f"seed {seed}"
+        faults += world.fault_count
+    assert faults > 500
+
+
+def begin(session: Session) -> Verification:
+    actions = session.begin()
+    return actions[-1].item
+
+
+def evidence_for(item: Verification, *tokens: int) -> EvidenceAnswer:
+    return EvidenceAnswer(1, item.incarnation, item.round_index, Evidence(tokens))
+
+
+def nodes_of(session: Session, *tokens: int, epoch: int = 1, root_length: int | None = None, rows=None) -> Nodes:
+    length = len(session.committed) if root_length is None else root_length
+    entries = [DraftNode(i + 1, i, token, True, rows[i] if rows else None) for i, token in enumerate(tokens)]
+    return Nodes(1, session.draft_incarnation, epoch, length, tuple(entries))
+
+
+def test_the_first_round_does_not_wait_for_the_draft():
+    session = make_session()
+    assert begin(session).draft_token_ids == ()
+
+
+def test_a_stale_or_forged_answer_is_fenced():
+    """Claim: evidence of another round, incarnation or width never reaches the rule."""
+    session = make_session()
+    item = begin(session)
+    assert session.expects(evidence_for(item, 5))
+    assert not session.expects(evidence_for(item, 5, 6))
+    assert not session.expects(EvidenceAnswer(1, item.incarnation, 7, Evidence((5,))))
+    assert not session.expects(EvidenceAnswer(1, item.incarnation + 1, 0, Evidence((5,))))
+
+
+def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
+    """Claim: a silent draft costs one wait, not one per round."""
+    session = make_session(draft_length=2)
+    begin(session)
+    session.on_draft_up()
+    session.on_nodes(nodes_of(session, 9))
+    assert session.draft_state is DraftState.READY
+    actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), 1, ends=False)
+    assert any(isinstance(action, AwaitDraft) for action in actions) and session.waiting
+    (sent,) = session.on_wait_expired(session.wait_index)
+    assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
+    actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), 1, ends=False)
+    assert not any(isinstance(action, AwaitDraft) for action in actions)
+
+
+def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
+    """Claim: a token outside the vocabulary, or without its row, is never offered, nor is anything below it."""
+    session = make_session(draft_length=3, rule=Rule.REJECTION)
+    item = begin(session)
+    session.on_draft_up()
+    rows = [Row((4, 9), (1, 2)), Row((4, 9), (1, 2)), Row((4,), (1,))]
+    session.on_nodes(nodes_of(session, 4, 8, 4, rows=rows))
+    assert session.malformed_node_count == 2
+    assert session.draft_state is DraftState.PAUSED
+    assert [place.token_id for place in session.tree.proposal_path(9)] == [4]
+    assert item.draft_token_ids == ()
+
+
+def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
+    session = make_session()
+    begin(session)
+    session.on_draft_up()
+    session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
+    assert session.draft_state is DraftState.PAUSED
+    actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), 1, ends=False)
+    assert not any(isinstance(action, ToDraft) for action in actions)
+    session.on_draft_down()
+    assert any(isinstance(action, ToDraft) for action in session.on_draft_up())
+
+
+def test_long_prompts_are_split_over_items():
+    """Claim: no item carries more than 2048 tokens, and together they are the prompt."""
+    prompt = [token % VOCABULARY_SIZE for token in range(5000)]
+    law = Law(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
+    session = Session(1, law, 6000, VOCABULARY_SIZE, FixedPolicy(3), list(prompt))
+    items = [action.item for action in session.begin()]
+    extends = [item for item in items if isinstance(item, Extend)]
+    sent = [token for item in extends for token in item.token_ids] + list(items[-1].suffix_token_ids)
+    assert sent == prompt and len(extends) == 2
+
+
+def test_end_closes_on_both_replicas_once():
+    session = make_session()
+    begin(session)
+    session.on_draft_up()
+    closed = [type(action.item) for action in session.end()]
+    assert closed == [Close, Close]
+    assert session.end() == []
