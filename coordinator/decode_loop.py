@@ -34,7 +34,7 @@ class Generation:
         walker: OutputWalker,
         started: Started,
         target: Replica,
-        draft: Replica,
+        draft: Replica | None,
         draft_wait_s: float,
     ) -> None:
         self._session = session
@@ -44,7 +44,7 @@ class Generation:
         self._draft_wait_s = draft_wait_s
         self._loop = asyncio.get_running_loop()
         self._born_s = self._loop.time()
-        self._sent_s = self._wait_began_s = self._born_s
+        self._sent_s = self._wait_began_s = self._taken_s = self._born_s
         self.statistics = Statistics()
         self._started = started
         self._undelivered: deque[Event | SpecdecError] = deque([started])
@@ -53,20 +53,23 @@ class Generation:
     def begin(self) -> None:
         """Opens the session on the replicas and asks for the first token. Raises ReplicaUnavailable."""
         self._target.attach(self._session.number, self)
-        self._draft.attach(self._session.number, self)
+        if self._draft is not None:
+            self._draft.attach(self._session.number, self)
         self._perform(self._session.begin())
-        if self._draft.is_up:
+        if self._draft is not None and self._draft.is_up:
             self._perform(self._session.on_draft_up())
 
     def end_at(self, ending: Ending) -> None:
-        """Ends a resumed generation whose tokens were all there already."""
+        """Ends a resumed generation whose tokens were all there already; instead of `begin`."""
+        self._perform(self._session.end())
         self._finish(ending)
 
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""
         self._perform(self._session.end())
         self._target.detach(self._session.number)
-        self._draft.detach(self._session.number)
+        if self._draft is not None:
+            self._draft.detach(self._session.number)
 
     async def events(self) -> AsyncIterator[Event]:
         """Started, deltas, finished; or raises the error that ended the generation."""
@@ -77,10 +80,8 @@ class Generation:
                 event = self._undelivered.popleft()
                 if isinstance(event, SpecdecError):
                     raise event
-                handed_s = self._loop.time()
+                self._taken_s = self._loop.time()
                 yield event
-                if self._loop.time() - handed_s > READER_STALL_S_MAX:
-                    raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
                 if isinstance(event, Finished):
                     return
 
@@ -105,7 +106,7 @@ class Generation:
             self.statistics.target_link_bytes += byte_count
             self._on_target_item(item)
 
-    def count_sent(self, replica: Replica, byte_count: int) -> None:
+    def on_sent(self, replica: Replica, byte_count: int) -> None:
         """Payload that left for a replica on behalf of this generation."""
         if replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
@@ -210,9 +211,15 @@ class Generation:
         last = self._undelivered[-1] if self._undelivered else None
         if len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX and isinstance(last, Delta) and isinstance(event, Delta):
             self._undelivered[-1] = last.merged(event)
+            self._check_reader()
         else:
             self._undelivered.append(event)
         self._news.set()
+
+    def _check_reader(self) -> None:
+        """Ends the generation of a reader that takes nothing: its blocks are wanted elsewhere."""
+        if self._loop.time() - self._taken_s > READER_STALL_S_MAX and not self._session.finished:
+            self._fail(DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s"))
 
     def _finish(self, ending: Ending) -> None:
         session = self._session

@@ -19,10 +19,10 @@ BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is ref
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Safe to use from several threads."""
+    """The tokenizer of a model folder or hub id. Safe to use from several threads."""
 
-    def __init__(self, folder: str) -> None:
-        path = Path(folder) / "tokenizer.json"
+    def __init__(self, path_or_hub_id: str) -> None:
+        path = tokenizer_file(path_or_hub_id)
         try:
             source = path.read_text(encoding="utf-8")
         except OSError:
@@ -43,6 +43,21 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """A decoder for one text."""
         return TextStream(self._tokenizer)
+
+
+def tokenizer_file(path_or_hub_id: str) -> Path:
+    """The tokenizer.json of a folder, or of a hub repository. Raises ModelRefused."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder / "tokenizer.json"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(path_or_hub_id, "tokenizer.json"))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelRefused(f"{path_or_hub_id}: no such folder, and the model hub did not give it ({reason})") from None
 
 
 class TextStream:

@@ -52,6 +52,7 @@ def check_address(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(check_address)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Settings(BaseModel):
@@ -107,7 +108,7 @@ class ServiceSettings(TlsSettings):
     drain_grace_s: float = setting(
         30.0, PROCESS, "Seconds that running generations are given to finish when the service is told to stop.", ge=0, le=86400
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", PROCESS, "Least severe log lines to write.")
+    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
 
     @model_validator(mode="after")
     def _check_host(self) -> ServiceSettings:
@@ -212,6 +213,7 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
         str(EMBEDDED_MODELS / "draft"), MODEL, "Draft model: folder or hub id; its tokenizer must equal the target's.", min_length=1
     )
     served_model_name: str | None = setting(None, MODEL, "Name to serve the target under; absent: as --model says.")
+    log_level: LogLevel = setting("warning", PROCESS, "Least severe log lines to write.")
 
     def target_settings(self) -> TargetSettings:
         """Of the target, on a free loopback port."""

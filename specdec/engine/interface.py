@@ -79,6 +79,10 @@ class CausalModel(Protocol):
 
     description: ModelDescription
 
+    @property
+    def cache_bytes_per_position(self) -> int:
+        """Bytes of storage one cached position takes, all layers together."""
+
     def allocate(self, block_count: int, block_size: int) -> Storage:
         """Zeroed storage of `block_count` blocks, which later batches refer to. Called once, before any forward."""
 

@@ -46,6 +46,10 @@ class TableModel:
         self._before = description.vocabulary_size
         self._storage: TokenStorage | None = None
 
+    @property
+    def cache_bytes_per_position(self) -> int:
+        return 8
+
     def allocate(self, block_count: int, block_size: int) -> TokenStorage:
         self._storage = TokenStorage(block_count, block_size)
         return self._storage

@@ -48,9 +48,9 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
     structlog.contextvars.bind_contextvars(service=service)
 
 
-def get_logger() -> Any:
-    """A logger: `log.info("link up", peer=address)`."""
-    return structlog.get_logger()
+def get_logger(name: str = "") -> Any:
+    """A logger: `log.info("link up", peer=address)`; it may be made before logs are configured."""
+    return structlog.get_logger(logger=name) if name else structlog.get_logger()
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""The links to target and draft: what each serves, whether it may be used, and which generation an answer is for.
+
+A replica is used from the moment its description fits (protocol version, tokenizer); until then, and while the link is
+down, `description` is None and `absent_reason` says why. Generations attach by session number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specdec.config import TlsSettings
+from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
+from specdec.protocol.types import PROTOCOL_VERSION, Description
+from specdec.rpc.client import call_unary, open_channel
+from specdec.rpc.convert import description_from_message
+from specdec.rpc.convert_items import item_from_message, item_to_message
+from specdec.rpc.link import Link
+from specdec.telemetry.logs import get_logger
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
+
+DESCRIBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaKind:
+    """What tells the link to a draft from the link to a target."""
+
+    name: str
+    service: str
+    stream_method: str
+    request: type
+    request_item: type
+    response: type
+
+
+TARGET = ReplicaKind(
+    "target",
+    "specdec.v1.TargetService",
+    "Verify",
+    target_pb.VerifyRequest,
+    target_pb.VerifyRequestItem,
+    target_pb.VerifyResponse,
+)
+DRAFT = ReplicaKind(
+    "draft",
+    "specdec.v1.DraftService",
+    "Draft",
+    draft_pb.DraftRequest,
+    draft_pb.DraftRequestItem,
+    draft_pb.DraftResponse,
+)
+
+
+class Listener(Protocol):
+    """A generation, as its replicas see it."""
+
+    def on_up(self, replica: Replica) -> None: ...
+
+    def on_down(self, replica: Replica, reason: str) -> None: ...
+
+    def on_item(self, replica: Replica, item: Any, byte_count: int) -> None: ...
+
+    def on_sent(self, replica: Replica, byte_count: int) -> None: ...
+
+
+class Replica:
+    """One replica, connected to by itself. `fingerprint` is the tokenizer's it must have."""
+
+    def __init__(self, kind: ReplicaKind, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]):
+        self.kind = kind
+        self.address = address
+        self.description: Description | None = None
+        self.absent_reason = f"the {kind.name} at {address} was not reached yet"
+        self._tls = tls
+        self._fingerprint = fingerprint
+        self._changed = changed
+        self._listeners: dict[int, Listener] = {}
+        self._describing: asyncio.Task | None = None
+        self.link = Link(
+            f"the {kind.name} at {address}",
+            lambda: open_channel(address, tls),
+            f"/{kind.service}/{kind.stream_method}",
+            kind.request,
+            kind.response,
+            self._on_up,
+            self._on_items,
+            self._on_down,
+        )
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be used."""
+        return self.description is not None
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled."""
+        await self.link.run()
+
+    def attach(self, session: int, listener: Listener) -> None:
+        """Answers for `session` go to `listener` from here on."""
+        self._listeners[session] = listener
+
+    def detach(self, session: int) -> None:
+        """Answers for `session` go nowhere from here on; idempotent."""
+        self._listeners.pop(session, None)
+
+    def send(self, item: Any) -> None:
+        """Queues an item; dropped while the link is down, when `on_down` has told or will tell its session."""
+        message = item_to_message(self.kind.request_item, item)
+        listener = self._listeners.get(item.session)
+        if self.link.send(message) and listener is not None:
+            listener.on_sent(self, message.ByteSize())
+
+    def _on_up(self) -> None:
+        self._describing = asyncio.create_task(self._describe())
+
+    async def _describe(self) -> None:
+        """Asks what the replica serves; it is used from here on when that fits."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                channel = await stack.enter_async_context(open_channel(self.address, self._tls))
+                method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
+                message = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
+            description = description_from_message(message)
+            self._check(description)
+        except SpecdecError as error:
+            self.absent_reason = str(error)
+            get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
+            return
+        self.description = description
+        self._changed()
+        for listener in list(self._listeners.values()):
+            listener.on_up(self)
+
+    def _check(self, description: Description) -> None:
+        """Raises Mismatch naming both sides."""
+        if description.protocol_version != PROTOCOL_VERSION:
+            raise Mismatch(
+                f"the {self.kind.name} at {self.address} speaks protocol version {description.protocol_version}, "
+                f"this coordinator {PROTOCOL_VERSION}"
+            )
+        if description.tokenizer_fingerprint != self._fingerprint:
+            raise Mismatch(
+                f"the tokenizer of the {self.kind.name} at {self.address} ({description.model_name}, fingerprint "
+                f"{description.tokenizer_fingerprint[:12]}) is not the coordinator's ({self._fingerprint[:12]}): "
+                "draft, target and coordinator must share one"
+            )
+
+    def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
+        share = byte_count // len(messages)
+        for message in messages:
+            item = item_from_message(message)
+            listener = self._listeners.get(item.session)
+            if listener is not None:
+                listener.on_item(self, item, share)
+
+    def _on_down(self, reason: str) -> None:
+        if self._describing is not None:
+            self._describing.cancel()
+        self.description = None
+        self.absent_reason = reason
+        self._changed()
+        for listener in list(self._listeners.values()):
+            listener.on_down(self, reason)
+
+    def usable(self) -> Description:
+        """What it serves. Raises ReplicaUnavailable with the reason when it may not be used."""
+        if self.description is None:
+            raise ReplicaUnavailable(f"no {self.kind.name}: {self.absent_reason}")
+        return self.description

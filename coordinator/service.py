@@ -1,0 +1,196 @@
+"""The coordinator: what users call, and what `specdec coordinator` runs.
+
+It admits a request, tokenises its prompt beside the event loop, runs one generation for it and ends all work for it
+when the reader is gone. It is SERVING while a target that fits is connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Callable
+
+from coordinator.decode_loop import Generation
+from coordinator.output import OutputWalker
+from coordinator.replicas import DRAFT, TARGET, Replica
+from coordinator.tokenizer import Tokenizer
+from specdec.config import CoordinatorSettings
+from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.protocol.items import Trace
+from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.report import Started
+from specdec.protocol.request import Ask
+from specdec.protocol.session import Session
+from specdec.protocol.types import Description
+from specdec.rpc.convert_generate import ask_from_message, coordinator_description_to_message, event_to_message
+from specdec.rpc.process import until_told_to_stop
+from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
+from specdec.telemetry.logs import bound, configure_logs, get_logger
+from specdec.telemetry.trace_context import trace_of
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import types_pb2 as types_pb
+
+SERVICE = "specdec.v1.CoordinatorService"
+SWITCH_INTERVAL_S = 0.0005
+READY_POLL_S = 0.02
+DRAFT_GRACE_S = 2.0
+POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: it is not connected yet when the port opens
+
+
+class Coordinator:
+    """All generations of one coordinator process."""
+
+    def __init__(self, settings: CoordinatorSettings, tokenizer: Tokenizer, changed: Callable[[], None]) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
+        self.draft: Replica | None = None
+        if settings.draft is not None:
+            self.draft = Replica(DRAFT, settings.draft, settings.link_tls, tokenizer.fingerprint, changed)
+        self._numbers = itertools.count(1)
+        self._running_count = 0
+
+    async def generate(
+        self, message: coordinator_pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
+        """One generation; its work ends when this generator is closed."""
+        ask = ask_from_message(message)
+        target = self.target.usable()
+        if self._running_count >= self._settings.max_num_seqs:
+            raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
+        self._running_count += 1
+        try:
+            trace = trace_of(context.invocation_metadata())
+            with bound(trace_id=trace.trace_id.hex(), label=ask.label):
+                async for event in self._run(ask, target, trace):
+                    yield event
+        finally:
+            self._running_count -= 1
+
+    async def _run(
+        self, ask: Ask, target: Description, trace: Trace
+    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
+        prompt = await self._prompt(ask, target)
+        generation = self._admit(ask, prompt, target, trace)
+        try:
+            async for event in generation.events():
+                yield event_to_message(event, target)
+        finally:
+            generation.close()
+
+    async def _prompt(self, ask: Ask, target: Description) -> tuple[int, ...]:
+        prompt = ask.token_ids
+        if ask.text is not None:
+            prompt = await asyncio.to_thread(self._tokenizer.encode, ask.text, target.positions_max)
+        if not prompt:
+            raise InvalidRequest("prompt.text", ask.text, "text that makes at least one token")
+        ask.check_model(prompt, target)
+        return prompt
+
+    def _admit(self, ask: Ask, prompt: tuple[int, ...], target: Description, trace: Trace) -> Generation:
+        """Begins the generation, or ends it where the resumed tokens do. Raises SpecdecError; then nothing is left."""
+        max_tokens = ask.max_tokens(len(prompt), target.positions_max)
+        law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
+        sampling = ask.sampling
+        walker = OutputWalker(
+            self._tokenizer.stream(), sampling.stop, law.stop_token_ids, sampling.min_tokens, max_tokens
+        )
+        resumed = walker.walk(ask.resumed_token_ids)
+        if resumed.kept_count < len(ask.resumed_token_ids):
+            limit = f"at most {resumed.kept_count} tokens: the text ended there"
+            raise InvalidRequest("resume.output_token_ids", len(ask.resumed_token_ids), limit)
+        session = Session(
+            next(self._numbers),
+            law,
+            len(prompt) + max_tokens,
+            target.vocabulary_size,
+            FixedPolicy(self._draft_length(ask)),
+            [*prompt, *ask.resumed_token_ids],
+            trace,
+        )
+        request_id = secrets.token_hex(16)
+        started = Started(request_id, law.seed, law.rule, len(prompt), max_tokens)
+        draft_wait_s = self._settings.draft_wait_ms / 1000
+        generation = Generation(session, walker, started, self.target, self.draft, draft_wait_s)
+        get_logger().info("generation begins", request_id=request_id, session=session.number, rule=law.rule.name)
+        if resumed.ending is not None:
+            generation.end_at(resumed.ending)
+        else:
+            generation.begin()
+        return generation
+
+    def _draft_length(self, ask: Ask) -> int:
+        """Draft tokens a round may carry. Raises InvalidRequest above the server's maximum."""
+        asked, limit = ask.speculative.num_speculative_tokens, self._settings.num_speculative_tokens_max
+        if asked is not None and asked > limit:
+            raise InvalidRequest("speculative.num_speculative_tokens", asked, f"at most this server's maximum, {limit}")
+        if not ask.speculative.enabled:
+            return 0
+        return self._settings.num_speculative_tokens if asked is None else asked
+
+    async def describe(
+        self, _request: types_pb.DescribeRequest, _context: Context
+    ) -> coordinator_pb.CoordinatorDescribeResponse:
+        """What this coordinator serves and uses."""
+        draft = self.draft
+        absent_reason = "none was configured" if draft is None else draft.absent_reason
+        return coordinator_description_to_message(
+            self.target.description,
+            None if draft is None else draft.description,
+            "" if draft is not None and draft.is_up else absent_reason,
+            self._settings.num_speculative_tokens,
+            self._settings.num_speculative_tokens_max,
+        )
+
+    async def run_links(self) -> None:
+        """Keeps the links up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.target.run())
+            if self.draft is not None:
+                group.create_task(self.draft.run())
+
+
+async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serves until told to stop; `on_ready` is given the address once a target is connected."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    configure_logs(settings.log_level, "coordinator")
+    changed = asyncio.Event()
+    coordinator = Coordinator(settings, Tokenizer(settings.tokenizer), changed.set)
+    methods = {
+        "Generate": unary_stream(coordinator_pb.GenerateRequest, coordinator.generate),
+        "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
+    }
+    server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
+    address = await server.start()
+    links = asyncio.create_task(coordinator.run_links())
+    following = asyncio.create_task(_follow_health(coordinator, server, changed))
+    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready and on_ready(address)))
+    try:
+        await until_told_to_stop()
+    finally:
+        following.cancel()
+        announcing.cancel()
+        await server.stop(settings.drain_grace_s)
+        links.cancel()
+        await asyncio.gather(links, following, announcing, return_exceptions=True)
+
+
+async def _follow_health(coordinator: Coordinator, server: Server, changed: asyncio.Event) -> None:
+    """SERVING while a target that fits is connected."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        await server.set_serving(coordinator.target.is_up)
+
+
+async def _announce(coordinator: Coordinator, on_ready: Callable[[], object]) -> None:
+    """Calls `on_ready` once a target is connected; a draft gets a moment to be there too, but is not needed."""
+    while not coordinator.target.is_up:
+        await asyncio.sleep(READY_POLL_S)
+    for _ in range(round(DRAFT_GRACE_S / READY_POLL_S)):
+        if coordinator.draft is None or coordinator.draft.is_up:
+            break
+        await asyncio.sleep(READY_POLL_S)
+    on_ready()

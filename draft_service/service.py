@@ -1,0 +1,24 @@
+"""The draft replica: what `specdec draft` runs."""
+
+from __future__ import annotations
+
+from draft_service.drafter import Drafter
+from specdec.config import DraftSettings
+from specdec.decoding.proposal import propose
+from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
+from specdec.replica.stream import StreamMessages
+from specdec.v1 import draft_service_pb2 as draft_pb
+
+DRAFT = ReplicaKind(
+    name="draft",
+    service="specdec.v1.DraftService",
+    stream_method="Draft",
+    messages=StreamMessages(draft_pb.DraftRequest, draft_pb.DraftResponse, draft_pb.DraftResponseItem),
+    evidence=propose,
+    make_handler=Drafter,
+)
+
+
+async def run(settings: DraftSettings, on_ready: OnReady | None = None) -> None:
+    """Serves until told to stop; `on_ready` is given the address once the model serves."""
+    await ReplicaApp(DRAFT, settings).run(on_ready)

@@ -1,0 +1,122 @@
+"""How often the target would take the draft's tokens, measured with the functions that serve (specdec.decoding).
+
+The target writes a text by its own law; at each of its positions the draft, given the same text before it, proposes.
+GREEDY and COUPLED: the share of positions where the proposal is the target's token. REJECTION: the mean of
+sum min(target, row), which is the probability that a token drawn from the row passes, so nothing is drawn for it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+from specdec.decoding.distribution import scores
+from specdec.decoding.edits import PathContext
+from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.protocol.types import Law, Row, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text the target wrote: prompt, output, and the target's logits at each output position."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    logits: Tensor  # [output, vocab] float32
+
+    def before(self, index: int) -> tuple[int, ...]:
+        """Every token before an output position."""
+        return self.prompt + self.output[:index]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A mean over prompts and its standard error, which counts prompts and not tokens: neighbours are alike."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Share:
+        """From one value per prompt."""
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(statistics.fmean(values), error)
+
+
+def law_at(temperature: float, seed: int, prompt_length: int) -> Law:
+    """The plain law at a temperature: GREEDY at 0, else COUPLED."""
+    rule = Rule.GREEDY if temperature == 0 else Rule.COUPLED
+    return Law(rule=rule, seed=seed, prompt_length=prompt_length, temperature=temperature)
+
+
+@torch.no_grad()
+def write_text(target: LlamaForCausalLM, prompt: tuple[int, ...], law: Law, token_count: int) -> Text:
+    """Plain decoding by the law; `<|end|>` does not end it."""
+    cache = DynamicCache()
+    fed, output, rows = list(prompt), [], []
+    for _ in range(token_count):
+        result = target(input_ids=torch.tensor([fed]), past_key_values=cache, logits_to_keep=1)
+        rows.append(result.logits[0].float())  # [1, vocab] float32
+        request = EvidenceRequest(law, round_index=0, committed=prompt + tuple(output))
+        fed = [evidence([request], [1], rows[-1])[0].replacement_token_ids[0]]
+        output += fed
+    return Text(prompt, tuple(output), torch.cat(rows))
+
+
+@torch.no_grad()
+def draft_logits(draft: LlamaForCausalLM, text: Text) -> Tensor:
+    """The draft's logits at each output position.  # [output, vocab] float32"""
+    token_ids = torch.tensor([text.before(len(text.output) - 1)])
+    return draft(input_ids=token_ids, logits_to_keep=len(text.output)).logits[0].float()
+
+
+def equal_share(text: Text, logits: Tensor, law: Law) -> float:
+    """The share of output positions where the draft proposes the target's token.  logits: [output, vocab] float32"""
+    proposals = propose(requests_along(text, law), [1] * len(text.output), logits)
+    return statistics.fmean(proposal.token_id == token for proposal, token in zip(proposals, text.output, strict=True))
+
+
+def rejection_share(text: Text, logits: Tensor, law: Law) -> float:
+    """The mean probability that a token drawn from the draft's row passes.  logits: [output, vocab] float32"""
+    drawn_law = replace(law, rule=Rule.REJECTION)
+    proposals = propose(requests_along(text, drawn_law), [1] * len(text.output), logits)
+    context = PathContext(drawn_law, text.prompt, text.output[:-1])
+    target_probs = scores(text.logits, [context]).softmax(dim=1)  # [output, vocab] float64
+    return statistics.fmean(overlap(probs, proposal.row) for probs, proposal in zip(target_probs, proposals, strict=True))
+
+
+def requests_along(text: Text, law: Law) -> list[ProposalRequest]:
+    """One proposal per output position."""
+    return [ProposalRequest(law, text.before(index), text.logits.shape[1]) for index in range(len(text.output))]
+
+
+def overlap(target_probs: Tensor, row: Row) -> float:
+    """sum min(target, row) over the row's tokens.  target_probs: [vocab] float64"""
+    draft_probs = torch.tensor(row.weights, dtype=torch.float64) / row.total
+    return torch.minimum(target_probs[list(row.token_ids)], draft_probs).sum().item()
+
+
+def acceptance(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: Sequence[tuple[int, ...]],
+    temperature: float,
+    token_count: int,
+) -> dict[str, Share]:
+    """Share per rule over texts of `token_count` tokens, one per prompt; the prompt's number is the seed."""
+    shares: dict[str, list[float]] = {}
+    for seed, prompt in enumerate(prompts):
+        law = law_at(temperature, seed, len(prompt))
+        text = write_text(target, prompt, law, token_count)
+        logits = draft_logits(draft, text)
+        shares.setdefault(law.rule.name, []).append(equal_share(text, logits, law))
+        if law.rule is Rule.COUPLED:
+            shares.setdefault(Rule.REJECTION.name, []).append(rejection_share(text, logits, law))
+    return {name: Share.over(values) for name, values in sorted(shares.items())}

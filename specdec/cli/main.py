@@ -1,0 +1,102 @@
+"""Entry of the `specdec` command: finds the command, reads its settings, runs it, turns errors into one line.
+
+Exit codes: 0 done; 1 it failed; 2 it was asked wrongly; 130 interrupted. Nothing heavy is imported before the settings
+are read, so help and refusals are immediate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec import __version__, config
+from specdec.cli.options import UsageError, make_parser, read_settings
+from specdec.cli.request import GenerateSettings
+from specdec.errors import SpecdecError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One sub-command: what it is for, its settings, and "module:function" to run, which returns the exit code."""
+
+    summary: str
+    settings: type[config.Settings]
+    run: str
+
+
+COMMANDS = {
+    "serve": Command(
+        "Runs draft, target and coordinator on this machine and prints where to reach them.",
+        config.ServeSettings,
+        "specdec.cli.serve:serve",
+    ),
+    "target": Command(
+        "Runs the target service: the model whose law is kept.", config.TargetSettings, "specdec.cli.service:run_target"
+    ),
+    "draft": Command(
+        "Runs the draft service: the small model that guesses.", config.DraftSettings, "specdec.cli.service:run_draft"
+    ),
+    "coordinator": Command(
+        "Runs the coordinator: takes requests, lets the draft guess and the target decide.",
+        config.CoordinatorSettings,
+        "specdec.cli.service:run_coordinator",
+    ),
+    "generate": Command(
+        "Sends a prompt to a coordinator and prints the text as it is committed.",
+        GenerateSettings,
+        "specdec.cli.generate:generate",
+    ),
+}
+KNOWN_FIELDS = frozenset(name for command in COMMANDS.values() for name in command.settings.model_fields)
+
+
+def overview() -> str:
+    """The help of `specdec` itself."""
+    lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
+    lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Runs the command named first. Raises SpecdecError for what the user can mend."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"specdec {__version__}")
+        return 0
+    name, *rest = arguments
+    command = COMMANDS.get(name)
+    if command is None:
+        raise UsageError(f"{name} is not a command; choose from {', '.join(COMMANDS)}")
+    parser = make_parser(name, command.summary, command.settings)
+    settings = read_settings(command.settings, parser, rest, os.environ, KNOWN_FIELDS)
+    module_name, _, function_name = command.run.partition(":")
+    run: Callable[[config.Settings], int] = getattr(importlib.import_module(module_name), function_name)
+    return run(settings)
+
+
+def main(command: str | None = None) -> None:
+    """Runs this process's command line and exits; `command` names the command where the line does not."""
+    arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
+    try:
+        code = run_command(arguments)
+    except UsageError as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        code = 2
+    except SpecdecError as error:
+        print(f"specdec: {error}", file=sys.stderr)
+        code = 1
+    except BrokenPipeError:  # the reader of our output went away, which is its right
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Settings from flags, environment and a YAML file: one reader for every schema of `specdec.config`.
+
+A flag beats an environment variable, which beats the file, which beats the default. Every key must be known, and
+whatever is wrong is told in one line that names where the value came from. The help is made from the schema, so each
+flag has its sentence there or nowhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import shutil
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import pydantic
+from pydantic.fields import FieldInfo
+
+from specdec.config import Settings
+from specdec.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "SPECDEC_"
+# Kubernetes sets such variables for a Service named specdec-…; they are addresses, not settings.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)\w*)?)$")
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
+
+
+class UsageError(ConfigError):
+    """A wrong flag, key or value: the command was not started."""
+
+    reason = "USAGE"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def plain_type(annotation: Any) -> Any:
+    """The type a field has when it is given: `int` of `int | None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(part for part in typing.get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def is_list(field: FieldInfo) -> bool:
+    return typing.get_origin(plain_type(field.annotation)) is tuple
+
+
+def metavar_of(field: FieldInfo) -> str:
+    kind = plain_type(field.annotation)
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(typing.get_args(kind))
+    extra = typing.cast(dict, field.json_schema_extra or {})
+    return extra.get("metavar") or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
+
+
+def help_of(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.is_required():
+        return f"{text} Required."
+    if field.default in (None, False, ()):
+        return text
+    return f"{text} [default: {field.default}]"
+
+
+def make_parser(command: str, summary: str, settings_class: type[Settings]) -> OneLineParser:
+    """The parser of one command; whatever is not given is absent from what it returns."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    parser = OneLineParser(
+        prog=f"specdec {command}",
+        description=summary,
+        epilog=f"Every flag can be given as {ENVIRONMENT_PREFIX}<NAME> in the environment, or as <name> in the YAML file "
+        "of --config. A flag beats the environment, which beats the file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
+        usage=f"specdec {command} " + " ".join([*_positional_names(settings_class), "[FLAGS]"]),
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the settings below.")
+    groups: dict[str, Any] = {}
+    for name, field in settings_class.model_fields.items():
+        extra = typing.cast(dict, field.json_schema_extra or {})
+        title = extra.get("group", "Settings")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_flag(groups[title], name, field, bool(extra.get("positional")))
+    return parser
+
+
+def _positional_names(settings_class: type[Settings]) -> list[str]:
+    fields = settings_class.model_fields.items()
+    return [name.upper() for name, field in fields if typing.cast(dict, field.json_schema_extra or {}).get("positional")]
+
+
+def _add_flag(group: Any, name: str, field: FieldInfo, positional: bool) -> None:
+    if positional:
+        group.add_argument(name, nargs="?", metavar=name.upper(), help=help_of(field))
+    elif plain_type(field.annotation) is bool:
+        group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=help_of(field))
+    else:
+        action = "append" if is_list(field) else "store"
+        group.add_argument(flag_of(name), action=action, metavar=metavar_of(field), help=help_of(field))
+
+
+def read_settings(
+    settings_class: type[AnySettings],
+    parser: OneLineParser,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    known_fields: frozenset[str],
+) -> AnySettings:
+    """The settings. UsageError, one line, for anything wrong. `known_fields`: those of all commands together, which an
+    environment shared by several may name."""
+    given, unknown = parser.parse_known_args(list(arguments))
+    flags = vars(given)
+    if unknown:
+        raise UsageError(_unknown(unknown[0], [flag_of(name) for name in settings_class.model_fields], parser.prog))
+    file = flags.pop("config", None) or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
+    layers: list[tuple[dict[str, Any], typing.Callable[[str], str]]] = [
+        (_from_file(settings_class, file) if file else {}, lambda name: f"{name} in {file}"),
+        (_from_environment(settings_class, environment, known_fields), lambda name: ENVIRONMENT_PREFIX + name.upper()),
+        (flags, lambda name: name.upper() if name in _lowered_positionals(settings_class) else flag_of(name)),
+    ]
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer, origin in layers:
+        values.update(layer)
+        origins.update({name: origin(name) for name in layer})
+    try:
+        return settings_class(**values)
+    except pydantic.ValidationError as error:
+        raise UsageError(_sentence(error, settings_class, origins)) from None
+
+
+def _lowered_positionals(settings_class: type[Settings]) -> set[str]:
+    return {name.lower() for name in _positional_names(settings_class)}
+
+
+def _unknown(key: str, known: Sequence[str], where: str) -> str:
+    """A sentence about a key nobody knows, with the one that was probably meant."""
+    close = difflib.get_close_matches(key.partition("=")[0], known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"see {where} --help"
+    return f"{key} is not known; {hint}"
+
+
+def _from_file(settings_class: type[Settings], file: str) -> dict[str, Any]:
+    import yaml  # only for those who use a file
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {file} must hold NAME: VALUE lines")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for name in values:
+        if name not in settings_class.model_fields:
+            close = difflib.get_close_matches(name, settings_class.model_fields, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; --help lists the settings of this command"
+            raise UsageError(f"{name} in {file} is not known{hint}")
+    return values
+
+
+def _from_environment(
+    settings_class: type[Settings], environment: Mapping[str, str], known_fields: frozenset[str]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or text == "" or variable == ENVIRONMENT_PREFIX + "CONFIG":
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name in settings_class.model_fields:
+            values[name] = _parse_list(text) if is_list(settings_class.model_fields[name]) else text
+        elif name not in known_fields and not _SERVICE_LINK.search(variable):
+            known = [ENVIRONMENT_PREFIX + field.upper() for field in sorted(known_fields)]
+            raise UsageError(_unknown(f"{variable} in the environment", known, "specdec COMMAND"))
+    return values
+
+
+def _parse_list(text: str) -> list[Any]:
+    """A JSON list, or one entry."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return [text]
+    return parsed if isinstance(parsed, list) else [text]
+
+
+def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], origins: Mapping[str, str]) -> str:
+    """The first thing wrong, as one line."""
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not first["loc"]:
+        return message
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        purpose = settings_class.model_fields[name].description
+        return f"{flag_of(name)} is missing ({purpose}); give it, or {variable}, or {name} in --config"
+    origin = origins.get(name, flag_of(name))
+    shown = repr(first["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if first["msg"].startswith("Input should be "):
+        return f"{origin} is {shown}; it must be {message}"
+    return f"{origin} is {shown}; {message}"

@@ -1,0 +1,158 @@
+"""Paged attention on a CPU, batched over sequences, in which a row's result depends on its own past only.
+
+Every product has one of a few fixed shapes: query tiles of measured widths against splits of KEY_SPLIT cached
+positions, accumulated split by split in order. Padding to a longer neighbour adds splits that are masked, that is,
+exact zeros at the end. All arithmetic is float32, whatever the model's type; the cache holds float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AttentionInterface
+
+from specdec.engine.row_widths import probe
+
+NAME = "specdec_paged"
+KEY_SPLIT = 128  # cached positions per product; longer ones would be divided by the library as it sees fit
+CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCH_COUNTS = (1, 2, 3, 8)
+
+
+class PagedStorage:
+    """Keys and values of every layer in blocks: per layer [2, blocks, kv heads, block size, head size] float32."""
+
+    def __init__(self, layer_count: int, block_count: int, kv_head_count: int, block_size: int, head_size: int):
+        self.block_count = block_count
+        self.kv_head_count = kv_head_count
+        self.block_size = block_size
+        self.head_size = head_size
+        shape = (2, block_count, kv_head_count, block_size, head_size)
+        self.layers = [torch.zeros(shape) for _ in range(layer_count)]
+        # Two views of the same memory: single positions of one head to write, whole blocks of one head to read.
+        self.positions = [layer.view(-1, head_size) for layer in self.layers]
+        self.cells = [layer.view(-1, block_size, head_size) for layer in self.layers]
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, destination: int) -> None:
+        for layer in self.layers:
+            layer[:, destination] = layer[:, source]
+
+    @torch.inference_mode()
+    def scrub(self, block_id: int, start: int, end: int) -> None:
+        for layer in self.layers:
+            layer[:, block_id, :, start:end] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Query tiles of one width whose sequences are about equally long; computed together.
+
+    `query_rows` [tiles * heads * width] int64: rows of the queries seen as [rows * heads, head size], in the order
+    (tile, head, row). `cells` [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask`
+    [tiles * kv heads, group size * width, positions] float32: 0 where a row may look, minus infinity elsewhere.
+    """
+
+    query_rows: torch.Tensor
+    cells: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Where one step's rows are written, what they read and where results go; the same for every layer.
+
+    `written` [2 * rows * kv heads] int64: cache positions of the step's keys, then values. `output_rows` [padded rows *
+    heads] int64: where each (row, head) lies in the groups' results, one after another.
+    """
+
+    storage: PagedStorage
+    row_count: int
+    written: torch.Tensor
+    groups: tuple[QueryGroup, ...]
+    output_rows: torch.Tensor
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    plan: AttentionPlan,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function `transformers` calls: query [1, heads, rows, head size], key and value [1, kv heads, ...].
+
+    Writes the step's keys and values to the cache, then attends to it. Returns [1, rows, heads, head size].
+    """
+    storage, layer = plan.storage, module.layer_idx
+    size = storage.head_size
+    new = torch.cat((key.transpose(1, 2)[0, : plan.row_count], value.transpose(1, 2)[0, : plan.row_count]))
+    new = new.view(-1, size)  # [2 * rows * kv heads, head size]
+    storage.positions[layer].index_copy_(0, plan.written, new if new.dtype == torch.float32 else new.float())
+    queries = query.transpose(1, 2).reshape(-1, size)  # [padded rows * heads, head size]
+    if queries.dtype != torch.float32:
+        queries = queries.float()
+    parts = [_attend(queries, storage.cells[layer], group, scaling) for group in plan.groups]
+    together = parts[0] if len(parts) == 1 else torch.cat(parts)  # [all tiles * heads * width, head size]
+    output = together.index_select(0, plan.output_rows).view(1, -1, query.shape[1], size)
+    return output if output.dtype == query.dtype else output.to(query.dtype), None
+
+
+def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, scaling: float) -> torch.Tensor:
+    """softmax(q k^T * scaling + mask) v for every tile and head of a group: [tiles * heads * width, head size]."""
+    batch, width, length = group.mask.shape
+    size = queries.shape[1]
+    tiles = queries.index_select(0, group.query_rows).view(batch, width, size)
+    keys, values = cells.index_select(0, group.cells).view(2, batch, length, size).unbind()
+    keys = keys.transpose(1, 2)  # [batch, head size, positions]
+    if length == KEY_SPLIT:
+        weights = torch.softmax(torch.baddbmm(group.mask, tiles, keys, alpha=scaling), -1)
+        return torch.bmm(weights, values).view(-1, size)
+    scores = group.mask.clone()
+    for start in range(0, length, KEY_SPLIT):
+        split = slice(start, start + KEY_SPLIT)
+        scores[:, :, split].baddbmm_(tiles, keys[:, :, split], alpha=scaling)
+    weights = torch.softmax(scores, -1)  # [batch, width, positions]
+    output = torch.bmm(weights[:, :, :KEY_SPLIT], values[:, :KEY_SPLIT])
+    for start in range(KEY_SPLIT, length, KEY_SPLIT):
+        split = slice(start, start + KEY_SPLIT)
+        output.baddbmm_(weights[:, :, split], values[:, split])
+    return output.view(-1, size)
+
+
+def probe_query_tiles(group_size: int, head_size: int) -> tuple[int, ...]:
+    """Rows per query tile at which attention gives every row the same bits, whatever is computed beside it.
+
+    `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width
+    is tried with several tiles at once and with neighbours one and two splits longer.
+    """
+    generator = torch.Generator().manual_seed(head_size)
+    cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values
+    cells[0] = 0
+
+    def attend(rows: torch.Tensor, position_count: int, split_count: int, batch: int) -> torch.Tensor:
+        length = split_count * KEY_SPLIT
+        mask = torch.zeros(batch, len(rows), length)
+        mask[:, :, position_count:] = -torch.inf
+        order = torch.tensor([[1, 2, 0][:split_count] * batch, [3, 4, 0][:split_count] * batch])
+        group = QueryGroup(torch.arange(len(rows)).repeat(batch), order.view(-1), mask)
+        return _attend(rows, cells, group, head_size**-0.5).view(batch, len(rows), head_size)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        outputs = []  # [rows, head size] for texts that end in the first and in the second split
+        for position_count, split_counts in ((KEY_SPLIT - 28, (1, 2, 3)), (2 * KEY_SPLIT - 28, (2, 3))):
+            tried = [attend(rows, position_count, splits, batch) for splits in split_counts for batch in BATCH_COUNTS]
+            every = torch.cat(tried)  # [all batches, rows, head size]
+            agrees = torch.equal(every, every[:1].expand_as(every))
+            outputs.append(every[0] if agrees else torch.full_like(every[0], torch.nan))
+        return torch.cat(outputs, -1)
+
+    agreed = probe(product, head_size, torch.float32, [group_size * tile for tile in CANDIDATE_QUERY_TILES])
+    return tuple(tile for tile in CANDIDATE_QUERY_TILES if group_size * tile in agreed)
+
+
+AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,69 @@
+"""Which row counts a matrix product may run at so that a row's result never depends on the others.
+
+A matrix library picks its kernel by shape, and kernels add in different orders: the same row alone, among five or
+among sixty-four may differ in the last bits. So products run at widths from a family only, and the family is measured
+when a model is loaded, on its own shapes, in the arithmetic used: those widths stay that give every row, at every
+place, the same bits. Width 1 is the last resort, where nothing can depend on anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Multiples of 4, close together where steps of few sequences fall; a larger batch runs as several tiles of the last.
+CANDIDATE_WIDTHS = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
+ROW_MULTIPLE = 4  # never fewer rows outside the products either: reductions may treat a single row differently
+PROBE_ROW_COUNT = 3
+ALONE = (1,)
+
+Product = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out], row i of one from row i of the other
+
+
+@dataclass(frozen=True, slots=True)
+class RowWidths:
+    """An ascending family of widths that agree bit for bit."""
+
+    widths: tuple[int, ...]
+
+    def padded(self, row_count: int) -> int:
+        """The smallest row count not below `row_count` that tiles of the family make up."""
+        whole, rest = divmod(row_count, self.widths[-1])
+        padded = whole * self.widths[-1] + (self.widths[bisect_left(self.widths, rest)] if rest else 0)
+        return -(-padded // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def tiles(self, padded: int) -> Sequence[tuple[int, int]]:
+        """Half-open row ranges covering [0, padded), each of a width of the family; see `padded`."""
+        last = self.widths[-1]
+        if padded <= last and padded in self.widths:
+            return ((0, padded),)
+        return [(start, min(start + last, padded)) for start in range(0, padded, last)]
+
+
+def probe(product: Product, in_size: int, dtype: torch.dtype, candidates: Iterable[int]) -> tuple[int, ...]:
+    """The candidate widths at which `product` gives every row, at every place, the same bits; () if fewer than one.
+
+    Tries each of a few random rows repeated over the whole width: equal rows must come out equal, and equal to those
+    of the other widths. Two kernels that add in different orders agree on thousands of random sums by no accident.
+    """
+    generator = torch.Generator().manual_seed(in_size)
+    rows = torch.randn(PROBE_ROW_COUNT, in_size, generator=generator).to(dtype)
+    outcomes: dict[int, list[torch.Tensor] | None] = {}
+    for width in candidates:
+        results = [product(row.expand(width, in_size).contiguous()) for row in rows]  # each [width, out]
+        is_uniform = all(torch.equal(result, result[:1].expand_as(result)) for result in results)
+        outcomes[width] = [result[0] for result in results] if is_uniform else None
+    best: tuple[int, ...] = ()
+    for reference in outcomes.values():
+        if reference is None:
+            continue
+        agreeing = tuple(width for width, rows_of in outcomes.items() if rows_of and _equal(rows_of, reference))
+        best = max(best, agreeing, key=len)
+    return best
+
+
+def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right))

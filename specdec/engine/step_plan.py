@@ -1,0 +1,168 @@
+"""From a ragged batch to the index tensors of one step: computed once, used by every layer.
+
+Rows of all segments lie one after another, padded to a width of the row family. Query tiles are cut, grouped by width
+and by length of the text behind them, and every gather and scatter of the step becomes one list of indices. Written
+with numpy, whose small operations cost a third of torch's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from specdec.engine.attention import KEY_SPLIT, AttentionPlan, PagedStorage, QueryGroup
+from specdec.engine.interface import RaggedBatch
+from specdec.engine.row_widths import RowWidths
+
+SHORT_TILE = 8  # tiles up to this share a group: computing a few rows more is cheaper than another round of kernels
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """`input_ids`, `position_ids` [1, padded rows] int64; `logit_rows` [padded logit rows] int64."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    logit_count: int
+    attention: AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """Up to one tile of query rows of one segment: batch rows [first_row, first_row + row_count) at `position` on."""
+
+    blocks: numpy.ndarray  # [blocks of the segment] int64
+    first_row: int
+    row_count: int
+    position: int
+
+    @property
+    def split_count(self) -> int:
+        """Key splits the tile's last row looks at."""
+        return -(-(self.position + self.row_count) // KEY_SPLIT)
+
+
+class StepPlanner:
+    """Plans steps for one model and one storage. Holds no state between steps."""
+
+    def __init__(self, storage: PagedStorage, head_count: int, query_tiles: Sequence[int], row_widths: RowWidths):
+        self._storage = storage
+        self._head_count = head_count
+        self._query_tiles = query_tiles
+        self._row_widths = row_widths
+
+    def plan(self, batch: RaggedBatch) -> StepPlan:
+        """All index tensors of a step. Pure."""
+        row_count = batch.row_count
+        padded = self._row_widths.padded(row_count)
+        ids = numpy.zeros(padded, dtype=numpy.int64)
+        positions = numpy.zeros(padded, dtype=numpy.int64)
+        row_blocks = numpy.empty(row_count, dtype=numpy.int64)
+        logit_rows: list[int] = []
+        tiles: list[QueryTile] = []
+        row = 0
+        for segment in batch.segments:
+            count = len(segment.token_ids)
+            blocks = numpy.array(segment.block_ids, dtype=numpy.int64)
+            ids[row : row + count] = segment.token_ids
+            positions[row : row + count] = its_positions = numpy.arange(segment.start, segment.end)
+            row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
+            logit_rows += range(row + count - segment.logit_count, row + count)
+            for offset in range(0, count, self._query_tiles[-1]):
+                tile_rows = min(count - offset, self._query_tiles[-1])
+                tiles.append(QueryTile(blocks, row + offset, tile_rows, segment.start + offset))
+            row += count
+        written = self._written(row_blocks, positions[:row_count])
+        groups, output_rows = self._groups(tiles, padded)
+        return StepPlan(
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            logit_rows=self._padded_logit_rows(logit_rows),
+            logit_count=len(logit_rows),
+            attention=AttentionPlan(self._storage, row_count, written, groups, output_rows),
+        )
+
+    def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
+        if not logit_rows:
+            return torch.empty(0, dtype=torch.int64)
+        padding = [logit_rows[0]] * (self._row_widths.padded(len(logit_rows)) - len(logit_rows))
+        return torch.tensor(logit_rows + padding)
+
+    def _written(self, blocks: numpy.ndarray, positions: numpy.ndarray) -> torch.Tensor:
+        """Cache positions of every (keys or values, row, kv head), in that order: see `AttentionPlan.written`."""
+        storage = self._storage
+        halves = numpy.arange(2)[:, None, None] * storage.block_count
+        heads = numpy.arange(storage.kv_head_count)
+        cells = (halves + blocks[:, None]) * storage.kv_head_count + heads
+        return torch.from_numpy((cells * storage.block_size + positions[:, None] % storage.block_size).reshape(-1))
+
+    def _groups(self, tiles: list[QueryTile], padded: int) -> tuple[tuple[QueryGroup, ...], torch.Tensor]:
+        """The tiles in groups, and where each padded row's heads lie in the groups' results."""
+        head_count = self._head_count
+        output_rows = numpy.zeros((padded, head_count), dtype=numpy.int64)
+        heads = numpy.arange(head_count)
+        groups: list[QueryGroup] = []
+        place = 0
+        for members in group_tiles(tiles, self._query_tiles):
+            width = self._width(max(tile.row_count for tile in members))
+            groups.append(self._group(members, width))
+            for tile in members:
+                rows = numpy.arange(tile.row_count)[:, None]
+                output_rows[tile.first_row : tile.first_row + tile.row_count] = place + heads * width + rows
+                place += head_count * width
+        return tuple(groups), torch.from_numpy(output_rows.reshape(-1))
+
+    def _group(self, members: list[QueryTile], width: int) -> QueryGroup:
+        storage, head_count = self._storage, self._head_count
+        length = max(tile.split_count for tile in members) * KEY_SPLIT
+        block_count = length // storage.block_size
+        tables = numpy.zeros((len(members), block_count), dtype=numpy.int64)  # the zero block where a table ends
+        offsets = numpy.zeros((len(members), width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
+        for index, tile in enumerate(members):
+            used = min(block_count, len(tile.blocks))
+            tables[index, :used] = tile.blocks[:used]
+            offsets[index, : tile.row_count] = range(tile.row_count)
+        rows = numpy.array([tile.first_row for tile in members])[:, None] + offsets  # [tiles, width]
+        query_rows = rows[:, None, :] * head_count + numpy.arange(head_count)[:, None]  # [tiles, heads, width]
+        halves = numpy.arange(2)[:, None, None, None] * storage.block_count
+        cells = (halves + tables[:, None, :]) * storage.kv_head_count + numpy.arange(storage.kv_head_count)[:, None]
+        positions = torch.from_numpy(numpy.array([tile.position for tile in members])[:, None] + offsets)
+        return QueryGroup(
+            query_rows=torch.from_numpy(query_rows.reshape(-1)),
+            cells=torch.from_numpy(cells.reshape(-1)),
+            mask=_mask(positions, length, storage.kv_head_count, head_count // storage.kv_head_count),
+        )
+
+    def _width(self, row_count: int) -> int:
+        return self._query_tiles[bisect_left(self._query_tiles, row_count)]
+
+
+def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[QueryTile]]:
+    """Tiles that are worth computing together: of one width, or all short, and within a factor of two in length."""
+
+    def width_class(tile: QueryTile) -> int:
+        return max(SHORT_TILE, widths[bisect_left(widths, tile.row_count)])
+
+    groups: list[list[QueryTile]] = []
+    for tile in sorted(tiles, key=lambda tile: (width_class(tile), -tile.split_count)):
+        longest = groups[-1][0] if groups else None
+        is_near = longest is not None and width_class(longest) == width_class(tile)
+        if is_near and 2 * tile.split_count >= longest.split_count:
+            groups[-1].append(tile)
+        else:
+            groups.append([tile])
+    return groups
+
+
+def _mask(positions: torch.Tensor, length: int, kv_head_count: int, group_size: int) -> torch.Tensor:
+    """positions [tiles, width] -> [tiles * kv heads, group size * width, length] float32, 0 or minus infinity."""
+    tiles, width = positions.shape
+    is_later = torch.arange(length) > positions[:, :, None]  # [tiles, width, length]
+    mask = torch.zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
+    mask = mask[:, None, None].expand(tiles, kv_head_count, group_size, width, length)
+    return mask.reshape(tiles * kv_head_count, group_size * width, length)

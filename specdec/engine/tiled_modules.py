@@ -1,0 +1,124 @@
+"""Stand-ins for the modules of a `transformers` model whose rows would depend on their neighbours.
+
+Matrix products run at measured widths (`row_widths`), activations over whole vector registers, and rotary angles come
+from a table computed once. Everything else of the model is left as it is, and a kind of module not known to treat
+rows alone is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, probe
+from specdec.errors import ModelRefused
+
+# Elementwise kernels round the elements left over at the end of a run in scalar code, which differs from vector code
+# for exp and tanh; torch gives runs of up to 32768 elements to one thread whole, and 64 float32 fill any register pair.
+RUN_ELEMENTS = 32768
+REGISTER_ELEMENTS = 64
+
+ACTIVATION_NAMES = ("act_fn", "act")
+# Modules that treat each row alone, whatever the row count: lookups, sums along a row, exact arithmetic.
+ROWWISE_MODULES = ("Embedding", "LayerNorm", "LlamaRMSNorm", "Qwen2RMSNorm", "Dropout", "RotaryTable")
+
+
+class TiledLinear(nn.Module):
+    """x @ weight + bias at the widths of a family; `widths` is set once all weights of the model were probed.
+
+    `weight` [in, out] in the type the product is computed in. The result has the type of x, or float32 where
+    `is_output` says that it is the model's output layer.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_output: bool = False):
+        super().__init__()
+        self.weight = nn.Buffer(weight, persistent=False)
+        self.bias = None if bias is None else nn.Buffer(bias.detach().to(weight.dtype), persistent=False)
+        self.is_output = is_output
+        self.widths = RowWidths(ALONE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., rows, in] with a row count that `widths.padded` gave."""
+        rows = x.view(-1, x.shape[-1])
+        product = self._product(rows if rows.dtype == self.weight.dtype else rows.to(self.weight.dtype))
+        if not self.is_output and product.dtype != x.dtype:
+            product = product.to(x.dtype)
+        return product.view(*x.shape[:-1], -1)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        tiles = self.widths.tiles(rows.shape[0])
+        if len(tiles) == 1:
+            return self.tile(rows)
+        product = rows.new_empty(rows.shape[0], self.weight.shape[1])
+        for start, end in tiles:
+            product[start:end] = self.tile(rows[start:end])
+        return product
+
+    def tile(self, rows: torch.Tensor) -> torch.Tensor:
+        """One tile, at whatever width it has."""
+        product = torch.mm(rows, self.weight)
+        return product if self.bias is None else product.add_(self.bias)
+
+
+class AlignedActivation(nn.Module):
+    """An elementwise function applied to runs of whole vector registers, each run small enough for one thread."""
+
+    def __init__(self, function: nn.Module):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = x.numel()
+        if count <= RUN_ELEMENTS and count % REGISTER_ELEMENTS == 0:
+            return self.function(x)
+        flat = x.reshape(-1)
+        padding = -count % REGISTER_ELEMENTS
+        if padding:
+            flat = nn.functional.pad(flat, (0, padding))
+        runs = [self.function(run) for run in flat.split(RUN_ELEMENTS)]
+        return torch.cat(runs)[:count].view(x.shape)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position, computed once by the model's own module: [positions, head size] each."""
+
+    def __init__(self, rotary: nn.Module, positions_max: int, dtype: torch.dtype):
+        super().__init__()
+        like = torch.empty(0, dtype=dtype)
+        cosines, sines = rotary(like, torch.arange(positions_max)[None])
+        self.cosines = nn.Buffer(cosines[0].contiguous(), persistent=False)
+        self.sines = nn.Buffer(sines[0].contiguous(), persistent=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [1, rows] int64 -> two of [1, rows, head size], of the model's type."""
+        positions = position_ids[0]
+        return self.cosines.index_select(0, positions)[None], self.sines.index_select(0, positions)[None]
+
+
+def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
+    """Puts the stand-ins in place, in place. Raises ModelRefused for a module not known to treat rows alone."""
+    for module in list(model.modules()):
+        for child_name, child in list(module.named_children()):
+            if child_name == "rotary_emb":
+                setattr(module, child_name, RotaryTable(child, positions_max, dtype))
+            elif child_name in ACTIVATION_NAMES:
+                setattr(module, child_name, AlignedActivation(child))
+            elif isinstance(child, nn.Linear):
+                weight = child.weight.detach().t().to(product_dtype)
+                setattr(module, child_name, TiledLinear(weight.contiguous(), child.bias))
+            elif isinstance(child, Conv1D):
+                setattr(module, child_name, TiledLinear(child.weight.detach().to(product_dtype), child.bias))
+    for name, module in model.named_modules():
+        is_ours = isinstance(module, (TiledLinear, AlignedActivation)) or ".function" in f".{name}"
+        if not is_ours and not any(module.children()) and type(module).__name__ not in ROWWISE_MODULES:
+            raise ModelRefused(f"module {name} of type {type(module).__name__} is not proven to treat rows alone")
+
+
+def probe_widths(linears: list[TiledLinear]) -> RowWidths:
+    """The widths all of them agree on, each distinct shape probed; width 1 alone where there are none."""
+    agreed = set(CANDIDATE_WIDTHS)
+    distinct = {(tuple(linear.weight.shape), linear.weight.stride()): linear for linear in linears}
+    for linear in distinct.values():
+        agreed &= set(probe(linear.tile, linear.weight.shape[0], linear.weight.dtype, sorted(agreed)))
+    return RowWidths(tuple(sorted(agreed)) or ALONE)

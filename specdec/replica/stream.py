@@ -1,0 +1,110 @@
+"""One coordinator's stream to a replica: bytes in, items to the engine thread, answers back in as few messages as fit.
+
+Parsing and serialising happen on the event loop, everything else on the engine thread. One bad item is answered by a
+Failure and costs nobody else anything; bytes that are no message end the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from specdec.engine.scheduler import Engine
+from specdec.errors import InvalidRequest, ReplicaUnavailable
+from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
+from specdec.rpc.server import Write, parse
+from specdec.rpc.stamps import Stamps
+from specdec.rpc.status import failure_from_error
+
+
+class Handler(Protocol):
+    """What a replica does with items; every method runs on the engine thread."""
+
+    def handle(self, stream: object, items: list, reply) -> None: ...
+
+    def close_stream(self, stream: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMessages:
+    """The generated classes of one service's stream."""
+
+    request: type
+    response: type
+    response_item: type
+
+
+class ReplicaStream:
+    """The state of one stream. `reply` may be called from any thread; `run` is awaited once."""
+
+    def __init__(self, engine: Engine, handler: Handler, messages: StreamMessages) -> None:
+        self._engine = engine
+        self._handler = handler
+        self._messages = messages
+        self._stamps = Stamps()
+        self._loop = asyncio.get_running_loop()
+        self._answers: deque = deque()
+        self._wake = asyncio.Event()
+        self._is_woken = False
+        self._is_pinged = False
+
+    def reply(self, item) -> None:
+        """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
+        self._answers.append(item)
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to answer
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
+        """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes."""
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            while not reading.done():
+                await self._wake.wait()
+                self._wake.clear()
+                self._is_woken = False
+                while self._answers or self._is_pinged:
+                    await write(self._message())
+            reading.result()
+        finally:
+            reading.cancel()
+            with contextlib.suppress(ReplicaUnavailable):  # a stopped engine has no sessions left to end
+                self._engine.post(lambda: self._handler.close_stream(self))
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        try:
+            async for data in requests:
+                message = parse(self._messages.request, data)
+                self._stamps.received(message.stamp, time.monotonic_ns())
+                if message.items:
+                    self._post(message.items)
+                else:
+                    self._is_pinged = True
+                    self._wake.set()
+        finally:
+            self._wake.set()
+
+    def _post(self, messages) -> None:
+        items = []
+        for message in messages:
+            try:
+                items.append(item_from_message(message))
+            except InvalidRequest as error:
+                self.reply(failure_from_error(error, *item_name(message)))
+        self._engine.post(lambda: self._handler.handle(self, items, self.reply))
+
+    def _message(self) -> bytes:
+        """One message with every answer that is ready; an empty one answers pings."""
+        self._is_pinged = False
+        answers = []
+        while self._answers:
+            answers.append(item_to_message(self._messages.response_item, self._answers.popleft()))
+        message = self._messages.response(items=answers)
+        self._stamps.stamp(message.stamp, time.monotonic_ns())
+        return message.SerializeToString()

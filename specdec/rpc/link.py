@@ -1,0 +1,197 @@
+"""A link: the long-lived stream between a coordinator and one replica, kept up by itself.
+
+It carries items of many sessions and knows nothing about them. Items queued in one turn of the event loop go out as one
+message. A message without items is a ping and is answered by one, so an idle link is measured and a silent peer is
+noticed. When a connection is lost all that was queued is dropped: the owner opens its sessions again on `on_up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from specdec.errors import SpecdecError
+from specdec.rpc.stamps import Stamps
+from specdec.rpc.status import error_from_rpc
+from specdec.telemetry.logs import get_logger
+
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
+TICK_S = 0.25
+PING_TICKS = 4  # an idle link is pinged once a second
+SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer is taken for dead
+MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
+QUEUE_ITEM_COUNT_MAX = 65536  # a peer that leaves so many untaken is as good as dead
+
+
+class LinkDown(Exception):
+    """The connection is over; the sentence says why."""
+
+
+class Link:
+    """One link. All methods and callbacks belong to the event loop's thread; callbacks must not block.
+
+    `connect` makes a fresh channel for each connection. `on_up()`: the peer has answered. `on_items(items,
+    bytes_received)`: one message's items, in order; InvalidRequest from it drops the connection as malformed.
+    `on_down(reason)`: after every `on_up`, once.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        connect: Callable[[], grpc.aio.Channel],
+        method: str,
+        request_class: type[Message],
+        response_class: type[Message],
+        on_up: Callable[[], None],
+        on_items: Callable[[Sequence[Any], int], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self.peer = peer
+        self.is_up = False
+        self.down_reason = f"{peer} was not reached yet"
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.stamps = Stamps()
+        self._connect = connect
+        self._method = method
+        self._request_class = request_class
+        self._response_class = response_class
+        self._on_up, self._on_items, self._on_down = on_up, on_items, on_down
+        self._queue: list[Message] = []
+        self._wake = asyncio.Event()
+        self._silent_ticks = 0
+        self._idle_ticks = 0
+
+    def __repr__(self) -> str:
+        return f"Link({self.peer}, {'up' if self.is_up else 'down: ' + self.down_reason})"
+
+    def send(self, item: Message) -> bool:
+        """Queues an item for the next message; False, and dropped, while the link is down."""
+        if self.is_up:
+            self._queue.append(item)
+            self._wake.set()
+        return self.is_up
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled; then the connection is closed and `on_down` has been called."""
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            was_up = False
+            try:
+                await self._connection()
+            except LinkDown as down:
+                was_up = self.is_up
+                self._set_down(str(down))
+            except SpecdecError as error:  # such as a TLS file that cannot be read just then
+                self._set_down(str(error))
+            finally:
+                self._set_down("closed")
+            backoff_s = BACKOFF_MIN_S if was_up else backoff_s
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    def _set_down(self, reason: str) -> None:
+        """Idempotent: the first reason after a connection counts."""
+        if self.is_up:
+            self.is_up = False
+            self._queue.clear()
+            get_logger().warning("link down", peer=self.peer, reason=reason)
+            self.down_reason = reason
+            self._on_down(reason)
+        elif reason != "closed":
+            self.down_reason = reason
+
+    async def _connection(self) -> None:
+        """One connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
+        self.stamps = Stamps()
+        self._queue.clear()
+        self._silent_ticks = self._idle_ticks = 0
+        channel = self._connect()
+        call = channel.stream_stream(self._method)()
+        parts = [asyncio.create_task(part(call)) for part in (self._read, self._write, self._watch)]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            for part in done:
+                part.result()
+            raise LinkDown(f"{self.peer} ended the stream")
+        finally:
+            for part in parts:
+                part.cancel()
+            call.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            await channel.close()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            while (data := await call.read()) is not grpc.aio.EOF:
+                self._silent_ticks = 0
+                self.bytes_received += len(data)
+                self._take(data)
+        except grpc.aio.AioRpcError as error:
+            raise LinkDown(f"{self.peer}: {error_from_rpc(error)}") from error
+        raise LinkDown(f"{self.peer} ended the stream")
+
+    def _take(self, data: bytes) -> None:
+        """One message: measure, report the first as `on_up`, hand its items over."""
+        try:
+            response = self._response_class.FromString(data)
+            self.stamps.received(response.stamp, time.monotonic_ns())
+            if not self.is_up:
+                self.is_up = True
+                get_logger().info("link up", peer=self.peer)
+                self._on_up()
+            if response.items:
+                self._on_items(response.items, len(data))
+        except (DecodeError, SpecdecError) as error:
+            get_logger().error("malformed answer", peer=self.peer, error=str(error))
+            raise LinkDown(f"{self.peer} sent a malformed message: {error}") from error
+        except Exception as error:
+            get_logger().exception("answer not handled", peer=self.peer)
+            raise LinkDown(f"an answer of {self.peer} could not be handled") from error
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Sends a first ping, then whatever is queued. When the call is over, the reader knows why."""
+        self._wake.set()
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                request = self._next_message()
+                self._idle_ticks = 0
+                self.stamps.stamp(request.stamp, time.monotonic_ns())
+                data = request.SerializeToString()
+                self.bytes_sent += len(data)
+                await call.write(data)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def _next_message(self) -> Any:
+        """The queued items that fit one message, at least one if there is any; a ping when there is none."""
+        count = size = 0
+        for item in self._queue:
+            size += item.ByteSize()
+            if count and size > MESSAGE_BYTES_SOFT:
+                self._wake.set()
+                break
+            count += 1
+        request = self._request_class(items=self._queue[:count])
+        del self._queue[:count]
+        return request
+
+    async def _watch(self, _call: grpc.aio.StreamStreamCall) -> None:
+        """Pings and notices silence. It counts its own ticks, so a pause of this process blames no peer."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._silent_ticks += 1
+            self._idle_ticks += 1
+            if self._silent_ticks >= SILENT_TICKS:
+                raise LinkDown(f"{self.peer} has been silent for {SILENT_TICKS * TICK_S:g} s")
+            if len(self._queue) > QUEUE_ITEM_COUNT_MAX:
+                raise LinkDown(f"{self.peer} leaves {len(self._queue)} items untaken")
+            if self._idle_ticks >= PING_TICKS or self._silent_ticks % PING_TICKS == 0:
+                self._wake.set()

@@ -1,0 +1,315 @@
+"""Exact output laws: what rule, evidence and drafting produce together, as fractions, by enumeration.
+
+Every random draw enters through a uniform number, and what the code does is piecewise constant in each of them. So the
+real functions are evaluated once near both ends of every cell between breakpoints, found to agree there, and weighted
+with the cell's length. Logits are whole numbers and the temperature is 1 / ln 2, so the laws are powers of two and all
+cells are known as fractions; rounding inside the code cannot blur a result, as no evaluation falls on a breakpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from unittest import mock
+
+import torch
+
+from coordinator import rejection
+from specdec.decoding import evidence as evidence_module
+from specdec.decoding import proposal as proposal_module
+from specdec.decoding.evidence import EvidenceRequest
+from specdec.decoding.proposal import ProposalRequest
+from specdec.errors import InvalidRequest
+from specdec.protocol.items import DraftNode
+from specdec.protocol.noise import Lane
+from specdec.protocol.tree import DraftTree
+from specdec.protocol.types import Evidence, Law, Row, Rule
+
+BASE_TWO = 1 / math.log(2)  # the temperature at which a logit difference of 1 is a factor of 2
+PROMPT = (0,)
+INSET = Fraction(1, 1 << 30)  # share of a cell between its end and the place where it is evaluated
+
+Path = tuple[int, ...]
+Table = Callable[[Path], tuple[int, ...]]  # whole-number logits after a path
+
+
+def base_two_law(**policy: object) -> Law:
+    """A REJECTION law whose probabilities are powers of two, up to the normaliser, for whole-number logits."""
+    return Law(Rule.REJECTION, seed=11, prompt_length=len(PROMPT), temperature=BASE_TWO, **policy)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A token drawn for a place, and the row sent with it; `sent` False: the draft keeps it to itself."""
+
+    token_id: int
+    row: Row
+    sent: bool = True
+
+
+@dataclass
+class Setting:
+    """A target, a draft, a law, and how the draft behaves; subclasses misbehave. Results are cached by path.
+
+    `draft_length`: the cap at a path. The draft keeps its tree `ahead` tokens longer than the cap, and what a commit
+    leaves of it is used by the next round.
+    """
+
+    law: Law
+    target: Table
+    draft: Table
+    draft_length: Callable[[Path], int]
+    ahead: int = 1
+    cache: dict[object, object] = field(default_factory=dict)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self.target(PROMPT))
+
+    def target_law(self, path: Path) -> tuple[Fraction, ...]:
+        """The target's law after a path, from the formulas, in fractions."""
+        return sampled_law_as_fractions(self.law, self.target(path), path)
+
+    def children(self, path: Path) -> list[tuple[Fraction, Child]]:
+        """Every token the real `propose` can draw after `path`, with its row and probability."""
+        key = ("children", path)
+        if key not in self.cache:
+            row = self.proposals(path, [0])[0].row
+            bounds = [0, *itertools.accumulate(row.weights)]
+            ends = [-(-bound * (1 << 53) // row.total) for bound in bounds]  # first integer draw of each cell, rounded up
+            lows = self.proposals(path, ends[:-1])
+            highs = self.proposals(path, [end - 1 for end in ends[1:]])
+            assert [p.token_id for p in lows] == [p.token_id for p in highs] == list(row.token_ids), "cells of the draw"
+            assert all(p.row == row for p in lows + highs), "a row does not depend on the draw"
+            shares = [Fraction(weight, row.total) for weight in row.weights]
+            self.cache[key] = [(share, Child(p.token_id, p.row)) for share, p in zip(shares, lows)]
+        return self.cache[key]
+
+    def proposals(self, path: Path, draws: list[int]) -> list[proposal_module.Proposal]:
+        """What the real draft side proposes after `path` for each 53-bit draw."""
+        requests = [ProposalRequest(self.law, path, self.vocabulary_size, bits) for bits in draws]
+        logits = torch.tensor([self.draft(path)] * len(draws), dtype=torch.float32)
+        return proposal_module.propose(requests, [1] * len(draws), logits)
+
+    def offered_count(self, chain: tuple[Child, ...], count_max: int) -> int:
+        """How many of the tokens at hand are offered: as many as allowed, whatever they are."""
+        return min(len(chain), count_max)
+
+    def chains(self, path: Path, chain: tuple[Child, ...], length: int) -> Iterator[tuple[Fraction, tuple[Child, ...]]]:
+        """Every way the draft can extend `chain`, which starts after `path`, to `length` tokens."""
+        if len(chain) >= length or (chain and not chain[-1].sent):
+            yield Fraction(1), chain
+            return
+        for share, child in self.children(path + tuple(c.token_id for c in chain)):
+            for rest, longer in self.chains(path, (*chain, child), length):
+                yield share * rest, longer
+
+    def rounds(self, path: Path, chain: tuple[Child, ...]) -> dict[tuple[Path, tuple[Child, ...]], Fraction]:
+        """The law of one round: committed tokens, and what is left of the draft's chain below them."""
+        key = ("rounds", path, chain)
+        if key not in self.cache:
+            outcomes: dict[tuple[Path, tuple[Child, ...]], Fraction] = {}
+            length_max = self.draft_length(path)
+            for share, longer in self.chains(path, chain, length_max + self.ahead):
+                for part, outcome in self.outcomes(path, longer, length_max):
+                    outcomes[outcome] = outcomes.get(outcome, Fraction(0)) + share * part
+            self.cache[key] = outcomes
+        return self.cache[key]
+
+    def outcomes(
+        self, path: Path, chain: tuple[Child, ...], length_max: int
+    ) -> list[tuple[Fraction, tuple[Path, tuple[Child, ...]]]]:
+        """Every outcome of a round for one drawn chain, through the real tree, evidence and rule."""
+        tree = grown_tree(path, chain, self.vocabulary_size)
+        places = tree.proposal_path(self.offered_count(chain, length_max))
+        tokens, rows = tuple(place.token_id for place in places), tree.proposal_rows(len(places))
+        results = []
+        for share, committed in self.verdicts(path, tokens, rows):
+            left = chain[len(committed) :] if committed == tuple(c.token_id for c in chain[: len(committed)]) else ()
+            tree = grown_tree(path, chain, self.vocabulary_size)
+            tree.commit(committed)
+            tree.check()
+            kept = len(tree.proposal_path(len(chain)))
+            results.append((share, (committed, left[:kept])))
+        return results
+
+    def verdicts(self, path: Path, tokens: Path, rows: tuple[Row, ...]) -> list[tuple[Fraction, Path]]:
+        """What a verification of `tokens` commits, with probabilities, over all cells of the draws it uses."""
+        key = ("verdicts", path, tokens, rows)
+        if key not in self.cache:
+            cells = self.cells(path, tokens, rows)
+            both = [verdicts_in_cells(self, path, tokens, rows, cells, end) for end in (INSET, 1 - INSET)]
+            assert both[0] == both[1], "a verdict changes inside a cell: the code has a breakpoint the law has not"
+            self.cache[key] = both[0]
+        return self.cache[key]
+
+    def cells(self, path: Path, tokens: Path, rows: tuple[Row, ...]) -> dict[tuple[Lane, int], list[Fraction]]:
+        """The breakpoints of every draw the verification uses. Draws with one key are one variable."""
+        bounds: dict[tuple[Lane, int], set[Fraction]] = {}
+        for offset, lane in enumerate(lanes_of_replacements(self, path, tokens, rows)):
+            target = self.target_law(path + tokens[:offset])
+            masses = target
+            if offset < len(tokens):
+                draft = [probability(rows[offset], token) for token in range(len(target))]
+                residual = tuple(max(Fraction(0), t - d) for t, d in zip(target, draft))
+                masses = residual if sum(residual) else target
+                ratio = target[tokens[offset]] / draft[tokens[offset]] if draft[tokens[offset]] else Fraction(1)
+                bounds.setdefault((Lane.ACCEPT, len(path) + offset), {Fraction(0), Fraction(1)}).add(min(ratio, 1))
+            sums = itertools.accumulate(masses)
+            bounds.setdefault((lane, len(path) + offset), {Fraction(0), Fraction(1)}).update(
+                value / sum(masses) for value in sums
+            )
+        return {variable: sorted(values) for variable, values in bounds.items()}
+
+
+def probability(row: Row, token_id: int) -> Fraction:
+    """A row's law as a fraction."""
+    return Fraction(dict(zip(row.token_ids, row.weights)).get(token_id, 0), row.total)
+
+
+def sampled_law_as_fractions(law: Law, logits: tuple[int, ...], path: Path) -> tuple[Fraction, ...]:
+    """The sampled law of design section 5 for whole-number logits at temperature 1 / ln 2 (no min_p, no bias)."""
+    output = path[law.prompt_length :]
+    scores = {}
+    for token, logit in enumerate(logits):
+        if len(output) < law.min_tokens and token in law.stop_token_ids:
+            continue
+        count = output.count(token)
+        scores[token] = logit - int(law.presence_penalty) * (count > 0) - int(law.frequency_penalty) * count
+    likeliest = sorted(scores, key=lambda token: (-scores[token], token))[: law.top_k or None]
+    weights = {token: Fraction(2) ** scores[token] for token in likeliest}
+    kept, before, total = [], Fraction(0), sum(weights.values())
+    for token in likeliest:
+        if before < Fraction(law.top_p) * total:
+            kept.append(token)
+        before += weights[token]
+    return tuple(weights[t] / sum(weights[k] for k in kept) if t in kept else Fraction(0) for t in range(len(logits)))
+
+
+def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> DraftTree:
+    """The coordinator's tree after the chain arrived: read as the wire is read, from the first malformed token on not."""
+    tree = DraftTree(list(path))
+    for node, child in enumerate(chain, start=1):
+        try:
+            child.row.check_proposal(child.token_id, vocabulary_size)
+        except InvalidRequest:
+            break
+        if not child.sent:
+            break
+        tree.add(1, len(path), DraftNode(node, node - 1, child.token_id, True, child.row))
+    return tree
+
+
+def gathered(
+    setting: Setting, path: Path, tokens: Path, rows: tuple[Row, ...], uniform: Callable, count: int
+) -> list[Evidence]:
+    """The real evidence of `count` equal verifications that differ in round_index, with `uniform` as their noise."""
+    requests = [EvidenceRequest(setting.law, index, path, tokens, rows) for index in range(count)]
+    lines = [setting.target(path + tokens[:offset]) for offset in range(len(tokens) + 1)]
+    logits = torch.tensor(lines * count, dtype=torch.float32)
+    with mock.patch.object(evidence_module, "uniform", uniform):
+        return evidence_module.evidence(requests, [len(lines)] * count, logits)
+
+
+def lanes_of_replacements(setting: Setting, path: Path, tokens: Path, rows: tuple[Row, ...]) -> list[Lane]:
+    """Which lane the evidence really asks for, per position."""
+    asked = []
+
+    def recording(seed: int, lane: Lane, round_index: int, position: int) -> float:
+        asked.append((lane, position))
+        return 0.0
+
+    gathered(setting, path, tokens, rows, recording, 1)
+    assert [position for _, position in asked] == [len(path) + offset for offset in range(len(tokens) + 1)]
+    return [lane for lane, _ in asked]
+
+
+def verdicts_in_cells(
+    setting: Setting,
+    path: Path,
+    tokens: Path,
+    rows: tuple[Row, ...],
+    cells: dict[tuple[Lane, int], list[Fraction]],
+    end: Fraction,
+) -> list[tuple[Fraction, Path]]:
+    """One verdict per combination of cells, each draw taken at the share `end` of its cell."""
+    variables = list(cells)
+    spans = [[(low, high) for low, high in itertools.pairwise(cells[v])] for v in variables]
+    combinations = list(itertools.product(*spans))
+    draws = [
+        {v: float(low + (high - low) * end) for v, (low, high) in zip(variables, combination)}
+        for combination in combinations
+    ]
+    found = gathered(setting, path, tokens, rows, lambda seed, lane, index, position: draws[index][lane, position],
+                     len(draws))
+    results = []
+    for combination, drawn, evidence in zip(combinations, draws, found):
+        accept_draws = [drawn[Lane.ACCEPT, len(path) + offset] for offset in range(len(tokens))]
+        verdict = rejection.decide(Rule.REJECTION, tokens, rows, evidence, accept_draws)
+        share = math.prod((high - low for low, high in combination), start=Fraction(1))
+        results.append((share, (*tokens[: verdict.accepted_count], verdict.next_token_id)))
+    return results
+
+
+def output_law(setting: Setting, count: int, path: Path = PROMPT, chain: tuple[Child, ...] = ()) -> dict[Path, Fraction]:
+    """The joint law of the next `count` output tokens, over as many rounds as it takes."""
+    if count <= 0:
+        return {(): Fraction(1)}
+    key = ("output", count, path, chain)
+    if key not in setting.cache:
+        law: dict[Path, Fraction] = {}
+        for (committed, left), share in setting.rounds(path, chain).items():
+            for rest, part in output_law(setting, count - len(committed), path + committed, left).items():
+                tokens = (*committed, *rest)[:count]
+                law[tokens] = law.get(tokens, Fraction(0)) + share * part
+        setting.cache[key] = law
+    return setting.cache[key]
+
+
+def target_output_law(setting: Setting, count: int, path: Path = PROMPT) -> dict[Path, Fraction]:
+    """The joint law of the next `count` tokens of the target alone."""
+    if count == 0:
+        return {(): Fraction(1)}
+    return {
+        (token, *rest): share * part
+        for token, share in enumerate(setting.target_law(path))
+        if share
+        for rest, part in target_output_law(setting, count - 1, (*path, token)).items()
+    }
+
+
+def committed_count_law(setting: Setting) -> dict[int, Fraction]:
+    """How many tokens the first round commits."""
+    law: dict[int, Fraction] = {}
+    for (committed, _), share in setting.rounds(PROMPT, ()).items():
+        law[len(committed)] = law.get(len(committed), Fraction(0)) + share
+    return law
+
+
+def expected_committed_count_law(setting: Setting) -> dict[int, Fraction]:
+    """What the theorem says: a token passes with sum over tokens of min(target, draft); one more always follows."""
+    length_max = setting.draft_length(PROMPT)
+    reached = [Fraction(1)]
+    paths = {PROMPT: Fraction(1)}
+    for _ in range(length_max):
+        longer: dict[Path, Fraction] = {}
+        for path, mass in paths.items():
+            target = setting.target_law(path)
+            for _, child in setting.children(path):
+                shared = min(target[child.token_id], probability(child.row, child.token_id))
+                longer[(*path, child.token_id)] = mass * shared
+        paths = longer
+        reached.append(sum(paths.values(), Fraction(0)))
+    reached.append(Fraction(0))
+    law = {count + 1: reached[count] - reached[count + 1] for count in range(length_max + 1)}
+    return {count: share for count, share in law.items() if share}
+
+
+def check_exactness(setting: Setting, count: int = 3) -> None:
+    """Raises AssertionError unless the output law is the target's and rounds are as long as the theorem says."""
+    found = {path: share for path, share in output_law(setting, count).items() if share}
+    assert found == target_output_law(setting, count), "the output law is not the target's"
+    assert committed_count_law(setting) == expected_committed_count_law(setting), "rounds commit too few or too many"
