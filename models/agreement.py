@@ -3,6 +3,7 @@
 The target writes a text by its own law; at each of its positions the draft, given the same text before it, proposes.
 GREEDY and COUPLED: the share of positions where the proposal is the target's token. REJECTION: the mean of
 sum min(target, row), which is the probability that a token drawn from the row passes, so nothing is drawn for it.
+BOUND beside them is the same sum with the draft's whole distribution.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from specdec.decoding.edits import PathContext
 from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.types import Law, Row, Rule
+
+BOUND = "BOUND"  # named beside the rules: what the best rule could accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,18 @@ def rejection_share(text: Text, logits: Tensor, law: Law) -> float:
     proposals = propose(requests_along(text, drawn_law), [1] * len(text.output), logits)
     context = PathContext(drawn_law, text.prompt, text.output[:-1])
     target_probs = scores(text.logits, [context]).softmax(dim=1)  # [output, vocab] float64
-    return statistics.fmean(overlap(probs, proposal.row) for probs, proposal in zip(target_probs, proposals, strict=True))
+    pairs = zip(target_probs, proposals, strict=True)
+    return statistics.fmean(overlap(probs, proposal.row) for probs, proposal in pairs)
+
+
+def bound(text: Text, logits: Tensor, law: Law) -> float:
+    """The mean of sum min(target, draft) over whole distributions: no rule accepts more.  logits: [output, vocab]
+
+    REJECTION stays below it by what the row leaves out (PROPOSAL_ROW_TOKENS_MAX), COUPLED by its coupling.
+    """
+    context = PathContext(law, text.prompt, text.output[:-1])
+    target_probs, draft_probs = (scores(rows, [context]).softmax(dim=1) for rows in (text.logits, logits))
+    return torch.minimum(target_probs, draft_probs).sum(dim=1).mean().item()
 
 
 def requests_along(text: Text, law: Law) -> list[ProposalRequest]:
@@ -119,4 +133,5 @@ def acceptance(
         shares.setdefault(law.rule.name, []).append(equal_share(text, logits, law))
         if law.rule is Rule.COUPLED:
             shares.setdefault(Rule.REJECTION.name, []).append(rejection_share(text, logits, law))
+            shares.setdefault(BOUND, []).append(bound(text, logits, law))
     return {name: Share.over(values) for name, values in sorted(shares.items())}

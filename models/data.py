@@ -73,7 +73,7 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read held-out prompts {path}: {error.strerror}; name a file with --prompts") from None
+        raise ConfigError(f"cannot read held-out prompts {path}: {error.strerror}; give --prompts FILE") from None
     return [json.loads(line)["prompt"] for line in lines if line.strip()]
 
 
@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m models.data", description=__doc__)
     options.add_argument("--out", type=Path, required=True, help="folder the corpus is written to")
     options.add_argument("--size", choices=SIZES, default="full", help="amount of data (default: %(default)s)")
-    options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="held-out prompts; their files are left out")
+    options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="held-out prompts, kept out")
     options.add_argument("--seed", type=int, default=0, help="of the prompts drawn from held-out files")
     return options
 

@@ -47,7 +47,8 @@ def load_pair(options: argparse.Namespace) -> dict[str, LlamaForCausalLM]:
         folder = getattr(options, name)
         if not (folder / "model.safetensors").is_file():
             raise ConfigError(f"{folder} holds no model.safetensors; name a model folder with --{name}")
-        pair[name] = LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], use_safetensors=True).eval()
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], use_safetensors=True)
+        pair[name] = model.eval()
     if pair["target"].config.vocab_size != pair["draft"].config.vocab_size:
         raise ConfigError(f"{options.target} and {options.draft} have no common vocabulary")
     return pair
@@ -102,7 +103,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="prompts file (default: the shipped)")
     options.add_argument("--prompt-count", type=int, default=24, help="texts to write (default: %(default)s)")
     options.add_argument("--tokens", type=int, default=128, help="tokens per text (default: %(default)s)")
-    options.add_argument("--dtype", choices=DTYPES, default="float32", help="numbers; bfloat16 is slow where the CPU lacks it (default: %(default)s)")
+    slow = "bfloat16 is slow on a CPU without it"
+    options.add_argument("--dtype", choices=DTYPES, default="float32", help=f"{slow} (default: %(default)s)")
     options.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     options.add_argument("--json", action="store_true", help="print one JSON value instead of tables")
     return options

@@ -15,11 +15,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
 
-LISTENING, MODEL, LIMITS, SPECULATION, SECURITY, PROCESS = (
-    "Listening",
+# Groups of settings, in the order help shows them.
+GROUPS = PROMPT, CONNECTION, MODEL, SAMPLING, SPECULATION, LIMITS, OUTPUT, SECURITY, PROCESS = (
+    "Prompt",
+    "Connection",
     "Model",
-    "Limits",
+    "Sampling",
     "Speculation",
+    "Limits",
+    "Output",
     "Security",
     "Process",
 )
@@ -103,8 +107,8 @@ class TlsSettings(Settings):
 class ServiceSettings(TlsSettings):
     """What every service has."""
 
-    host: str = setting("127.0.0.1", LISTENING, "Address to listen on. Beyond this machine it needs TLS or --insecure.")
-    port: int = setting(50051, LISTENING, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    host: str = setting("127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure.")
+    port: int = setting(50051, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     drain_grace_s: float = setting(
         30.0, PROCESS, "Seconds that running generations are given to finish when the service is told to stop.", ge=0, le=86400
     )
@@ -130,7 +134,7 @@ class EngineSettings(Settings):
     max_num_seqs: int = setting(64, LIMITS, "Most sessions at a time.", ge=1, le=65536)
     max_num_batched_tokens: int = setting(512, LIMITS, "Most tokens in one forward pass.", ge=64, le=1 << 20)
     kv_cache_bytes: int | None = setting(
-        None, LIMITS, "Bytes for cached keys and values; absent: a quarter of the device's free memory.", ge=1 << 16
+        None, LIMITS, "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.", ge=1 << 16
     )
     block_size: int = setting(16, LIMITS, "Positions in one cache block.", ge=1, le=1024)
 
@@ -145,13 +149,13 @@ class ModelSettings(ServiceSettings, EngineSettings):
 class TargetSettings(ModelSettings):
     """The target service: the model whose law is kept."""
 
-    port: int = setting(50052, LISTENING, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(50052, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
 
 
 class DraftSettings(ModelSettings):
     """The draft service: the small model that guesses."""
 
-    port: int = setting(50053, LISTENING, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(50053, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
 
 
 class SpeculationSettings(Settings):
@@ -180,8 +184,8 @@ class SpeculationSettings(Settings):
 class CoordinatorSettings(ServiceSettings, SpeculationSettings):
     """The coordinator: takes requests, holds the committed tokens, applies the rule."""
 
-    target: Address = setting(..., LISTENING, "HOST:PORT of the target service.")
-    draft: Address | None = setting(None, LISTENING, "HOST:PORT of the draft service; absent: plain decoding.")
+    target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
+    draft: Address | None = setting(None, CONNECTION, "HOST:PORT of the draft service; absent: plain decoding.")
     tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model: its tokenizer.json is used.", min_length=1)
     max_num_seqs: int = setting(64, LIMITS, "Most generations at a time; more are refused at once.", ge=1, le=65536)
     insecure_links: bool = setting(
@@ -237,7 +241,7 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
 class ClientSettings(TlsSettings):
     """How to reach a coordinator."""
 
-    address: Address = setting("127.0.0.1:50051", LISTENING, "HOST:PORT of the coordinator.")
+    address: Address = setting("127.0.0.1:50051", CONNECTION, "HOST:PORT of the coordinator.")
 
     @model_validator(mode="after")
     def _check_address(self) -> ClientSettings:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec import __version__, config
+from specdec.cli import events
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
 from specdec.errors import SpecdecError
@@ -82,14 +83,14 @@ def run_command(arguments: Sequence[str]) -> int:
 def main(command: str | None = None) -> None:
     """Runs this process's command line and exits; `command` names the command where the line does not."""
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
+    events.die_with_parent()
     try:
         code = run_command(arguments)
-    except UsageError as error:
-        print(f"specdec: {error}", file=sys.stderr)
-        code = 2
     except SpecdecError as error:
-        print(f"specdec: {error}", file=sys.stderr)
-        code = 1
+        sentence = " ".join(str(error).split())
+        if not events.report(event="failed", message=sentence):
+            print(f"specdec: {sentence}", file=sys.stderr)
+        code = 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:  # the reader of our output went away, which is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

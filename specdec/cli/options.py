@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import pydantic
 from pydantic.fields import FieldInfo
 
-from specdec.config import Settings
+from specdec.config import GROUPS, Settings
 from specdec.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "SPECDEC_"
@@ -63,15 +63,14 @@ def metavar_of(field: FieldInfo) -> str:
     kind = plain_type(field.annotation)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
-    extra = typing.cast(dict, field.json_schema_extra or {})
-    return extra.get("metavar") or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
+    return _extra(field).get("metavar") or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
 
 
 def help_of(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
     if field.is_required():
         return f"{text} Required."
-    if field.default in (None, False, ()):
+    if field.default in (None, False, (), ""):
         return text
     return f"{text} [default: {field.default}]"
 
@@ -90,23 +89,24 @@ def make_parser(command: str, summary: str, settings_class: type[Settings]) -> O
         usage=f"specdec {command} " + " ".join([*_positional_names(settings_class), "[FLAGS]"]),
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the settings below.")
-    groups: dict[str, Any] = {}
-    for name, field in settings_class.model_fields.items():
-        extra = typing.cast(dict, field.json_schema_extra or {})
-        title = extra.get("group", "Settings")
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], name, field, bool(extra.get("positional")))
+    fields = settings_class.model_fields
+    titles = {name: _extra(field)["group"] for name, field in fields.items()}
+    groups = {title: parser.add_argument_group(title) for title in GROUPS if title in titles.values()}
+    for name, field in fields.items():
+        _add_flag(groups[titles[name]], name, field)
     return parser
 
 
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return typing.cast("dict[str, Any]", field.json_schema_extra)
+
+
 def _positional_names(settings_class: type[Settings]) -> list[str]:
-    fields = settings_class.model_fields.items()
-    return [name.upper() for name, field in fields if typing.cast(dict, field.json_schema_extra or {}).get("positional")]
+    return [name.upper() for name, field in settings_class.model_fields.items() if _extra(field).get("positional")]
 
 
-def _add_flag(group: Any, name: str, field: FieldInfo, positional: bool) -> None:
-    if positional:
+def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
+    if _extra(field).get("positional"):
         group.add_argument(name, nargs="?", metavar=name.upper(), help=help_of(field))
     elif plain_type(field.annotation) is bool:
         group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=help_of(field))
@@ -204,17 +204,29 @@ def _parse_list(text: str) -> list[Any]:
 def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], origins: Mapping[str, str]) -> str:
     """The first thing wrong, as one line."""
     first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable")[0]
     if not first["loc"]:
         return message
     name = str(first["loc"][0])
     if first["type"] == "missing":
         variable = ENVIRONMENT_PREFIX + name.upper()
-        purpose = settings_class.model_fields[name].description
+        purpose = (settings_class.model_fields[name].description or "").rstrip(".")
         return f"{flag_of(name)} is missing ({purpose}); give it, or {variable}, or {name} in --config"
     origin = origins.get(name, flag_of(name))
     shown = repr(first["input"])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if first["type"] in ("greater_than_equal", "less_than_equal"):
+        message = _range(settings_class.model_fields[name]) or message
     if first["msg"].startswith("Input should be "):
         return f"{origin} is {shown}; it must be {message}"
     return f"{origin} is {shown}; {message}"
+
+
+def _range(field: FieldInfo) -> str:
+    """ "from 0 to 65535" where the field has both ends."""
+    bounds = {name: value for limit in field.metadata for name, value in vars_of(limit).items()}
+    return f"from {bounds['ge']} to {bounds['le']}" if {"ge", "le"} <= bounds.keys() else ""
+
+
+def vars_of(limit: Any) -> dict[str, Any]:
+    return {name: getattr(limit, name) for name in ("ge", "le") if hasattr(limit, name)}

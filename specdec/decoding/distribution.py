@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.decoding.edits import PathContext, edited_logits
 from specdec.protocol.types import Law
 
-NUCLEUS_COLUMNS = 1024  # top_p looks among so many likeliest tokens before it sorts the whole vocabulary
+NUCLEUS_COLUMNS = (1024, 16384)  # top_p looks among so many likeliest tokens before it sorts the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Support:
     def probabilities(self) -> Tensor:
         """The law itself; the total is a sum in id order.  # [n, columns] float64"""
         weights = self.weights()
-        return weights / row_totals(weights)
+        return weights.div_(row_totals(weights))
 
     def columns_of(self, index: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """For pairs (index into `rows`, token id): the column, and whether the token has one there.  # [m], [m] bool"""
@@ -67,9 +67,10 @@ class Support:
 def row_sums(values: Tensor) -> Tensor:
     """Running sums along each row, one element after the other.  # [n, columns] float64
 
-    Never called with a single row: some devices scan one row in another order than several.
+    A CPU does so for any number of rows. Other devices scan a single row in another way than one of several, so there
+    it is given company.
     """
-    if values.shape[0] == 1:
+    if values.shape[0] == 1 and values.device.type != "cpu":
         return torch.cat([values, values]).cumsum(dim=1)[:1]
     return values.cumsum(dim=1)
 
@@ -143,15 +144,16 @@ def per_row(numbers: list[float], like: Tensor) -> Tensor:
 
 def tempered(values: Tensor, maxima: Tensor, laws: list[Law]) -> Tensor:
     """(values - row maximum) / temperature: the maximum is subtracted first.  # [n, columns] float64"""
-    return (values.to(torch.float64) - maxima.to(torch.float64)) / per_row([law.temperature for law in laws], values)
+    shifted = values.to(torch.float64, copy=True).sub_(maxima)
+    return shifted.div_(per_row([law.temperature for law in laws], values))
 
 
 def without_improbable(tempered_scores: Tensor, laws: list[Law]) -> Tensor:
-    """-inf where a token is less likely than min_p times the likeliest, whose score is 0.  # [n, columns] float64"""
+    """-inf, in place, where a token is less likely than min_p times the likeliest, whose score is 0.  # [n, columns]"""
     if all(law.min_p == 0 for law in laws):
         return tempered_scores
     limits = per_row([math.log(law.min_p) if law.min_p else -math.inf for law in laws], tempered_scores)
-    return tempered_scores.masked_fill(tempered_scores < limits, -math.inf)
+    return tempered_scores.masked_fill_(tempered_scores < limits, -math.inf)
 
 
 def law_of_all(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
@@ -175,18 +177,21 @@ def law_by_top_k(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]
 def law_by_top_p(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
     """The law of rows with top_p alone: found among the likeliest tokens, or by sorting the vocabulary where it must."""
     scores = law_of_all(values, rows, laws)[0].scores
-    weights = scores.exp()
-    totals = row_totals(weights)
-    if values.shape[1] <= NUCLEUS_COLUMNS:
-        return [Support(rows, None, nucleus(scores, weights, totals, laws)[0])]
-    token_ids, _ = likeliest(values, [NUCLEUS_COLUMNS] * len(laws))
-    kept, enough = nucleus(scores.gather(1, token_ids), weights.gather(1, token_ids), totals, laws)
-    found, missed = enough.nonzero().squeeze(1), (~enough).nonzero().squeeze(1)
-    supports = [Support(rows[found], token_ids[found], kept[found])] if len(found) else []
-    if len(missed):
-        missed_laws = [laws[index] for index in missed.tolist()]
-        wide = nucleus(scores[missed], weights[missed], totals[missed], missed_laws)[0]
-        supports.append(Support(rows[missed], None, wide))
+    totals = row_totals(scores.exp())
+    supports: list[Support] = []
+    for columns in NUCLEUS_COLUMNS:
+        if columns >= values.shape[1] or not laws:
+            break
+        token_ids, _ = likeliest(scores, [columns] * len(laws))
+        compact = scores.gather(1, token_ids)
+        kept, enough = nucleus(compact, compact.exp(), totals, laws)
+        found, missed = enough.nonzero().squeeze(1), (~enough).nonzero().squeeze(1)
+        if len(found):
+            supports.append(Support(rows[found], token_ids[found], kept[found]))
+        laws = [laws[index] for index in missed.tolist()]
+        rows, scores, totals = rows[missed], scores[missed], totals[missed]
+    if laws:
+        supports.append(Support(rows, None, nucleus(scores, scores.exp(), totals, laws)[0]))
     return supports
 
 
@@ -210,6 +215,7 @@ def likeliest(values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Exactly counts[row] likeliest tokens of each row, ties to the lowest id, ids ascending.
 
     Returns ids [n, columns] int64 padded with 0, and which columns are used [n, columns] bool, the first of each row.
+    Tokens at -inf fill a row up in any order: they are outside every support.
     """
     width = values.shape[1]
     columns = min(max(counts), width)
@@ -219,7 +225,7 @@ def likeliest(values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     used = torch.arange(columns, device=values.device).unsqueeze(0) < count
     token_ids = top.indices[:, :columns].masked_fill(~used, width).sort(dim=1).values
     following = top.values.gather(1, count.clamp(max=top.values.shape[1] - 1))
-    torn = ((last == following) & (count < width)).squeeze(1).nonzero().squeeze(1)
+    torn = ((last == following) & (last > -math.inf) & (count < width)).squeeze(1).nonzero().squeeze(1)
     if len(torn):
         token_ids[torn] = likeliest_among_ties(values[torn], last[torn], count[torn], columns)
     return token_ids.masked_fill(~used, 0), used

@@ -92,31 +92,29 @@ def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
 def penalise(values: Tensor, context: PathContext) -> None:
     """Repetition, presence and frequency penalties on the columns of tokens that occur in the path."""
     law, width = context.law, values.shape[1]
-    output = Counter(context.committed[law.prompt_length :])
-    output_only = law.repetition_penalty == 1
-    seen_ids = set(output) if output_only else set(context.committed)
-    token_ids = sorted(t for t in seen_ids.union(context.draft_token_ids) if t < width)
-    if not token_ids:
-        return
-    columns = torch.tensor(token_ids, device=values.device)
+    first_counts = Counter(context.committed[law.prompt_length :])
+    first_seen = first_counts.keys() if law.repetition_penalty == 1 else set(context.committed)
+    token_ids = [token_id for token_id in {*first_seen, *context.draft_token_ids} if token_id < width]
+    columns = torch.tensor(token_ids, dtype=torch.int64, device=values.device)
     draft_counts = draft_counts_before(context, token_ids).to(values.device)
-    first_counts = torch.tensor([output[t] for t in token_ids], device=values.device)
-    counts = first_counts + draft_counts  # [row_count, columns]: occurrences in the output before each row
-    first_seen = torch.tensor([t in seen_ids for t in token_ids], device=values.device)
-    seen = first_seen | (draft_counts > 0)  # [row_count, columns]: in prompt or output before each row
     chosen = values[:, columns]
-    repeated = torch.where(chosen > 0, chosen / law.repetition_penalty, chosen * law.repetition_penalty)
-    chosen = torch.where(seen, repeated, chosen)
-    counts = counts.to(values.dtype)
-    chosen = chosen - law.presence_penalty * (counts > 0).to(values.dtype)
-    values[:, columns] = chosen - law.frequency_penalty * counts
+    if law.repetition_penalty != 1:
+        repeated = torch.where(chosen > 0, chosen / law.repetition_penalty, chosen * law.repetition_penalty)
+        seen_at_first = torch.tensor([token_id in first_seen for token_id in token_ids], device=values.device)
+        chosen = torch.where(seen_at_first | (draft_counts > 0), repeated, chosen)
+    if law.presence_penalty or law.frequency_penalty:
+        counts = torch.tensor([first_counts[token_id] for token_id in token_ids], device=values.device) + draft_counts
+        chosen -= law.presence_penalty * (counts > 0).to(values.dtype)
+        chosen -= law.frequency_penalty * counts.to(values.dtype)
+    values[:, columns] = chosen
 
 
 def draft_counts_before(context: PathContext, token_ids: list[int]) -> Tensor:
     """How often each token occurs in the draft tokens before each row.  # [row_count, len(token_ids)] int64"""
-    column_of = {token_id: column for column, token_id in enumerate(token_ids)}
     counts = torch.zeros(context.row_count, len(token_ids), dtype=torch.int64)
-    for index, token_id in enumerate(context.draft_token_ids):
-        if token_id in column_of:
-            counts[index + 1 :, column_of[token_id]] += 1
+    if context.draft_token_ids:
+        column_of = {token_id: column for column, token_id in enumerate(token_ids)}
+        for index, token_id in enumerate(context.draft_token_ids):
+            if token_id in column_of:
+                counts[index + 1 :, column_of[token_id]] += 1
     return counts

@@ -19,7 +19,8 @@ from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.types import Evidence, Law, PositionLogprobs, Row, Rule
 
-CHUNK_ELEMENTS = 1 << 22  # logits worked on at once: bounds temporary memory to a few times 32 MiB
+CHUNK_ELEMENTS = 1 << 24  # logits worked on at once: bounds temporary memory to a few times 128 MiB
+CHUNK_ELEMENTS_CPU = 1 << 19  # larger temporaries leave the caches, and the allocator returns their pages each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def evidence(requests: Sequence[EvidenceRequest], row_counts: Sequence[int], log
     starts = [sum(expected[:index]) for index in range(len(expected))]
     results: list[Evidence | None] = [None] * len(requests)
     for rule in Rule:
-        for chunk in chunks([i for i, r in enumerate(requests) if r.law.rule is rule], expected, logits.shape[1]):
+        for chunk in chunks([i for i, r in enumerate(requests) if r.law.rule is rule], expected, logits):
             chosen = [requests[index] for index in chunk]
             rows = [row for index in chunk for row in range(starts[index], starts[index] + expected[index])]
             for index, result in zip(chunk, evidence_of_rule(rule, chosen, taken(logits, rows))):
@@ -65,15 +66,16 @@ def evidence(requests: Sequence[EvidenceRequest], row_counts: Sequence[int], log
     return [result for result in results if result is not None]
 
 
-def chunks(indices: list[int], row_counts: list[int], width: int) -> list[list[int]]:
-    """The indices in groups of at most CHUNK_ELEMENTS logits, or of one request."""
+def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> list[list[int]]:
+    """The indices in groups of a bounded number of logits, or of one request."""
     groups: list[list[int]] = []
+    limit = CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
     room = 0
     for index in indices:
-        size = row_counts[index] * width
+        size = row_counts[index] * logits.shape[1]
         if not groups or size > room:
             groups.append([])
-            room = CHUNK_ELEMENTS
+            room = limit
         groups[-1].append(index)
         room -= size
     return groups
@@ -118,7 +120,7 @@ def coupled_token_ids(supports: list[Support], contexts: Sequence[PathContext], 
     keys = gumbel_keys(seeds, positions, logits.device)
     chosen = torch.empty(len(seeds), dtype=torch.int64, device=logits.device)
     for support in supports:
-        perturbed = support.scores + gumbel(keys[support.rows], support.ids)
+        perturbed = gumbel(keys[support.rows], support.ids).add_(support.scores)
         chosen[support.rows] = support.token_ids_at(first_argmax(perturbed))
     return chosen
 
@@ -172,7 +174,9 @@ def replacement_columns(
     residual = target.clone()
     residual[lines, columns] = (target[lines, columns] - draft_probs).clamp_(min=0)
     empty = residual.amax(dim=1, keepdim=True) == 0
-    return inverse_cdf(torch.where(empty, target, residual), uniforms)
+    if bool(empty.any()):
+        residual = torch.where(empty, target, residual)
+    return inverse_cdf(residual, uniforms)
 
 
 def inverse_cdf(masses: Tensor, uniforms: Sequence[float]) -> Tensor:

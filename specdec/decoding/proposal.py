@@ -71,7 +71,7 @@ def propose(requests: Sequence[ProposalRequest], row_counts: Sequence[int], logi
         width = min(request.vocabulary_size, logits.shape[1])
         groups.setdefault((request.law.rule, width), []).append(index)
     for (rule, width), indices in groups.items():
-        for chunk in chunks(indices, [1] * len(requests), width):
+        for chunk in chunks(indices, row_counts, logits):
             chosen = [requests[index] for index in chunk]
             for index, result in zip(chunk, proposals_of_rule(rule, chosen, taken(logits, chunk)[:, :width])):
                 results[index] = result

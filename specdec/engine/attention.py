@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
-from specdec.engine.row_widths import probe
+from specdec.engine.row_widths import ROW_MULTIPLE, probe
 
 NAME = "specdec_paged"
 KEY_SPLIT = 128  # cached positions per product; longer ones would be divided by the library as it sees fit
@@ -49,10 +49,13 @@ class PagedStorage:
 class QueryGroup:
     """Query tiles of one width whose sequences are about equally long; computed together.
 
-    `query_rows` [tiles * heads * width] int64: rows of the queries seen as [rows * heads, head size], in the order
-    (tile, head, row). `cells` [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask`
-    [tiles * kv heads, group size * width, positions] float32: 0 where a row may look, minus infinity elsewhere.
+    `query_rows` [tiles * kv heads * splits * group size * width] int64: rows of the queries seen as [rows * heads,
+    head size], in the order (tile, kv head, split, query head of it, row): repeated for every split. `cells`
+    [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask` [tiles * kv heads * splits, group size
+    * width, KEY_SPLIT] float32: 0 where a row may look, minus infinity elsewhere.
     """
+
+    split_count: int
 
     query_rows: torch.Tensor
     cells: torch.Tensor
@@ -104,23 +107,20 @@ def paged_attention(
 
 def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, scaling: float) -> torch.Tensor:
     """softmax(q k^T * scaling + mask) v for every tile and head of a group: [tiles * heads * width, head size]."""
-    batch, width, length = group.mask.shape
     size = queries.shape[1]
-    tiles = queries.index_select(0, group.query_rows).view(batch, width, size)
-    keys, values = cells.index_select(0, group.cells).view(2, batch, length, size).unbind()
-    keys = keys.transpose(1, 2)  # [batch, head size, positions]
-    if length == KEY_SPLIT:
-        weights = torch.softmax(torch.baddbmm(group.mask, tiles, keys, alpha=scaling), -1)
-        return torch.bmm(weights, values).view(-1, size)
-    scores = group.mask.clone()
-    for start in range(0, length, KEY_SPLIT):
-        split = slice(start, start + KEY_SPLIT)
-        scores[:, :, split].baddbmm_(tiles, keys[:, :, split], alpha=scaling)
-    weights = torch.softmax(scores, -1)  # [batch, width, positions]
-    output = torch.bmm(weights[:, :, :KEY_SPLIT], values[:, :KEY_SPLIT])
-    for start in range(KEY_SPLIT, length, KEY_SPLIT):
-        split = slice(start, start + KEY_SPLIT)
-        output.baddbmm_(weights[:, :, split], values[:, split])
+    splits, width, _ = group.mask.shape  # [tiles * kv heads * splits, group size * width, KEY_SPLIT]
+    tiles = queries.index_select(0, group.query_rows).view(splits, width, size)
+    keys, values = cells.index_select(0, group.cells).view(2, splits, KEY_SPLIT, size).unbind()
+    scores = torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=scaling)
+    count = group.split_count
+    if count == 1:
+        return torch.bmm(torch.softmax(scores, -1), values).view(-1, size)
+    rows = scores.view(-1, count, width, KEY_SPLIT).transpose(1, 2).reshape(-1, width, count * KEY_SPLIT)
+    weights = torch.softmax(rows, -1).view(-1, width, count, KEY_SPLIT).transpose(1, 2)
+    parts = torch.bmm(weights.reshape(splits, width, KEY_SPLIT), values).view(-1, count, width, size)
+    output = parts[:, 0] + parts[:, 1]  # [tiles * kv heads, group size * width, head size]
+    for index in range(2, count):
+        output.add_(parts[:, index])
     return output.view(-1, size)
 
 
@@ -135,11 +135,12 @@ def probe_query_tiles(group_size: int, head_size: int) -> tuple[int, ...]:
     cells[0] = 0
 
     def attend(rows: torch.Tensor, position_count: int, split_count: int, batch: int) -> torch.Tensor:
-        length = split_count * KEY_SPLIT
-        mask = torch.zeros(batch, len(rows), length)
-        mask[:, :, position_count:] = -torch.inf
+        is_later = torch.arange(split_count * KEY_SPLIT) >= position_count
+        mask = torch.zeros(is_later.shape).masked_fill_(is_later, -torch.inf).view(split_count, 1, KEY_SPLIT)
+        mask = mask.expand(-1, len(rows), -1).repeat(batch, 1, 1)
         order = torch.tensor([[1, 2, 0][:split_count] * batch, [3, 4, 0][:split_count] * batch])
-        group = QueryGroup(torch.arange(len(rows)).repeat(batch), order.view(-1), mask)
+        query_rows = torch.arange(len(rows)).repeat(batch * split_count)
+        group = QueryGroup(split_count, query_rows, order.view(-1), mask)
         return _attend(rows, cells, group, head_size**-0.5).view(batch, len(rows), head_size)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
@@ -151,8 +152,9 @@ def probe_query_tiles(group_size: int, head_size: int) -> tuple[int, ...]:
             outputs.append(every[0] if agrees else torch.full_like(every[0], torch.nan))
         return torch.cat(outputs, -1)
 
-    agreed = probe(product, head_size, torch.float32, [group_size * tile for tile in CANDIDATE_QUERY_TILES])
-    return tuple(tile for tile in CANDIDATE_QUERY_TILES if group_size * tile in agreed)
+    candidates = [tile for tile in CANDIDATE_QUERY_TILES if group_size * tile % ROW_MULTIPLE == 0]
+    agreed = probe(product, head_size, torch.float32, [group_size * tile for tile in candidates])
+    return tuple(tile for tile in candidates if group_size * tile in agreed)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -118,9 +118,9 @@ class StepPlanner:
         return tuple(groups), torch.from_numpy(output_rows.reshape(-1))
 
     def _group(self, members: list[QueryTile], width: int) -> QueryGroup:
-        storage, head_count = self._storage, self._head_count
-        length = max(tile.split_count for tile in members) * KEY_SPLIT
-        block_count = length // storage.block_size
+        storage = self._storage
+        split_count = max(tile.split_count for tile in members)
+        block_count = split_count * KEY_SPLIT // storage.block_size
         tables = numpy.zeros((len(members), block_count), dtype=numpy.int64)  # the zero block where a table ends
         offsets = numpy.zeros((len(members), width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
         for index, tile in enumerate(members):
@@ -128,14 +128,18 @@ class StepPlanner:
             tables[index, :used] = tile.blocks[:used]
             offsets[index, : tile.row_count] = range(tile.row_count)
         rows = numpy.array([tile.first_row for tile in members])[:, None] + offsets  # [tiles, width]
-        query_rows = rows[:, None, :] * head_count + numpy.arange(head_count)[:, None]  # [tiles, heads, width]
+        # [tiles, kv heads, 1, group size, width], then repeated for every split
+        query_rows = (rows[:, None, :] * self._head_count + numpy.arange(self._head_count)[:, None]).reshape(
+            len(members), storage.kv_head_count, 1, -1
+        )
         halves = numpy.arange(2)[:, None, None, None] * storage.block_count
         cells = (halves + tables[:, None, :]) * storage.kv_head_count + numpy.arange(storage.kv_head_count)[:, None]
         positions = torch.from_numpy(numpy.array([tile.position for tile in members])[:, None] + offsets)
         return QueryGroup(
-            query_rows=torch.from_numpy(query_rows.reshape(-1)),
+            split_count=split_count,
+            query_rows=torch.from_numpy(query_rows.repeat(split_count, axis=2).reshape(-1)),
             cells=torch.from_numpy(cells.reshape(-1)),
-            mask=_mask(positions, length, storage.kv_head_count, head_count // storage.kv_head_count),
+            mask=_mask(positions, split_count, storage.kv_head_count, self._head_count // storage.kv_head_count),
         )
 
     def _width(self, row_count: int) -> int:
@@ -159,10 +163,11 @@ def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[Quer
     return groups
 
 
-def _mask(positions: torch.Tensor, length: int, kv_head_count: int, group_size: int) -> torch.Tensor:
-    """positions [tiles, width] -> [tiles * kv heads, group size * width, length] float32, 0 or minus infinity."""
+def _mask(positions: torch.Tensor, split_count: int, kv_head_count: int, group_size: int) -> torch.Tensor:
+    """positions [tiles, width] int64 -> `QueryGroup.mask`."""
     tiles, width = positions.shape
-    is_later = torch.arange(length) > positions[:, :, None]  # [tiles, width, length]
+    keys = torch.arange(split_count * KEY_SPLIT).view(split_count, 1, KEY_SPLIT)
+    is_later = keys > positions[:, None, :, None]  # [tiles, splits, width, KEY_SPLIT]
     mask = torch.zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
-    mask = mask[:, None, None].expand(tiles, kv_head_count, group_size, width, length)
-    return mask.reshape(tiles * kv_head_count, group_size * width, length)
+    mask = mask[:, None, :, None].expand(tiles, kv_head_count, split_count, group_size, width, KEY_SPLIT)
+    return mask.reshape(-1, group_size * width, KEY_SPLIT)

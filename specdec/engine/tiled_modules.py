@@ -21,7 +21,8 @@ REGISTER_ELEMENTS = 64
 
 ACTIVATION_NAMES = ("act_fn", "act")
 # Modules that treat each row alone, whatever the row count: lookups, sums along a row, exact arithmetic.
-ROWWISE_MODULES = ("Embedding", "LayerNorm", "LlamaRMSNorm", "Qwen2RMSNorm", "Dropout", "RotaryTable")
+RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm")
+ROWWISE_MODULES = ("Embedding", "LayerNorm", "Dropout", "RotaryTable", "FusedRMSNorm", *RMS_NORMS)
 
 
 class TiledLinear(nn.Module):
@@ -80,6 +81,18 @@ class AlignedActivation(nn.Module):
         return torch.cat(runs)[:count].view(x.shape)
 
 
+class FusedRMSNorm(nn.Module):
+    """The float32 root-mean-square norm of `transformers` in one call instead of six."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float):
+        super().__init__()
+        self.weight = nn.Buffer(weight, persistent=False)
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
 class RotaryTable(nn.Module):
     """Cosines and sines of every position, computed once by the model's own module: [positions, head size] each."""
 
@@ -104,6 +117,8 @@ def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.d
                 setattr(module, child_name, RotaryTable(child, positions_max, dtype))
             elif child_name in ACTIVATION_NAMES:
                 setattr(module, child_name, AlignedActivation(child))
+            elif type(child).__name__ in RMS_NORMS and dtype == torch.float32:
+                setattr(module, child_name, FusedRMSNorm(child.weight.detach(), child.variance_epsilon))
             elif isinstance(child, nn.Linear):
                 weight = child.weight.detach().t().to(product_dtype)
                 setattr(module, child_name, TiledLinear(weight.contiguous(), child.bias))

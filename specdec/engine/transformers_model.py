@@ -38,6 +38,10 @@ class TransformersModel:
         self._planner: StepPlanner | None = None
         self._probed_thread_count = 0
 
+    @property
+    def cache_bytes_per_position(self) -> int:
+        return 2 * 4 * self._layer_count * self._kv_head_count * self._head_size  # keys and values, float32
+
     def allocate(self, block_count: int, block_size: int) -> PagedStorage:
         self._storage = PagedStorage(
             self._layer_count, block_count, self._kv_head_count, block_size, self._head_size

@@ -152,13 +152,13 @@ class Server:
         """NOT_SERVING at once and calls refused; running ones get `grace_s` to finish, then UNAVAILABLE."""
         self._draining = True
         await self._health.enter_graceful_shutdown()
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except asyncio.TimeoutError:
-            self._grace_over = True
-            for call in self._calls:
+        if self._calls:
+            await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=grace_s)
+        self._grace_over = True
+        if unfinished := set(self._calls):
+            for call in unfinished:
                 call.cancel()
-            await asyncio.wait(self._calls, timeout=1.0)
+            await asyncio.wait(unfinished, timeout=1.0)
         await self._server.stop(0.2)  # last answers are still being written
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:

@@ -94,7 +94,9 @@ def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
             facts.update(info.metadata)
         elif detail.Unpack(retry):
             facts["retry_after_s"] = retry.retry_delay.ToMilliseconds() / 1000
-    return _remake(error_class, failed.details() or failed.code().name, facts)
+    # A failed connection is told with gRPC's own preamble; what follows "last error" is the cause.
+    sentence = (failed.details() or failed.code().name).rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    return _remake(error_class, sentence, facts)
 
 
 def _details(failed: grpc.aio.AioRpcError) -> list:

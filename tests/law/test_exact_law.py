@@ -253,9 +253,16 @@ def test_every_mutation_is_noticed(mutate, monkeypatch) -> None:
         check_exactness(world)
 
 
-BIASED = ["shared random lane", "truncated after drawing", "confidence cut-off on the drawn token", "likeliest child offered",
-          "unlikely drawn child not sent", "longer of two paths", "bonus from the wrong position",
-          "draft token missing from its row accepted"]  # fmt: skip
+BIASED = [
+    "shared random lane",
+    "bonus from the wrong position",
+    "truncated after drawing",
+    "confidence cut-off on the drawn token",
+    "likeliest child offered",
+    "unlikely drawn child not sent",
+    "longer of two paths",
+    "draft token missing from its row accepted",
+]
 
 
 @pytest.mark.parametrize("name", BIASED)

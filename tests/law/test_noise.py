@@ -99,7 +99,8 @@ def test_neighbouring_keys_are_uniform_and_independent(axes) -> None:
 
 def test_every_bit_is_fair_and_flips_with_every_bit_of_the_key() -> None:
     """Claim: full avalanche: changing one bit of one word of the key flips each output bit in half of the cases.
-    Conclusive: a two-sided chi-square per (key bit, output bit), limit shared among the 64 × 160 of them.
+    Conclusive: every third bit of the key against every third of the output, 400 keys each; the largest deviation of
+    about 950 shares stays within what chance allows. A word that is only added in leaves some bits that never flip.
     """
     random_source = random.Random(3)
     keys = [tuple(random_source.getrandbits(width) for width in (64, 32, 32)) for _ in range(400)]
@@ -113,7 +114,7 @@ def test_every_bit_is_fair_and_flips_with_every_bit_of_the_key() -> None:
                 for out in range(0, 64, 3):
                     flips[out] += difference >> out & 1
             worst = max(worst, max(abs(count / len(keys) - 0.5) for count in flips[::3]))
-    assert worst < 0.5 * 5.7 / math.sqrt(len(keys))  # 5.7 standard deviations: 1e-8 each, 1e-5 over all of them
+    assert worst < 0.5 * 5.7 / math.sqrt(len(keys))  # 5.7 standard deviations: 1e-8 for each share
 
 
 def test_lanes_and_order_of_words_are_independent() -> None:

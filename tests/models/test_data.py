@@ -51,7 +51,10 @@ def write(folder: Path, name: str, content: str | bytes) -> tuple[str, Path]:
     ],
 )
 def test_filters_drop_what_is_not_source_to_learn_from(tmp_path: Path, content: str | bytes, why: str) -> None:
-    """Claim: each filter of models/README.md drops its file; conclusive because the same file without the flaw passes."""
+    """Claim: each filter of models/README.md drops its file.
+
+    Conclusive: the same file without the flaw passes.
+    """
     assert read_source(write(tmp_path, "bad.py", content)[1]) is None, why
     assert read_source(write(tmp_path, "good.py", python_text("a"))[1]) == python_text("a")
 
@@ -91,7 +94,8 @@ def test_no_collected_file_holds_a_shipped_prompt() -> None:
     kept is dropped as soon as a prompt is cut from it.
     """
     prompts = read_prompts(PROMPTS_FILE)
-    files = [file for file in source_files(STANDARD_LIBRARY) if {"encodings", "json", "email"} & set(file[0].split("/"))]
+    folders = {"encodings", "json", "email"}
+    files = [file for file in source_files(STANDARD_LIBRARY) if folders & set(file[0].split("/"))]
     unlimited = replace(SMALL, characters_max=None)
     everything = collect(files, NO_PROMPTS, unlimited)
     kept = collect(files, PromptFilter(prompts), unlimited)
@@ -102,7 +106,7 @@ def test_no_collected_file_holds_a_shipped_prompt() -> None:
 
 
 def test_the_split_depends_on_the_name_alone() -> None:
-    """Claim: one file in fifty is held out, the same ones everywhere; pinned names would move with any change of hash."""
+    """Claim: one file in fifty is held out, the same ones everywhere: the names are pinned."""
     names = [f"python/module_{i}.py" for i in range(20_000)]
     heldout = [name for name in names if is_heldout(name, 50)]
     assert 320 < len(heldout) < 480  # mean 400, four standard deviations of 20
@@ -144,4 +148,5 @@ def test_sources_name_a_licence_and_leave_foreign_code_out() -> None:
 
 def test_telling_lines_forget_indentation_and_short_lines() -> None:
     """Claim: only lines of 20 characters and more tell one file from another."""
-    assert telling_lines("    return False\n        a_line_of_some = length_and_more\n") == {"a_line_of_some = length_and_more"}
+    text = "    return False\n        a_line_of_some = length_and_more\n"
+    assert telling_lines(text) == {"a_line_of_some = length_and_more"}

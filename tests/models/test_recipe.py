@@ -72,9 +72,9 @@ def test_the_result_is_a_model_folder(pair: Pair, name: str, layer_count: int) -
 def test_evaluate_reports_the_pair(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: the last command of the recipe gives losses and acceptances, each acceptance a share."""
     prompts = str(pair.data / "heldout_prompts.jsonl")
-    folders = ["--target", str(pair.root / "target"), "--draft", str(pair.root / "draft")]
+    folders = ["--target", str(pair.root / "target"), "--draft", str(pair.root / "draft"), "--data", str(pair.data)]
     capsys.readouterr()
-    evaluate.main([*folders, "--data", str(pair.data), "--prompts", prompts, "--prompt-count", "2", "--tokens", "8", "--json"])
+    evaluate.main([*folders, "--prompts", prompts, "--prompt-count", "2", "--tokens", "8", "--json"])
     figures = json.loads(capsys.readouterr().out)
     assert 0 < figures["heldout_loss"]["target"] < math.log(SMALL.vocabulary_size)
     assert {entry["temperature"] for entry in figures["acceptance"]} == {0, 0.7, 1}

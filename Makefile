@@ -1,0 +1,43 @@
+# `make` lists what there is. Everything installs into .venv first; set PYTHON to choose the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install demo test test-fast test-long bench-engine proto clean
+
+help:  ## List the commands.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "specdec needs Python 3.11 or newer; $(PYTHON) is older. Choose one: make PYTHON=/path/to/python3.12 demo"; exit 1; }
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet -c constraints.txt torch
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+install: $(VENV)/.installed  ## Make .venv and install specdec with its pinned dependencies.
+
+demo: install  ## Start the three services, stream three generations, print a table.
+	@$(BIN)/python -m bench.demo
+
+test: install  ## Run the tests (minutes).
+	@$(BIN)/python -m pytest -q
+
+test-fast: install  ## Run the unit tests only (under a minute).
+	@$(BIN)/python -m pytest -q tests/protocol tests/law tests/hygiene tests/rpc
+
+test-long: install  ## Run the longer suites too: large samples and sweeps (tens of minutes).
+	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
+
+bench-engine: install  ## Time the engine's steps.
+	@$(BIN)/python -m bench.engine_step
+
+proto: install  ## Regenerate the stubs in specdec/v1.
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
+
+clean:  ## Remove what the commands above made.
+	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis

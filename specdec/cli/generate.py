@@ -1,0 +1,88 @@
+"""`specdec generate`: one request, its text printed as it is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import aclosing
+
+from google.protobuf import json_format
+
+from specdec.cli.options import UsageError
+from specdec.cli.request import GenerateSettings, build_request
+from specdec.rpc.client import call_stream, open_channel
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+METHOD = "/specdec.v1.CoordinatorService/Generate"
+RESET = "\x1b[0m"
+COLORS = {
+    coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m",
+    coordinator_pb.TOKEN_KIND_CORRECTION: "\x1b[33m",
+    coordinator_pb.TOKEN_KIND_BONUS: "",
+}
+
+
+def generate(settings: GenerateSettings) -> int:
+    """Runs the command; returns the exit code. Raises SpecdecError for what the server refuses."""
+    request = build_request(settings, read_prompt(settings))
+    asyncio.run(_stream(settings, request))
+    return 0
+
+
+def read_prompt(settings: GenerateSettings) -> str | None:
+    """The prompt's text, from standard input if so asked; None with --prompt-ids."""
+    if (settings.prompt is None) == (not settings.prompt_ids):
+        raise UsageError("give a prompt or --prompt-ids, one of the two; see specdec generate --help")
+    if settings.prompt != "-":
+        return settings.prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
+
+
+async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRequest) -> None:
+    is_colored = settings.color == "always" or (
+        settings.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
+    channel = open_channel(settings.address, settings)
+    responses = call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, settings.timeout_s)
+    try:
+        async with aclosing(responses):
+            async for response in responses:
+                if settings.json_lines:
+                    print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
+                else:
+                    show(response, is_colored)
+    finally:
+        await channel.close()
+
+
+def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
+    """Prints one message for a reader: text to standard output, the closing figures to standard error on a terminal."""
+    if response.HasField("delta"):
+        print(colored(response.delta) if is_colored else response.delta.text, end="", flush=True)
+    elif response.HasField("finished"):
+        print(flush=True)
+        if sys.stderr.isatty():
+            print(summary(response.finished), file=sys.stderr)
+
+
+def colored(delta: coordinator_pb.Delta) -> str:
+    """The delta's text in the colour of its tokens; of most of them where kinds are mixed."""
+    kinds = list(delta.kinds)
+    color = COLORS.get(max(kinds, key=kinds.count), "") if kinds else ""
+    return f"{color}{delta.text}{RESET}" if color and delta.text else delta.text
+
+
+def summary(finished: coordinator_pb.Finished) -> str:
+    """How it went, in one line."""
+    statistics = finished.statistics
+    count = sum(statistics.acceptance_histogram) and statistics.draft_acceptance_rate
+    seconds = statistics.time.total_s
+    speed = f", {finished.usage.output_tokens / seconds:.1f} tokens/s" if seconds else ""
+    return (
+        f"{finished.usage.output_tokens} tokens{speed}, acceptance {count:.2f}, "
+        f"{statistics.mean_acceptance_length:.2f} tokens a speculating round"
+    )

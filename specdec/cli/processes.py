@@ -1,0 +1,162 @@
+"""Services as child processes: started, waited for until ready, stopped, never left behind.
+
+Used by `specdec serve`, the demo, the bench and the tests. Children have no terminal and a process group of their own,
+so an interrupt from the keyboard reaches the parent alone, which stops them in order. Start them from the main thread:
+Linux ends a child when the thread that started it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from specdec.cli.events import EVENTS_VARIABLE, PARENT_VARIABLE
+from specdec.cli.options import ENVIRONMENT_PREFIX, flag_of
+from specdec.config import Settings
+from specdec.errors import ConfigError
+
+POLL_S = 0.05
+KILL_GRACE_S = 5.0  # beyond the drain grace a service was given itself
+
+
+def arguments_of(settings: Settings) -> list[str]:
+    """The flags that give `settings` again."""
+    arguments = []
+    for name, value in settings:
+        if isinstance(value, bool):
+            arguments.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        elif value is not None:
+            arguments.append(f"{flag_of(name)}={value}")
+    return arguments
+
+
+class Child:
+    """One `specdec COMMAND` process. Use it in a `with` statement or call `stop`; both are idempotent."""
+
+    def __init__(
+        self,
+        command: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> None:
+        """Starts it. `environment` is added to this process's own, less its SPECDEC_ settings; `stderr` as for Popen."""
+        self.command = command
+        self.address = ""
+        self._unread = b""
+        self._events, writing = os.pipe()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "specdec.cli", command, *arguments],
+                env={**inherited, **(environment or {}), **own},
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+
+    def __repr__(self) -> str:
+        code = self.process.poll()
+        return f"Child({self.command}, pid {self.process.pid}, {'running' if code is None else f'ended with {code}'})"
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_ready(self, timeout_s: float = 120.0) -> str:
+        """Its address, once it serves. ConfigError with its own sentence when it ends or is late."""
+        wait_all_ready([self], timeout_s)
+        return self.address
+
+    def check_ready(self, timeout_s: float) -> bool:
+        """Whether it serves, waiting up to `timeout_s` to hear of it. ConfigError with its own sentence when it ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.address:
+            event = self._next_event(deadline_s - time.monotonic())
+            if event is None and self.is_running:
+                return False
+            if event is None or event["event"] == "failed":
+                code = self.process.wait()
+                ended = f"the {self.command} service ended with code {code} before it was ready"
+                raise ConfigError(event["message"] if event else ended)
+            if event["event"] == "ready":
+                self.address = event["address"]
+        return True
+
+    def _next_event(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next event; None when time is up or the process has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._events, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    return None
+                data = os.read(self._events, 65536)
+                if not data:
+                    self.process.wait()  # the pipe closes with the process
+                    return None
+                self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended: SIGSTOP freezes it, SIGKILL is a crash."""
+        self.process.send_signal(number)
+
+    def stop(self, grace_s: float = KILL_GRACE_S) -> int:
+        """SIGTERM, after `grace_s` SIGKILL; returns the exit code. Also ends a frozen process."""
+        if self.is_running:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)
+            try:
+                self.process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        code = self.process.wait()
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
+        return code
+
+
+def start(command: str, settings: Settings, stderr: int | IO[Any] | None = None) -> Child:
+    """Starts the service with these settings; `wait_ready` tells where it is."""
+    return Child(command, arguments_of(settings), stderr=stderr)
+
+
+def wait_all_ready(children: Sequence[Child], timeout_s: float = 120.0) -> None:
+    """Returns when all serve. ConfigError as soon as one has ended, with its own sentence, or when time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while waiting := [child.command for child in children if not child.check_ready(POLL_S)]:
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"not ready within {timeout_s:g} s: {', '.join(waiting)}")
+
+
+def stop_all(children: Iterable[Child], grace_s: float = KILL_GRACE_S) -> None:
+    """Stops children one after the other, in the order given; kills all when interrupted."""
+    ordered = list(children)
+    try:
+        for child in ordered:
+            child.stop(grace_s)
+    finally:
+        for child in ordered:
+            child.stop(0.0)

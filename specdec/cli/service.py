@@ -1,0 +1,48 @@
+"""`specdec target`, `draft` and `coordinator`: one service in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from specdec.cli import events
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+
+OnReady = Callable[[str], None]
+
+
+def run_target(settings: TargetSettings) -> int:
+    """Serves the target model."""
+    from target_service.service import run
+
+    return _serve(run(settings, on_ready("target")))
+
+
+def run_draft(settings: DraftSettings) -> int:
+    """Serves the draft model."""
+    from draft_service.service import run
+
+    return _serve(run(settings, on_ready("draft")))
+
+
+def run_coordinator(settings: CoordinatorSettings) -> int:
+    """Serves requests."""
+    from coordinator.service import run
+
+    return _serve(run(settings, on_ready("coordinator")))
+
+
+def on_ready(name: str) -> OnReady:
+    """Tells the supervisor, or a person, where the service is."""
+
+    def tell(address: str) -> None:
+        if not events.report(event="ready", address=address):
+            print(f"{name} serves on {address}", flush=True)
+
+    return tell
+
+
+def _serve(service: Coroutine[Any, Any, None]) -> int:
+    asyncio.run(service)
+    return 0

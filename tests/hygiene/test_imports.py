@@ -1,0 +1,211 @@
+"""Who may import whom: the table of docs/architecture.md as a test, and the two promises that need a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.hygiene.sources import ROOT, Module, imported_names, is_within, modules_below, product_modules, report
+
+PROJECT = ("specdec", "draft_service", "target_service", "coordinator", "models", "bench", "tests")
+MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
+NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
+CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
+# Plain values and pure functions of the protocol, which everyone may speak in; tree, session and policy are machines.
+VALUES = tuple(f"specdec.protocol.{name}" for name in ("types", "items", "request", "report", "noise", "fingerprint"))
+# Where generated types may be named beside rpc/convert*.py: the edges that register methods and open streams.
+EDGES_OF_THE_WIRE = frozenset(
+    {
+        "coordinator.service",
+        "coordinator.replicas",
+        "draft_service.service",
+        "target_service.service",
+        "specdec.replica.app",
+        "specdec.cli",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """One line of the table. `project`: the parts of the project that may be imported; `never`: outside libraries."""
+
+    package: str
+    project: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+TABLE = (
+    Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
+    Imports("specdec.config", ("specdec.errors", *VALUES), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
+    Imports("specdec.protocol", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
+    Imports(
+        "specdec.decoding",
+        ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.noise"),
+        NETWORK_LIBRARIES + ("asyncio", "transformers"),
+    ),
+    Imports(
+        "specdec.engine",
+        ("specdec.errors", "specdec.config", "specdec.protocol.types"),
+        NETWORK_LIBRARIES + ("asyncio",),
+    ),
+    Imports("specdec.telemetry", ("specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
+    Imports(
+        "specdec.rpc",
+        ("specdec.__version__", "specdec.errors", "specdec.config", "specdec.telemetry", "specdec.v1", *VALUES),
+        MODEL_LIBRARIES,
+    ),
+    Imports(
+        "specdec.replica",
+        (
+            "specdec.errors",
+            "specdec.config",
+            "specdec.engine",
+            "specdec.rpc",
+            "specdec.telemetry",
+            "specdec.v1",
+            *VALUES,
+        ),
+        ("transformers",),
+    ),
+    Imports(
+        "specdec.cli",
+        (
+            "specdec.__version__",
+            "specdec.errors",
+            "specdec.config",
+            "specdec.rpc",
+            "specdec.telemetry",
+            "specdec.v1",
+            "coordinator.service",
+            "draft_service.service",
+            "target_service.service",
+            *VALUES,
+        ),
+        MODEL_LIBRARIES,
+    ),
+    *(
+        Imports(
+            service,
+            (
+                "specdec.errors",
+                "specdec.config",
+                "specdec.decoding",
+                "specdec.engine",
+                "specdec.replica",
+                "specdec.rpc",
+                "specdec.telemetry",
+                "specdec.v1",
+                "specdec.cli.main",
+                "specdec.protocol.tree",
+                *VALUES,
+            ),
+            ("transformers",),
+        )
+        for service in ("draft_service", "target_service")
+    ),
+    Imports(
+        "coordinator",
+        (
+            "specdec.errors",
+            "specdec.config",
+            "specdec.protocol",
+            "specdec.rpc",
+            "specdec.telemetry",
+            "specdec.v1",
+            "specdec.cli.main",
+        ),
+        MODEL_LIBRARIES,
+    ),
+)
+
+
+def modules_of(package: str) -> list[Module]:
+    """The modules a line of the table is about."""
+    return [module for module in modules_below(package.split(".")[0]) if is_within(module.name, (package,))]
+
+
+@pytest.mark.parametrize("line", TABLE, ids=lambda line: line.package)
+def test_imports_follow_the_table(line: Imports) -> None:
+    """Claim: a package imports only what its line allows (docs/architecture.md).
+
+    Conclusive: every import statement is read, those inside functions too, and none is written relatively.
+    """
+    allowed = (*line.project, line.package)
+    problems = []
+    for module in modules_of(line.package):
+        for node, name in imported_names(module):
+            inside = name.split(".")[0] in PROJECT or name.startswith(".")
+            if is_within(name, line.never) or (inside and not is_within(name, allowed)):
+                problems.append(f"{module.at(node)}: {line.package} may not import {name}")
+    assert not problems, report(problems, "Move the code to a package that may, or pass the value in:")
+
+
+def test_every_package_has_a_line() -> None:
+    """Claim: no package escapes the table; a new one gets a line before it gets code."""
+    packages = [line.package for line in TABLE]
+    tools = ("bench", "models")
+    strays = [
+        module.path
+        for module in product_modules()
+        if not is_within(module.name, tuple(packages)) and module.name.split(".")[0] not in tools
+    ]
+    assert [path for path in strays if path != "specdec/__init__.py"] == [], "Add the package to TABLE of this test."
+
+
+def test_what_serves_imports_no_tools() -> None:
+    """Claim: bench, models and tests are used by people, never by the services."""
+    problems = [
+        f"{module.at(node)}: imports {name}"
+        for module in product_modules()
+        if module.name.split(".")[0] not in ("bench", "models")
+        for node, name in imported_names(module)
+        if is_within(name, ("bench", "models", "tests"))
+    ]
+    assert not problems, report(problems, "Move what is shared into specdec:")
+
+
+def test_generated_types_stop_at_the_edge() -> None:
+    """Claim: beyond rpc/convert*.py and the modules that register methods, the project speaks in its own values."""
+    problems = [
+        f"{module.at(node)}: imports {name}"
+        for module in product_modules()
+        if module.name.split(".")[0] != "bench"
+        and not module.name.startswith("specdec.rpc.convert")
+        and not is_within(module.name, EDGES_OF_THE_WIRE)
+        for node, name in imported_names(module)
+        if is_within(name, ("specdec.v1",))
+    ]
+    assert not problems, report(problems, "Convert in specdec/rpc/convert*.py and pass values of specdec.protocol:")
+
+
+def loaded_by_importing(names: list[str]) -> set[str]:
+    """Names of all modules a fresh interpreter holds after importing those."""
+    program = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_coordinator_never_loads_torch() -> None:
+    """Claim: the coordinator runs where no model library is installed (design section 5).
+
+    Conclusive: a fresh process imports every module of it, and what those import in turn is all in sys.modules.
+    """
+    names = [module.name for module in modules_of("coordinator") if not module.name.endswith("__main__")]
+    loaded = loaded_by_importing([*names, "specdec.cli.main"])
+    assert "coordinator.rejection" in loaded
+    unwanted = {name for name in loaded if is_within(name, ("torch", "transformers", "specdec.engine", "specdec.decoding"))}
+    assert not unwanted, f"importing the coordinator loads {sorted(unwanted)[:5]}; import those inside the other services"
+
+
+def test_the_protocol_loads_the_standard_library_only() -> None:
+    """Claim: specdec.protocol is values and pure functions: it needs no installed package, not even transitively."""
+    before = loaded_by_importing([])
+    names = [module.name for module in modules_of("specdec.protocol")]
+    loaded = {name.split(".")[0] for name in loaded_by_importing(names) - before}
+    outside = loaded - set(sys.stdlib_module_names) - {"specdec"}
+    assert not outside, f"specdec.protocol loads {sorted(outside)}; it may use the standard library and specdec.errors"

@@ -1,0 +1,68 @@
+"""What the sources never do: run what they read, or name a machine they were written on."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.hygiene.sources import ROOT, Module, imported_names, is_within, product_modules, project_files, report
+
+UNSAFE_MODULES = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"})
+UNSAFE_FLAGS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
+# Written in pieces, so that this file does not hold what it looks for.
+REGISTRY_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download.py" + "torch.org", "npm" + "js.", "crates" + ".io")
+MACHINE_PATHS = re.compile(r"(?<![\w.}-])(?:/" + "work/|/" + r"root/|/tmp/" + r"w(?!\w))")
+PROMPTS = "models/heldout_prompts.jsonl"  # source text of others, whatever it names
+
+
+def unsafe_uses(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    """(node, what) of everything that could run data."""
+    yield from ((node, f"import {name}") for node, name in imported_names(module) if is_within(name, UNSAFE_MODULES))
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in UNSAFE_CALLS:
+            yield node, f"{called}()"
+        for flag in node.keywords:
+            if flag.arg in UNSAFE_FLAGS and not (isinstance(flag.value, ast.Constant) and flag.value.value is False):
+                yield node, f"{flag.arg}={ast.unparse(flag.value)}"
+
+
+def test_nothing_read_is_ever_run() -> None:
+    """Claim: no pickle, no torch.load, no eval or exec, no remote code, no shell: a file or message cannot run.
+
+    Conclusive for calls by name; a flag passed on as a variable counts as set.
+    """
+    problems = [f"{module.at(node)}: {what}" for module in product_modules() for node, what in unsafe_uses(module)]
+    assert not problems, report(problems, "Read data with safetensors, JSON, YAML's safe loader or protobuf instead:")
+
+
+def text_lines() -> Iterator[tuple[str, int, str]]:
+    """(path, number, line) of every text file of the project."""
+    for path in project_files():
+        content = (ROOT / path).read_bytes()
+        if path != PROMPTS and b"\0" not in content:
+            for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+                yield path, number, line
+
+
+def test_no_file_names_a_registry_or_a_machine() -> None:
+    """Claim: what is installed and where is the user's choice: no package host, no absolute path of a work place."""
+    problems = [
+        f"{path}:{number}: {line.strip()[:80]}"
+        for path, number, line in text_lines()
+        if MACHINE_PATHS.search(line) or any(host in line for host in REGISTRY_HOSTS)
+    ]
+    assert not problems, report(problems, "Leave the host or path out, or make it relative to the repository:")
+
+
+def test_the_patterns_find_what_they_look_for() -> None:
+    """Claim: the checks above can fail; planted lines are found, neighbours of them are not."""
+    planted = "import pickle\nmodel = load(x, trust_remote_code=True)\nexec(x)\nmodel.eval()\nload(x, allow_pickle=False)\n"
+    found = [what for _, what in unsafe_uses(Module("planted.py", planted, ast.parse(planted)))]
+    assert found == ["import pickle", "trust_remote_code=True", "exec()"]
+    assert MACHINE_PATHS.search("see /" + "work/x") and MACHINE_PATHS.search("'/" + "root/.cache'")
+    assert not MACHINE_PATHS.search("docs/" + "work/x") and not MACHINE_PATHS.search("/tmp/" + "words")

@@ -1,0 +1,85 @@
+"""Proposals: drawn exactly from the row that is sent, inside the target's vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.decoding.proposal import PROPOSAL_ROW_TOKENS_MAX, ProposalRequest, draw, propose
+from specdec.protocol.types import Law, Row, Rule
+from tests.law import reference
+
+
+def law_of(rule: Rule = Rule.REJECTION, **policy: object) -> Law:
+    """A law of any rule."""
+    return Law(rule, seed=2, **{"prompt_length": 1, "temperature": 0.0 if rule is Rule.GREEDY else 1.0, **policy})
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 0xFFFF), min_size=1, max_size=32))
+def test_a_draw_follows_its_row_to_one_part_in_2_to_the_53(weights: list[int]) -> None:
+    """Claim: of the 2**53 equally likely integers each token gets its share, weight / total, to within one integer.
+    Conclusive: the borders are computed as fractions and the real function is evaluated on both sides of each.
+    """
+    row = Row(tuple(range(3, 3 + len(weights))), tuple(weights))
+    borders = [Fraction(bound << 53, row.total) for bound in (0, *itertools.accumulate(weights))]
+    for token_id, (low, high) in zip(row.token_ids, itertools.pairwise(borders)):
+        assert draw(row, -(-low.numerator // low.denominator)) == token_id
+        assert draw(row, -(-high.numerator // high.denominator) - 1) == token_id
+
+
+@pytest.mark.parametrize("policy", [{}, {"top_k": 3}, {"top_k": 100}, {"top_p": 0.6}, {"temperature": 0.05}])
+def test_rows_hold_the_likeliest_of_the_sampled_law(policy: dict) -> None:
+    """Claim: a row is the draft's sampled law: its support if small, else its 32 likeliest tokens, weights in
+    proportion to 65535 for the likeliest, those that round to 0 left out. Conclusive: against the reference law.
+    """
+    logits = torch.randn(1, 80, generator=torch.Generator().manual_seed(1)) * 2
+    law = law_of(**policy)
+    row = propose([ProposalRequest(law, [0], 80, 0)], [1], logits)[0].row
+    wanted, _ = reference.sampled_law(law, logits[0].tolist(), [0])
+    likeliest = sorted(range(80), key=lambda token: -wanted[token])[:PROPOSAL_ROW_TOKENS_MAX]
+    weights = {token: round(wanted[token] / max(wanted) * 65535) for token in sorted(likeliest)}
+    weights = {token: weight for token, weight in weights.items() if weight}
+    assert dict(zip(row.token_ids, row.weights)) == weights and max(row.weights) == 65535
+
+
+def test_ids_the_target_lacks_are_never_proposed() -> None:
+    """Claim: ids from the target's vocabulary size on stay out of the proposal, of the row and of the law, for every
+    rule, also when sessions with different targets meet in one call.
+    """
+    logits = torch.arange(10, dtype=torch.float32).repeat(6, 1)
+    laws = [law_of(rule) for rule in Rule] * 2
+    sizes = [4, 4, 4, 10, 10, 1000]
+    found = propose([ProposalRequest(law, [0], size, 0) for law, size in zip(laws, sizes)], [1] * 6, logits)
+    for law, size, proposal in zip(laws, sizes, found):
+        assert proposal.token_id < min(size, 10)
+        if law.rule is Rule.GREEDY:
+            assert proposal.token_id == min(size, 10) - 1
+        if proposal.row is not None:
+            proposal.row.check_proposal(proposal.token_id, min(size, 10))
+            assert proposal.row.token_ids == tuple(range(min(size, 10)))
+
+
+def test_probability_is_that_of_the_draft_law() -> None:
+    """Claim: `probability` is the token's in the whole sampled law; for GREEDY that of the softmax."""
+    logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
+    softmax, _ = reference.sampled_law(law_of(), logits[0].tolist(), [0])
+    for law in (law_of(Rule.GREEDY), law_of(Rule.COUPLED, top_p=0.9), law_of(top_k=2)):
+        proposal = propose([ProposalRequest(law, [0], 4, 1 << 52)], [1], logits)[0]
+        wanted = softmax if law.rule is Rule.GREEDY else reference.sampled_law(law, logits[0].tolist(), [0])[0]
+        assert proposal.probability == pytest.approx(wanted[proposal.token_id], rel=1e-6)
+
+
+def test_a_proposal_does_not_depend_on_its_neighbours() -> None:
+    """Claim: token, row and probability are the same bits alone and among others. Conclusive: equality."""
+    logits = torch.randn(12, 1500, generator=torch.Generator().manual_seed(4))
+    policies = [{}, {"top_k": 40}, {"top_p": 0.9}, {"repetition_penalty": 1.5}]
+    laws = [law_of(rule, **policy) for rule in Rule for policy in policies]
+    requests = [ProposalRequest(law, [0, 1, 2], 1400, (index * 0x123456789ABCD) % (1 << 53)) for index, law in enumerate(laws)]
+    together = propose(requests, [1] * 12, logits)
+    assert together == [propose([request], [1], logits[row : row + 1])[0] for row, request in enumerate(requests)]

@@ -1,0 +1,108 @@
+"""Mutual TLS with real handshakes: who gets in, who does not, and certificates renewed while serving."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from tests.support.certificates import Authority
+from tests.support.echo_service import DESCRIBE, Echo
+
+from specdec.config import ServiceSettings, TlsSettings
+from specdec.errors import ConfigError, ReplicaUnavailable
+from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
+from specdec.rpc.tls import ServerCertificates
+from specdec.v1 import types_pb2 as types_pb
+
+
+def settings_of(tls: TlsSettings) -> ServiceSettings:
+    return ServiceSettings(port=0, **{name: getattr(tls, name) for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")})
+
+
+async def name_at(address: str, tls: TlsSettings) -> str:
+    """The model name a client with these files is told. Each call is a connection of its own."""
+    async with open_channel(address, tls) as channel:
+        answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
+        return answer.model_name
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return Authority("specdec test authority")
+
+
+async def test_only_certificates_of_the_authority_get_in(tmp_path, authority):
+    """Signed: served. Plain, no client certificate, or another authority's: refused at the handshake, every method."""
+    server = Echo().server(settings_of(authority.issue(tmp_path / "server")))
+    address = await server.start()
+    assert await name_at(address, authority.issue(tmp_path / "client")) == "echo"
+
+    stranger = Authority("somebody else").issue(tmp_path / "stranger", trusted=authority.pem)
+    for refused in (TlsSettings(), stranger):
+        with pytest.raises(ReplicaUnavailable):
+            await name_at(address, refused)
+
+    nameless = grpc.ssl_channel_credentials(root_certificates=authority.pem)
+    async with grpc.aio.secure_channel(address, nameless) as channel:
+        for method in (DESCRIBE, HEALTH_CHECK_METHOD):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await channel.unary_unary(method)(b"", timeout=2.0)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
+
+
+async def test_a_client_refuses_a_server_it_does_not_know(tmp_path, authority):
+    """Mutual means both: a server signed by another authority is not talked to, though it would accept the client."""
+    impostor = Authority("impostor").issue(tmp_path / "server", trusted=authority.pem)
+    server = Echo().server(settings_of(impostor))
+    with pytest.raises(ReplicaUnavailable):
+        await name_at(await server.start(), authority.issue(tmp_path / "client"))
+    await server.stop(0)
+
+
+async def test_renewed_certificates_hold_for_the_next_connection(tmp_path, authority):
+    """Both sides move to another authority by their files alone; the server is not restarted.
+
+    Conclusive because the two authorities share nothing: afterwards the old client is refused and the renewed one served.
+    """
+    server = Echo().server(settings_of(authority.issue(tmp_path / "server")))
+    address = await server.start()
+    old = authority.issue(tmp_path / "old client")
+    assert await name_at(address, old) == "echo"
+
+    successor = Authority("successor")
+    successor.issue(tmp_path / "server")
+    assert await name_at(address, successor.issue(tmp_path / "client")) == "echo"
+    with pytest.raises(ReplicaUnavailable):
+        await name_at(address, old)
+    await server.stop(0)
+
+
+async def test_a_half_written_file_keeps_the_last_good_one(tmp_path, authority):
+    """While a renewal is incomplete connections are served as before; when it is complete, the next is renewed."""
+    server = Echo().server(settings_of(authority.issue(tmp_path / "server")))
+    address = await server.start()
+    client = authority.issue(tmp_path / "client")
+    (tmp_path / "server" / "cert.pem").write_bytes(b"")
+    assert await name_at(address, client) == "echo"
+    (tmp_path / "server" / "key.pem").unlink()
+    assert await name_at(address, client) == "echo"
+    authority.issue(tmp_path / "server")
+    assert await name_at(address, client) == "echo"
+    await server.stop(0)
+
+
+def test_files_are_read_only_when_they_changed(tmp_path, authority):
+    """gRPC asks at every handshake; without a change the answer is "keep", so no handshake reads three files."""
+    certificates = ServerCertificates(authority.issue(tmp_path))
+    assert certificates.changed() is None
+    authority.issue(tmp_path)
+    assert certificates.changed() is not None
+    assert certificates.changed() is None
+
+
+async def test_a_file_that_is_no_certificate_is_named(tmp_path, authority):
+    """Wrong files end the start with one line that names the file."""
+    tls = authority.issue(tmp_path)
+    (tmp_path / "cert.pem").write_bytes(b"hello")
+    with pytest.raises(ConfigError, match="cert.pem is not PEM"):
+        await Echo().server(settings_of(tls)).start()

@@ -1,0 +1,29 @@
+"""Running services shared by the tests of a module, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.table_model import write_table_model
+from tests.support.services import Services, running
+
+TABLE_VOCABULARY_SIZE = 7
+
+
+@pytest.fixture(scope="session")
+def table_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft table model with clearly different laws."""
+    folder = tmp_path_factory.mktemp("tables")
+    write_table_model(folder / "target", TABLE_VOCABULARY_SIZE, seed=1)
+    write_table_model(folder / "draft", TABLE_VOCABULARY_SIZE, seed=2)
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def table_services(table_models: tuple[Path, Path]) -> Iterator[Services]:
+    """Services on table models: protocol tests only."""
+    with running(*table_models, threads=1) as services:
+        yield services

@@ -1,0 +1,154 @@
+"""The three services as real processes, and a client that collects what a generation says.
+
+Used by the service tests. Nothing here is a stand-in: processes are started as `specdec` starts them, and the client
+speaks the public API over a real socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from specdec.cli.processes import Child, start, stop_all, wait_all_ready
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from specdec.v1 import types_pb2 as types_pb
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+@dataclass
+class Outcome:
+    """Everything one generation said, deltas joined."""
+
+    started: Any = None
+    finished: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[tuple] = field(default_factory=list)
+
+    @property
+    def comparable(self) -> tuple:
+        """What must not depend on speculation, timing or resuming."""
+        finished = self.finished
+        stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        usage = (finished.usage.prompt_tokens, finished.usage.output_tokens)
+        return self.token_ids, self.text, finished.reason, finished.stop_string, stop_token_id, usage, self.logprobs
+
+
+class Client:
+    """A coordinator's user."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.stub = pb_grpc.CoordinatorServiceStub(self.channel)
+
+    def request(
+        self, prompt: str | Sequence[int], speculative: dict | None = None, resume: Sequence[int] | None = None, **sampling: Any
+    ) -> pb.GenerateRequest:
+        """The message; `sampling` by the names of SamplingPolicy."""
+        bias = [types_pb.LogitBias(token_id=t, bias=b) for t, b in sampling.pop("logit_bias", {}).items()]
+        request = pb.GenerateRequest(
+            sampling=pb.SamplingPolicy(logit_bias=bias, **sampling),
+            speculative=pb.SpeculativePolicy(**(speculative or {})),
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        if resume is not None:
+            request.resume.output_token_ids.extend(resume)
+        return request
+
+    def generate(self, prompt: str | Sequence[int], timeout_s: float = 120.0, **asked: Any) -> Outcome:
+        """Runs one generation to its end. Raises grpc.RpcError."""
+        outcome = Outcome()
+        for response in self.stub.Generate(self.request(prompt, **asked), timeout=timeout_s):
+            self.take(outcome, response)
+        return outcome
+
+    @staticmethod
+    def take(outcome: Outcome, response: pb.GenerateResponse) -> None:
+        """Adds one message to an outcome."""
+        event = response.WhichOneof("event")
+        if event == "started":
+            outcome.started = response.started
+        elif event == "finished":
+            outcome.finished = response.finished
+        else:
+            delta = response.delta
+            assert delta.first_output_index >= len(outcome.token_ids)
+            outcome.token_ids += delta.token_ids
+            outcome.kinds += delta.kinds
+            outcome.text += delta.text
+            outcome.texts.append(delta.text)
+            outcome.logprobs += [
+                (entry.logprob, tuple(entry.top_token_ids), tuple(entry.top_logprobs)) for entry in delta.logprobs
+            ]
+
+    def generate_all(self, asks: Sequence[dict], width: int) -> list[Outcome]:
+        """Runs generations, `width` at a time; each ask is the arguments of `generate`."""
+        with ThreadPoolExecutor(width) as pool:
+            return list(pool.map(lambda ask: self.generate(**ask), asks))
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@dataclass
+class Services:
+    """Running services and a client of their coordinator."""
+
+    target: Child
+    draft: Child | None
+    coordinator: Child
+    client: Client
+    settings: CoordinatorSettings
+
+    def start_coordinator(self) -> tuple[Child, Client]:
+        """A second, fresh coordinator on the same replicas. The caller stops it."""
+        child = start("coordinator", self.settings)
+        child.wait_ready()
+        return child, Client(child.address)
+
+
+@contextlib.contextmanager
+def running(
+    target_model: Path, draft_model: Path | None, coordinator: dict | None = None, **engine: Any
+) -> Iterator[Services]:
+    """The services on free loopback ports; all are stopped at the end, whatever happens."""
+    children: list[Child] = []
+    common = {"port": 0, "log_level": "warning", "drain_grace_s": 1.0}
+    try:
+        target = start("target", TargetSettings(model=str(target_model), **common, **engine))
+        children.append(target)
+        draft = None
+        if draft_model is not None:
+            draft = start("draft", DraftSettings(model=str(draft_model), **common, **engine))
+            children.append(draft)
+        wait_all_ready(children)
+        settings = CoordinatorSettings(
+            target=target.address,
+            draft=draft.address if draft else None,
+            tokenizer=str(target_model),
+            **common,
+            **(coordinator or {}),
+        )
+        child = start("coordinator", settings)
+        children.append(child)
+        client = Client(child.wait_ready())
+        try:
+            yield Services(target, draft, child, client, settings)
+        finally:
+            client.close()
+    finally:
+        stop_all(reversed(children))
