@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.decoding.edits import PathContext, edited_logits
 from specdec.protocol.types import Law
 
-NUCLEUS_COLUMNS = (1024, 16384)  # top_p looks among so many likeliest tokens before it sorts the whole vocabulary
+NUCLEUS_COLUMNS = (128, 2048, 32768)  # top_p looks among so many likeliest tokens before it sorts the vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,256 @@
+"""The link against a real server, in this process and in others that are killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.support.echo_service import VERIFY, Echo
+
+from specdec.config import ServiceSettings, TlsSettings
+from specdec.errors import InvalidRequest
+from specdec.rpc.client import open_channel
+from specdec.rpc.link import MESSAGE_BYTES_SOFT, Link
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
+
+
+class Owner:
+    """A link and all it tells its owner: `news` holds "up" and reasons of "down", `sessions` what was echoed."""
+
+    def __init__(self, address: str) -> None:
+        self.news: list[str] = []
+        self.sessions: list[int] = []
+        self.byte_count = 0
+        self.refuse = False
+        self.link = Link(
+            address,
+            lambda: open_channel(address, TlsSettings()),
+            VERIFY,
+            target_pb.VerifyRequest,
+            target_pb.VerifyResponse,
+            lambda: self.news.append("up"),
+            self.take,
+            self.news.append,
+        )
+
+    def take(self, items, byte_count: int) -> None:
+        if self.refuse:
+            raise InvalidRequest("item", 0, "anything else")
+        self.sessions += [item.error.session for item in items]
+        self.byte_count += byte_count
+
+    def send(self, session: int) -> bool:
+        return self.link.send(target_pb.VerifyRequestItem(close=types_pb.CloseItem(session=session)))
+
+    @asynccontextmanager
+    async def running(self):
+        task = asyncio.create_task(self.link.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition, timeout_s: float = 5.0) -> float:
+    """Waits for a condition; returns how long it took. The test fails when it takes too long."""
+    begin_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin_s < timeout_s, "it did not happen in time"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begin_s
+
+
+class Process:
+    """The echo service as a process of its own."""
+
+    def __init__(self, port: int = 0, *arguments: str) -> None:
+        command = [sys.executable, "-m", "tests.support.echo_service", str(port), *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.address = self._process.stdout.readline().strip()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def processes():
+    """A maker of processes; all are killed afterwards, frozen ones too."""
+    made: list[Process] = []
+
+    def make(*arguments) -> Process:
+        made.append(Process(*arguments))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.end()
+
+
+async def test_items_of_one_turn_are_one_message():
+    """A hundred items queued together cross in one message, in order, and come back in one; all bytes are counted."""
+    echo = Echo()
+    server = echo.server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        before = owner.link.bytes_received
+        for session in range(1, 101):
+            assert owner.send(session)
+        await until(lambda: len(owner.sessions) == 100)
+        assert owner.sessions == list(range(1, 101))
+        assert [count for count in echo.messages if count] == [100]
+        assert owner.byte_count == owner.link.bytes_received - before > 300
+        assert owner.link.bytes_sent > 300
+        assert 0 < owner.link.stamps.network_min_s < 1
+    assert owner.news == ["up", "closed"]
+    await server.stop(0)
+
+
+async def test_a_burst_is_split_below_the_message_cap():
+    """Items of a megabyte together cross in messages near MESSAGE_BYTES_SOFT, in order, none lost."""
+    echo = Echo()
+    server = echo.server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        ids = [70000] * 2048
+        size = 0
+        for session in range(1, 151):
+            item = target_pb.VerifyRequestItem(extend=types_pb.ExtendItem(session=session, token_ids=ids))
+            size += item.ByteSize()
+            owner.link.send(item)
+        await until(lambda: len(owner.sessions) == 150)
+        messages = [count for count in echo.messages if count]
+        assert sum(messages) == 150
+        assert len(messages) >= size // MESSAGE_BYTES_SOFT
+    await server.stop(0)
+
+
+async def test_an_idle_link_is_pinged_once_a_second():
+    """Without any item, messages go both ways at about one a second, and each measures the hop."""
+    echo = Echo()
+    server = echo.server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        await until(lambda: len(echo.messages) >= 3, timeout_s=4.0)
+        assert owner.sessions == [] and echo.messages == [0, 0, 0]
+    await server.stop(0)
+
+
+async def test_what_is_sent_while_down_is_dropped():
+    """Sessions are opened again on `on_up`; an item from before would arrive without its session."""
+    owner = Owner("127.0.0.1:1")
+    assert not owner.send(1)
+    async with owner.running():
+        await until(lambda: "refused" in owner.link.down_reason)
+        assert not owner.send(2)
+    assert owner.news == []
+
+
+async def test_a_killed_peer_is_noticed_and_found_again(processes):
+    """SIGKILL: down within a second, because the socket closes; up again within 3 s of the restart on the same port."""
+    first = processes()
+    async with Owner(first.address).running() as owner:
+        await until(lambda: owner.link.is_up)
+        first.end()
+        assert await until(lambda: not owner.link.is_up) < 1.0
+        await asyncio.sleep(0.5)
+        processes(first.port)
+        assert await until(lambda: owner.link.is_up) < 3.0
+        owner.send(5)
+        await until(lambda: owner.sessions == [5])
+    assert [news == "up" for news in owner.news] == [True, False, True, False]
+
+
+async def test_a_frozen_peer_is_noticed_within_three_seconds(processes):
+    """SIGSTOP closes no socket: only unanswered pings tell. Afterwards SIGCONT is enough to be up again."""
+    process = processes()
+    async with Owner(process.address).running() as owner:
+        await until(lambda: owner.link.is_up)
+        process.signal(signal.SIGSTOP)
+        assert await until(lambda: not owner.link.is_up) < 3.5
+        process.signal(signal.SIGCONT)
+        assert await until(lambda: owner.link.is_up) < 6.0
+
+
+async def test_a_short_stall_drops_nothing(processes):
+    """A peer frozen for 0.7 s is the same connection afterwards (reliability: a stall under 1 s aborts nothing)."""
+    process = processes()
+    async with Owner(process.address).running() as owner:
+        await until(lambda: owner.link.is_up)
+        process.signal(signal.SIGSTOP)
+        owner.send(9)
+        await asyncio.sleep(0.7)
+        process.signal(signal.SIGCONT)
+        await until(lambda: owner.sessions == [9])
+        assert owner.news == ["up"]
+
+
+async def test_a_peer_that_answers_no_more_is_taken_for_dead(processes):
+    """A service whose connection lives but whose handler is stuck: transport keepalive cannot tell, our pings do."""
+    process = processes(0, "MUTE")
+    async with Owner(process.address).running() as owner:
+        await until(lambda: owner.link.is_up)
+        assert await until(lambda: not owner.link.is_up) < 3.5
+        assert "silent" in owner.news[1]
+
+
+async def test_a_pause_of_this_process_blames_no_peer():
+    """When our own loop stood still for longer than the limit, the peer was not silent: nobody listened."""
+    server = Echo().server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        time.sleep(3.2)  # the event loop of both sides
+        await asyncio.sleep(0.5)
+        assert owner.news == ["up"]
+    await server.stop(0)
+
+
+async def test_a_malformed_answer_drops_the_connection():
+    """An answer the owner cannot read ends this connection, not the link: it is up again by itself."""
+    server = Echo().server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        owner.refuse = True
+        owner.send(1)
+        await until(lambda: len(owner.news) > 1)
+        assert "malformed" in owner.news[1]
+        owner.refuse = False
+        await until(lambda: owner.link.is_up)
+        owner.send(2)
+        await until(lambda: owner.sessions == [2])
+    await server.stop(0)
+
+
+async def test_a_bug_of_the_owner_does_not_end_the_link():
+    """An exception in a callback is logged and costs the connection; `run` goes on."""
+    server = Echo().server(ServiceSettings(port=0))
+    owner = Owner(await server.start())
+
+    def fail(items, byte_count):
+        owner.link._on_items = owner.take
+        raise ZeroDivisionError
+
+    owner.link._on_items = fail
+    async with owner.running():
+        await until(lambda: owner.link.is_up)
+        owner.send(1)
+        await until(lambda: len(owner.news) == 3)
+        owner.send(2)
+        await until(lambda: owner.sessions == [2])
+    await server.stop(0)

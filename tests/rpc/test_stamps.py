@@ -1,0 +1,76 @@
+"""Network time without a common clock: the arithmetic of design section 4, on clocks that are far apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.rpc.stamps import UNECHOED_COUNT_MAX, WINDOW_LENGTH, Stamps
+from specdec.v1.types_pb2 import LinkStamp
+
+MS = 1_000_000
+SKEW_NS = 5_000_000_000_000  # the other side's clock is 5000 s ahead
+
+
+def send(sender: Stamps, now_ns: int) -> LinkStamp:
+    message = LinkStamp()
+    sender.stamp(message, now_ns)
+    return message
+
+
+def exchange(asker: Stamps, answerer: Stamps, begin_ns: int, out_ms: int, held_ms: int, back_ms: int) -> float | None:
+    """One question and its answer; the network time the asker sees. Times of the answerer are on its own clock."""
+    question = send(asker, begin_ns)
+    arrival_ns = begin_ns + out_ms * MS
+    answerer.received(question, arrival_ns + SKEW_NS)
+    answer = send(answerer, arrival_ns + held_ms * MS + SKEW_NS)
+    return asker.received(answer, arrival_ns + (held_ms + back_ms) * MS)
+
+
+def test_network_time_excludes_what_the_peer_held_it():
+    """(t3 - t0) - (t2 - t1): 3 ms out, 250 ms at the peer, 4 ms back are 7 ms, with clocks 5000 s apart."""
+    assert exchange(Stamps(), Stamps(), 1000, 3, 250, 4) == pytest.approx(0.007, abs=1e-12)
+
+
+def test_unsolicited_messages_measure_too():
+    """A second answer naming the same question gives its own hop: it took 9 ms back, and no time is counted twice."""
+    asker, answerer = Stamps(), Stamps()
+    exchange(asker, answerer, 0, 3, 250, 4)
+    second = send(answerer, 1000 * MS + SKEW_NS)
+    assert asker.received(second, 1009 * MS) == pytest.approx(0.012, abs=1e-12)
+
+
+def test_minimum_and_median_are_of_the_last_messages():
+    """One slow exchange does not move the median; old ones are forgotten after WINDOW_LENGTH."""
+    asker, answerer = Stamps(), Stamps()
+    assert asker.network_min_s is None and asker.network_median_s is None
+    exchange(asker, answerer, 0, 1, 0, 0)
+    for index in range(1, WINDOW_LENGTH + 1):
+        exchange(asker, answerer, index * 1000 * MS, 2, 5, 50 if index == 9 else 2)
+    assert asker.network_min_s == pytest.approx(0.004)
+    assert asker.network_median_s == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        LinkStamp(sequence=1, sent_time_ns=5, echo_sequence=999, echo_received_time_ns=3),
+        LinkStamp(sequence=1, sent_time_ns=5, echo_sequence=1, echo_received_time_ns=2**64 - 1),
+        LinkStamp(sequence=1, sent_time_ns=2**64 - 1, echo_sequence=1, echo_received_time_ns=0),
+        LinkStamp(),
+    ],
+)
+def test_what_a_peer_claims_is_not_believed(nonsense):
+    """Echoes of messages never sent, negative stays, stays longer than the round trip: no measurement, no error."""
+    stamps = Stamps()
+    send(stamps, 100)
+    assert stamps.received(nonsense, 200) is None
+    assert stamps.network_min_s is None
+
+
+def test_a_peer_that_never_answers_costs_bounded_memory():
+    """Send times are kept for echoes that may come, and no more of them than the bound."""
+    stamps = Stamps()
+    for index in range(UNECHOED_COUNT_MAX + 100):
+        last = send(stamps, index)
+    assert len(stamps._sent_time_ns) == UNECHOED_COUNT_MAX
+    assert last.sequence == UNECHOED_COUNT_MAX + 100

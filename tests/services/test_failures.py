@@ -1,0 +1,184 @@
+"""What a user sees when a replica dies, freezes or loses its state: real processes, real signals.
+
+Under GREEDY and COUPLED the text is known from an undisturbed run, so "generation goes on" is checked byte by byte.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specdec.cli.processes import start
+from specdec.config import DraftSettings, TargetSettings
+from tests.support.services import Client, Outcome, Services, running
+
+PROMPT = [1, 2, 3]
+ASKED = {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
+
+
+@pytest.fixture
+def services(table_models: tuple[Path, Path]) -> Iterator[Services]:
+    """Services of their own for each test: these are harmed."""
+    with running(*table_models, threads=1, max_num_seqs=8) as started:
+        yield started
+
+
+def stream(client: Client, at_token: int, act: Callable[[], None], **asked) -> Outcome:
+    """A generation during which `act` is called once `at_token` tokens have come."""
+    outcome, acted = Outcome(), False
+    for response in client.stub.Generate(client.request(PROMPT, **{**ASKED, **asked}), timeout=60):
+        client.take(outcome, response)
+        if not acted and len(outcome.token_ids) >= at_token:
+            acted = True
+            act()
+    assert acted
+    return outcome
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Returns when `condition` holds; fails after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services, table_models: tuple[Path, Path]):
+    """Claim: SIGKILL of the draft at many points changes no token; a draft that is back on its port is used again."""
+    client = services.client
+    expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
+    port = int(services.draft.address.rpartition(":")[2])
+    draft = services.draft
+    for at_token in (1, 50, 177):
+        outcome = stream(client, at_token, lambda: draft.signal(signal.SIGKILL))
+        assert outcome.comparable == expected.comparable, f"killed at token {at_token}"
+        draft.stop()
+        settings = DraftSettings(model=str(table_models[1]), port=port, threads=1, log_level="warning")
+        draft = start("draft", settings)
+        draft.wait_ready()
+
+        def drafts_again() -> bool:
+            outcome = client.generate(PROMPT, **{**ASKED, "max_tokens": 40})
+            return outcome.finished.statistics.num_draft_tokens > 0
+
+        wait_until(drafts_again)
+    draft.stop()
+
+
+def test_drafting_resumes_within_a_running_generation(services: Services, table_models: tuple[Path, Path]):
+    """Claim: a generation that lost its draft uses the next one, without being started again."""
+    client = services.client
+    port = int(services.draft.address.rpartition(":")[2])
+    services.draft.stop()
+    wait_until(lambda: client.generate(PROMPT, max_tokens=30).finished.statistics.num_draft_tokens == 0)
+    drafts = []
+
+    def revive() -> None:
+        settings = DraftSettings(model=str(table_models[1]), port=port, threads=1, log_level="warning")
+        drafts.append(start("draft", settings))
+
+    asked = {**ASKED, "max_tokens": 100}
+    outcome = stream(client, 1, revive, max_tokens=100)
+    drafts[0].wait_ready()
+    wait_until(lambda: client.generate(PROMPT, **asked).finished.statistics.num_draft_tokens > 0)
+    long = {**ASKED, "max_tokens": 450}
+    whole = client.generate(PROMPT, **long)
+    assert whole.token_ids[:100] == outcome.token_ids
+    drafts[0].stop()
+
+
+def test_a_frozen_draft_costs_a_moment_and_no_token(services: Services):
+    """Claim: SIGSTOP of the draft is waited for once, not once per round; thawed, it is used again."""
+    client = services.client
+    expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
+    outcome = stream(client, 20, lambda: services.draft.signal(signal.SIGSTOP))
+    assert outcome.comparable == expected.comparable
+    assert outcome.finished.statistics.draft_waits_expired <= 3
+    services.draft.signal(signal.SIGCONT)
+    wait_until(lambda: client.generate(PROMPT, **ASKED).finished.statistics.num_draft_tokens > 0)
+
+
+def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
+    services: Services, table_models: tuple[Path, Path]
+):
+    """Claim: UNAVAILABLE within 2 s, and the resumed text goes on exactly where it broke off."""
+    client = services.client
+    expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
+    port = int(services.target.address.rpartition(":")[2])
+    outcome, killed_s = Outcome(), 0.0
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60):
+            client.take(outcome, response)
+            if len(outcome.token_ids) > 30 and not killed_s:
+                killed_s = time.monotonic()
+                services.target.signal(signal.SIGKILL)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert time.monotonic() - killed_s < 2
+    assert "resume" in caught.value.details()
+    services.target.stop()
+    with pytest.raises(grpc.RpcError) as refused:
+        client.generate(PROMPT, max_tokens=5)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    settings = TargetSettings(model=str(table_models[0]), port=port, threads=1, log_level="warning")
+    target = start("target", settings)
+    target.wait_ready()
+
+    def resumed() -> bool:
+        try:
+            rest = client.generate(PROMPT, resume=outcome.token_ids, **ASKED)
+        except grpc.RpcError:
+            return False
+        assert outcome.token_ids + rest.token_ids == expected.token_ids
+        assert outcome.text + rest.text == expected.text
+        return True
+
+    wait_until(resumed)
+    target.stop()
+
+
+def test_a_full_cache_is_resource_exhausted_with_retry_info(table_models: tuple[Path, Path]):
+    """Claim: blocks for prompt and max_tokens are reserved at admission; what does not fit is refused at once with
+    RetryInfo, what runs is not disturbed, and afterwards there is room again."""
+    block_bytes = 16 * 8
+    with running(*table_models, threads=1, kv_cache_bytes=512 * block_bytes, block_size=16) as services:
+        client = services.client
+        asked = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}
+        expected = client.generate(PROMPT, **asked).comparable
+        running_calls = [client.stub.Generate(client.request(PROMPT, **asked), timeout=60) for _ in range(24)]
+        outcomes, refused = [], 0
+        for call in running_calls:
+            outcome = Outcome()
+            try:
+                for response in call:
+                    client.take(outcome, response)
+                outcomes.append(outcome.comparable)
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert any(key == "grpc-status-details-bin" and b"RetryInfo" in value for key, value in error.trailing_metadata())
+                refused += 1
+        assert refused > 0 and len(outcomes) >= 8
+        assert all(outcome == expected for outcome in outcomes)
+        assert client.generate(PROMPT, **asked).comparable == expected
+
+
+def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
+    """Claim: work for a client that is gone stops; slots (8 here) are free for others at once."""
+    client = services.client
+    for _ in range(40):
+        call = client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60)
+        next(call)
+        call.cancel()
+    wait_until(lambda: len(client.generate(PROMPT, **ASKED).token_ids) == ASKED["max_tokens"])
+
+
+def test_sigterm_lets_running_generations_finish(services: Services):
+    """Claim: a stopping coordinator refuses new work, finishes what runs within the grace, and exits with 0."""
+    client = services.client
+    outcome = stream(client, 5, lambda: services.coordinator.signal(signal.SIGTERM), max_tokens=60)
+    assert len(outcome.token_ids) == 60
+    assert services.coordinator.process.wait(10) == 0
