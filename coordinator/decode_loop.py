@@ -149,7 +149,8 @@ class Generation:
         kept = walked.kept_count
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
         logprobs = self._logprobs(answer, verdict)[:kept]
-        self._emit(Delta(first_output_index, tokens[:kept], kinds, walked.text, logprobs))
+        lengths = tuple(map(len, walked.texts))
+        self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(walked.texts), lengths, logprobs))
         if walked.ending is not None:
             self._finish(walked.ending)
 

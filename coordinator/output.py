@@ -25,11 +25,15 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """The outcome of walking some tokens: how many count, the text that became certain, and the end if it came."""
+    """The outcome of walking some tokens: the text that became certain with each that counts, and the end if it came."""
 
-    kept_count: int
-    text: str
+    texts: tuple[str, ...]
     ending: Ending | None
+
+    @property
+    def kept_count(self) -> int:
+        """Tokens that count."""
+        return len(self.texts)
 
 
 class OutputWalker:
@@ -53,13 +57,14 @@ class OutputWalker:
 
     def walk(self, token_ids: Sequence[int]) -> Walked:
         """Takes the tokens of one round, up to the end of the text if it lies among them."""
-        texts = []
-        for index, token_id in enumerate(token_ids):
+        texts: list[str] = []
+        ending = None
+        for token_id in token_ids:
             text, ending = self._take(token_id)
             texts.append(text)
             if ending is not None:
-                return Walked(index + 1, "".join(texts), ending)
-        return Walked(len(token_ids), "".join(texts), None)
+                break
+        return Walked(tuple(texts), ending)
 
     def _take(self, token_id: int) -> tuple[str, Ending | None]:
         self.count += 1

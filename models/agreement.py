@@ -63,7 +63,7 @@ def law_at(temperature: float, seed: int, prompt_length: int) -> Law:
 def write_text(target: LlamaForCausalLM, prompt: tuple[int, ...], law: Law, token_count: int) -> Text:
     """Plain decoding by the law; `<|end|>` does not end it."""
     cache = DynamicCache()
-    fed, output, rows = list(prompt), [], []
+    fed, output, rows = list(prompt), list[int](), list[Tensor]()
     for _ in range(token_count):
         result = target(input_ids=torch.tensor([fed]), past_key_values=cache, logits_to_keep=1)
         rows.append(result.logits[0].float())  # [1, vocab] float32
@@ -111,8 +111,10 @@ def requests_along(text: Text, law: Law) -> list[ProposalRequest]:
     return [ProposalRequest(law, text.before(index), text.logits.shape[1]) for index in range(len(text.output))]
 
 
-def overlap(target_probs: Tensor, row: Row) -> float:
+def overlap(target_probs: Tensor, row: Row | None) -> float:
     """sum min(target, row) over the row's tokens.  target_probs: [vocab] float64"""
+    if row is None:
+        raise ValueError("a proposal under REJECTION has a row")
     draft_probs = torch.tensor(row.weights, dtype=torch.float64) / row.total
     return torch.minimum(target_probs[list(row.token_ids)], draft_probs).sum().item()
 

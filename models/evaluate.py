@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -54,13 +55,13 @@ def load_pair(options: argparse.Namespace) -> dict[str, LlamaForCausalLM]:
     return pair
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures as one JSON value."""
     pair = load_pair(options)
     words = load_tokenizer(options.target)
     texts = read_prompts(options.prompts)
     prompts = [tuple(words.encode(text, add_special_tokens=False).ids) for text in texts]
-    figures: dict[str, object] = {"dtype": options.dtype, "prompts": options.prompt_count, "tokens": options.tokens}
+    figures: dict[str, Any] = {"dtype": options.dtype, "prompts": options.prompt_count, "tokens": options.tokens}
     figures["prompt_loss"] = {name: prompt_loss(model, prompts) for name, model in pair.items()}
     if options.data is not None:
         token_ids = read_tokens(options.data, "heldout")
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     return figures
 
 
-def show(figures: dict) -> None:
+def show(figures: dict[str, Any]) -> None:
     """Two small tables for people."""
     losses = Table("loss, nats per token", "target", "draft")
     for name in ("prompt_loss", "heldout_loss"):

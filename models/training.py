@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -48,7 +49,9 @@ class Budget:
 
     def share(self, step: int, elapsed_s: float) -> float:
         """How much of the run is over; 1 and above ends it."""
-        return step / self.steps if self.steps is not None else elapsed_s / (self.minutes * 60)
+        if self.minutes is not None:
+            return elapsed_s / (self.minutes * 60)
+        return step / (self.steps or 1)  # __post_init__ has refused a run without either
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def run_steps(
     model.train()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # norms: decay would shrink them
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=size.learning_rate, betas=ADAM_BETAS, weight_decay=size.weight_decay)
     begin_s, step, share = clock(), 0, 0.0
     with progress_bar() as bar:

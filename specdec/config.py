@@ -68,12 +68,16 @@ class Settings(BaseModel):
 class TlsSettings(Settings):
     """Mutual TLS: what this side shows, and whom it believes."""
 
-    ssl_certfile: Path | None = setting(None, SECURITY, "Certificate chain of this side, PEM. Read again when it changes.")
+    ssl_certfile: Path | None = setting(
+        None, SECURITY, "Certificate chain of this side, PEM. Read again when it changes."
+    )
     ssl_keyfile: Path | None = setting(None, SECURITY, "Private key of --ssl-certfile, PEM.")
     ssl_ca_certs: Path | None = setting(
         None, SECURITY, "Certificates of the authorities the other side must be signed by, PEM."
     )
-    insecure: bool = setting(False, SECURITY, "Allow plain connections beyond this machine. Anyone on the way can read them.")
+    insecure: bool = setting(
+        False, SECURITY, "Allow plain connections beyond this machine. Anyone on the way can read them."
+    )
 
     @property
     def has_tls(self) -> bool:
@@ -107,10 +111,16 @@ class TlsSettings(Settings):
 class ServiceSettings(TlsSettings):
     """What every service has."""
 
-    host: str = setting("127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure.")
+    host: str = setting(
+        "127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure."
+    )
     port: int = setting(50051, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     drain_grace_s: float = setting(
-        30.0, PROCESS, "Seconds that running generations are given to finish when the service is told to stop.", ge=0, le=86400
+        30.0,
+        PROCESS,
+        "Seconds that running generations are given to finish when the service is told to stop.",
+        ge=0,
+        le=86400,
     )
     log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
 
@@ -129,12 +139,18 @@ class EngineSettings(Settings):
     device: str = setting("auto", MODEL, "Where the model runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
     threads: int = setting(0, MODEL, "CPU threads for the model; 0 takes one per core.", ge=0, le=1024)
     max_model_len: int | None = setting(
-        None, LIMITS, "Most positions of a session, prompt and output together; absent: what the model was made for.", ge=2
+        None,
+        LIMITS,
+        "Most positions of a session, prompt and output together; absent: what the model was made for.",
+        ge=2,
     )
     max_num_seqs: int = setting(64, LIMITS, "Most sessions at a time.", ge=1, le=65536)
     max_num_batched_tokens: int = setting(512, LIMITS, "Most tokens in one forward pass.", ge=64, le=1 << 20)
     kv_cache_bytes: int | None = setting(
-        None, LIMITS, "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.", ge=1 << 16
+        None,
+        LIMITS,
+        "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.",
+        ge=1 << 16,
     )
     block_size: int = setting(16, LIMITS, "Positions in one cache block.", ge=1, le=1024)
 
@@ -142,7 +158,9 @@ class EngineSettings(Settings):
 class ModelSettings(ServiceSettings, EngineSettings):
     """What the draft and the target service have."""
 
-    model: str = setting(..., MODEL, "Folder or hub id of a causal language model (safetensors, tokenizer.json).", min_length=1)
+    model: str = setting(
+        ..., MODEL, "Folder or hub id of a causal language model (safetensors, tokenizer.json).", min_length=1
+    )
     served_model_name: str | None = setting(None, MODEL, "Name to serve the model under; absent: as --model says.")
 
 
@@ -162,7 +180,11 @@ class SpeculationSettings(Settings):
     """How much is guessed."""
 
     num_speculative_tokens: int = setting(
-        4, SPECULATION, "Draft tokens in one verification when a request does not say; 0 is plain decoding.", ge=0, le=64
+        4,
+        SPECULATION,
+        "Draft tokens in one verification when a request does not say; 0 is plain decoding.",
+        ge=0,
+        le=64,
     )
     num_speculative_tokens_max: int = setting(
         16, SPECULATION, "Most draft tokens in one verification that a request may ask for.", ge=0, le=64
@@ -186,7 +208,9 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings):
 
     target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
     draft: Address | None = setting(None, CONNECTION, "HOST:PORT of the draft service; absent: plain decoding.")
-    tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model: its tokenizer.json is used.", min_length=1)
+    tokenizer: str = setting(
+        ..., MODEL, "Folder or hub id of the target model: its tokenizer.json is used.", min_length=1
+    )
     max_num_seqs: int = setting(64, LIMITS, "Most generations at a time; more are refused at once.", ge=1, le=65536)
     insecure_links: bool = setting(
         False, SECURITY, "Connect to target and draft without TLS although this service has it itself."
@@ -204,9 +228,7 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings):
         """What the connections to target and draft are made with."""
         if self.insecure_links or not self.has_tls:
             return TlsSettings(insecure=True)
-        return TlsSettings(
-            ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs
-        )
+        return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
@@ -214,14 +236,19 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
 
     model: str = setting(str(EMBEDDED_MODELS / "target"), MODEL, "Target model: folder or hub id.", min_length=1)
     draft_model: str = setting(
-        str(EMBEDDED_MODELS / "draft"), MODEL, "Draft model: folder or hub id; its tokenizer must equal the target's.", min_length=1
+        str(EMBEDDED_MODELS / "draft"),
+        MODEL,
+        "Draft model: folder or hub id; its tokenizer must equal the target's.",
+        min_length=1,
     )
     served_model_name: str | None = setting(None, MODEL, "Name to serve the target under; absent: as --model says.")
     log_level: LogLevel = setting("warning", PROCESS, "Least severe log lines to write.")
 
     def target_settings(self) -> TargetSettings:
         """Of the target, on a free loopback port."""
-        return TargetSettings(**self._shared(TargetSettings), model=self.model, served_model_name=self.served_model_name)
+        return TargetSettings(
+            **self._shared(TargetSettings), model=self.model, served_model_name=self.served_model_name
+        )
 
     def draft_settings(self) -> DraftSettings:
         """Of the draft, on a free loopback port."""

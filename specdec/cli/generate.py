@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.errors import ReplicaUnavailable
 from specdec.rpc.client import call_stream, open_channel
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
@@ -39,7 +40,8 @@ def read_prompt(settings: GenerateSettings) -> str | None:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
+        wrong = error.object[error.start]
+        raise UsageError(f"standard input is not UTF-8: byte {error.start} is {wrong:#04x}") from None
 
 
 async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRequest) -> None:
@@ -51,10 +53,16 @@ async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRe
     try:
         async with aclosing(responses):
             async for response in responses:
-                if settings.json_lines:
-                    print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
+                if settings.as_json:
+                    line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
+                    print(line, flush=True)
                 else:
                     show(response, is_colored)
+    except ReplicaUnavailable as error:
+        if not str(error).startswith(("ipv4:", "ipv6:")):
+            raise
+        hint = "" if settings.has_tls else ", and whether it wants TLS (--ssl-certfile …)"
+        raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
     finally:
         await channel.close()
 

@@ -84,6 +84,7 @@ def main(command: str | None = None) -> None:
     """Runs this process's command line and exits; `command` names the command where the line does not."""
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
     events.die_with_parent()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines say less than our errors, and are not ours
     try:
         code = run_command(arguments)
     except SpecdecError as error:

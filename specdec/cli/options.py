@@ -44,8 +44,9 @@ class OneLineParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-def flag_of(field: str) -> str:
-    return "--" + field.replace("_", "-")
+def flag_of(name: str) -> str:
+    """The flag of a setting; `as_json` is --json, for its plain name is taken in pydantic."""
+    return "--" + name.removeprefix("as_").replace("_", "-")
 
 
 def plain_type(annotation: Any) -> Any:
@@ -81,8 +82,8 @@ def make_parser(command: str, summary: str, settings_class: type[Settings]) -> O
     parser = OneLineParser(
         prog=f"specdec {command}",
         description=summary,
-        epilog=f"Every flag can be given as {ENVIRONMENT_PREFIX}<NAME> in the environment, or as <name> in the YAML file "
-        "of --config. A flag beats the environment, which beats the file.",
+        epilog=f"Every flag can be given as {ENVIRONMENT_PREFIX}<NAME> in the environment, or as <name> in the YAML "
+        "file of --config. A flag beats the environment, which beats the file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
@@ -109,7 +110,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     if _extra(field).get("positional"):
         group.add_argument(name, nargs="?", metavar=name.upper(), help=help_of(field))
     elif plain_type(field.annotation) is bool:
-        group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=help_of(field))
+        group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, help=help_of(field))
     else:
         action = "append" if is_list(field) else "store"
         group.add_argument(flag_of(name), action=action, metavar=metavar_of(field), help=help_of(field))
@@ -188,7 +189,7 @@ def _from_environment(
             values[name] = _parse_list(text) if is_list(settings_class.model_fields[name]) else text
         elif name not in known_fields and not _SERVICE_LINK.search(variable):
             known = [ENVIRONMENT_PREFIX + field.upper() for field in sorted(known_fields)]
-            raise UsageError(_unknown(f"{variable} in the environment", known, "specdec COMMAND"))
+            raise UsageError(_unknown(variable, known, "specdec COMMAND"))
     return values
 
 

@@ -48,7 +48,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> None:
-        """Starts it. `environment` is added to this process's own, less its SPECDEC_ settings; `stderr` as for Popen."""
+        """Starts it. `environment` is added to this process's own less its settings; `stderr` is as for Popen."""
         self.command = command
         self.address = ""
         self._unread = b""
@@ -87,7 +87,7 @@ class Child:
         return self.address
 
     def check_ready(self, timeout_s: float) -> bool:
-        """Whether it serves, waiting up to `timeout_s` to hear of it. ConfigError with its own sentence when it ended."""
+        """Whether it serves; waits up to `timeout_s` to hear of it. ConfigError with its own sentence when it ended."""
         deadline_s = time.monotonic() + timeout_s
         while not self.address:
             event = self._next_event(deadline_s - time.monotonic())

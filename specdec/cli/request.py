@@ -6,7 +6,6 @@ the message at all is refused here.
 
 from __future__ import annotations
 
-import typing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -78,21 +77,24 @@ class GenerateSettings(ClientSettings):
     presence_penalty: float | None = option(SAMPLING, "Weakens tokens seen in the output, once; -2 to 2.")
     frequency_penalty: float | None = option(SAMPLING, "Weakens tokens seen in the output, per time; -2 to 2.")
     logit_bias: Biases = option(SAMPLING, "Adds to a token's logit; may be repeated.", (), "ID=BIAS")
-    seed: int | None = option(
-        SAMPLING, "Makes the text repeatable, whatever the draft does.", ge=0, le=UINT64_MAX
-    )
+    seed: int | None = option(SAMPLING, "Makes the text repeatable, whatever the draft does.", ge=0, le=UINT64_MAX)
     stop: Texts = option(SAMPLING, "String that ends the text; may be repeated.", ())
     stop_token_ids: TokenIds = option(SAMPLING, "Token ids that end the text.", (), "ID,ID,…")
     ignore_eos: bool | None = option(SAMPLING, "Go on past the model's end tokens.")
     logprobs: int | None = option(
-        SAMPLING, "Log-probabilities: 0 of each token, N also of the N likeliest; shown with --json.", ge=0, le=UINT32_MAX
+        SAMPLING,
+        "Log-probabilities: 0 of each token, N also of the N likeliest; shown with --json.",
+        ge=0,
+        le=UINT32_MAX,
     )
     speculative: bool | None = option(SPECULATION, "Whether a draft may guess; the law of the text is the same.")
     num_speculative_tokens: int | None = option(
         SPECULATION, "Most draft tokens in one verification; absent: as the server is set.", ge=0, le=UINT32_MAX
     )
-    rule: Literal["greedy", "rejection", "coupled"] | None = option(SPECULATION, "Verification rule; absent: by sampling.")
-    json_lines: bool = option(OUTPUT, "Print every message of the stream as one line of JSON.", False)
+    rule: Literal["greedy", "rejection", "coupled"] | None = option(
+        SPECULATION, "Verification rule; absent: by sampling."
+    )
+    as_json: bool = option(OUTPUT, "Print every message of the stream as one line of JSON.", False)
     color: Literal["auto", "always", "never"] = option(
         OUTPUT, "Accepted draft tokens green, corrections yellow, bonus tokens plain; auto: on a terminal.", "auto"
     )
@@ -105,7 +107,13 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
     from specdec.v1 import types_pb2 as types_pb
 
     sampling_fields = [field.name for field in coordinator_pb.SamplingPolicy.DESCRIPTOR.fields]
-    given = {name: getattr(settings, name, None) for name in sampling_fields if name != "logit_bias"}
+    # None leaves a field absent, which the generated annotations do not say.
+    given: dict[str, Any] = {name: getattr(settings, name, None) for name in sampling_fields if name != "logit_bias"}
+    speculative: dict[str, Any] = {
+        "enabled": settings.speculative,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "rule": f"RULE_{settings.rule.upper()}" if settings.rule else None,
+    }
     try:
         request = coordinator_pb.GenerateRequest(
             text=prompt,
@@ -113,15 +121,11 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
             sampling=coordinator_pb.SamplingPolicy(
                 logit_bias=[types_pb.LogitBias(token_id=key, bias=bias) for key, bias in settings.logit_bias], **given
             ),
-            speculative=coordinator_pb.SpeculativePolicy(
-                enabled=settings.speculative,
-                num_speculative_tokens=settings.num_speculative_tokens,
-                rule=f"RULE_{settings.rule.upper()}" if settings.rule else None,
-            ),
+            speculative=coordinator_pb.SpeculativePolicy(**speculative),
             label=settings.label,
         )
     except (UnicodeEncodeError, ValueError) as error:
         raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
     if settings.resume_ids:
         request.resume.output_token_ids.extend(settings.resume_ids)
-    return typing.cast("coordinator_pb.GenerateRequest", request)
+    return request

@@ -5,7 +5,7 @@ Drafting, verification and plain decoding all go through `sampled_law` (temperat
 edits (decoding/edits.py), temperature, min_p, top_k, top_p, each over what remains, ties broken to the lowest id.
 
 A row's bits depend on its own logits and path only: every step is elementwise, a maximum, or a sum taken one token
-after the other within the row. Sums over whole rows are never left to a reduction that may split them differently.
+after the other within the row. Sums over whole rows are never left to a reduction that may split them by the shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.decoding.edits import PathContext, edited_logits
 from specdec.protocol.types import Law
 
-NUCLEUS_COLUMNS = (128, 2048, 32768)  # top_p looks among so many likeliest tokens before it sorts the vocabulary
+NUCLEUS_COLUMNS = (128, 1024, 8192, 32768)  # top_p looks among so many likeliest before it sorts the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,29 @@ class Support:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Running sums along each row, one element after the other.  # [n, columns] float64
+    """Running sums along each row of non-negative numbers, in id order.  # [n, columns] float64
 
-    A CPU does so for any number of rows. Other devices scan a single row in another way than one of several, so there
-    it is given company.
+    A CPU adds one element after the other whatever the shape. Other devices choose the order by the number of rows, so
+    there the order is spelt out.
     """
-    if values.shape[0] == 1 and values.device.type != "cpu":
-        return torch.cat([values, values]).cumsum(dim=1)[:1]
-    return values.cumsum(dim=1)
+    return values.cumsum(dim=1) if values.device.type == "cpu" else doubled_sums(values)
+
+
+def doubled_sums(values: Tensor) -> Tensor:
+    """Running sums by doubling: elementwise additions only, in an order that depends on the column alone.
+
+    Sums of neighbours are rounded differently, so they are made to rise where a value is positive and nowhere else: a
+    token without mass is never drawn. Columns of zeros at the end change nothing.  # [n, columns] float64
+    """
+    sums, reach = values, 1
+    while reach < values.shape[1]:
+        sums = torch.cat([sums[:, :reach], sums[:, reach:] + sums[:, :-reach]], dim=1)
+        reach *= 2
+    return torch.where(values > 0, sums, 0.0).cummax(dim=1).values
 
 
 def row_totals(values: Tensor) -> Tensor:
-    """The last running sum of each row.  # [n, 1] float64"""
+    """The last running sum of each row: the sum of all of it.  # [n, 1] float64"""
     return row_sums(values)[:, -1:]
 
 
@@ -114,11 +125,8 @@ def way_to_support(law: Law, width: int) -> Callable[[Tensor, Tensor, list[Law]]
     return law_by_top_p if law.top_p < 1 else law_of_all
 
 
-def scores(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
-    """The sampled law as one dense tensor, -inf outside the support.  # [rows, vocabulary] float64
-
-    The plain form of `sampled_law`, for tests and tools; nothing is computed twice.
-    """
+def dense_scores(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
+    """`sampled_law` in one tensor, -inf outside the support: for tests and tools.  # [rows, vocabulary] float64"""
     dense = torch.full(logits.shape, -math.inf, dtype=torch.float64, device=logits.device)
     for support in sampled_law(logits, contexts):
         inside = support.scores > -math.inf
@@ -175,13 +183,13 @@ def law_by_top_k(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]
 
 
 def law_by_top_p(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
-    """The law of rows with top_p alone: found among the likeliest tokens, or by sorting the vocabulary where it must."""
+    """The law of rows with top_p alone: found among the likeliest tokens, or by sorting the vocabulary if need be."""
     scores = law_of_all(values, rows, laws)[0].scores
     totals = row_totals(scores.exp())
     supports: list[Support] = []
     for columns in NUCLEUS_COLUMNS:
-        if columns >= values.shape[1] or not laws:
-            break
+        if 4 * columns > values.shape[1] or not laws:
+            break  # so many of so few are found no faster than all are sorted
         token_ids, _ = likeliest(scores, [columns] * len(laws))
         compact = scores.gather(1, token_ids)
         kept, enough = nucleus(compact, compact.exp(), totals, laws)

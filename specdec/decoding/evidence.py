@@ -6,6 +6,7 @@ decides nothing: `coordinator.rejection` does. With no draft tokens this is plai
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,12 +56,12 @@ def evidence(requests: Sequence[EvidenceRequest], row_counts: Sequence[int], log
     expected = [request.row_count for request in requests]
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
-    starts = [sum(expected[:index]) for index in range(len(expected))]
+    starts = [0, *itertools.accumulate(expected)]
     results: list[Evidence | None] = [None] * len(requests)
     for rule in Rule:
         for chunk in chunks([i for i, r in enumerate(requests) if r.law.rule is rule], expected, logits):
             chosen = [requests[index] for index in chunk]
-            rows = [row for index in chunk for row in range(starts[index], starts[index] + expected[index])]
+            rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
             for index, result in zip(chunk, evidence_of_rule(rule, chosen, taken(logits, rows))):
                 results[index] = result
     return [result for result in results if result is not None]

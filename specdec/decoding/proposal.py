@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specdec.decoding.distribution import (
     Support,
-    first_argmax,
     greedy_token_ids,
     likeliest,
     row_totals,

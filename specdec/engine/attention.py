@@ -91,7 +91,7 @@ def paged_attention(
 
     Writes the step's keys and values to the cache, then attends to it. Returns [1, rows, heads, head size].
     """
-    storage, layer = plan.storage, module.layer_idx
+    storage, layer = plan.storage, int(module.layer_idx)  # type: ignore[arg-type]
     size = storage.head_size
     new = torch.cat((key.transpose(1, 2)[0, : plan.row_count], value.transpose(1, 2)[0, : plan.row_count]))
     new = new.view(-1, size)  # [2 * rows * kv heads, head size]

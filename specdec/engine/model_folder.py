@@ -18,7 +18,14 @@ from specdec.errors import ModelRefused
 Progress = Callable[[str, float], None]  # (what is being done, share done 0 to 1)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json"]
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

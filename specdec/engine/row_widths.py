@@ -38,8 +38,6 @@ class RowWidths:
     def tiles(self, padded: int) -> Sequence[tuple[int, int]]:
         """Half-open row ranges covering [0, padded), each of a width of the family; see `padded`."""
         last = self.widths[-1]
-        if padded <= last and padded in self.widths:
-            return ((0, padded),)
         return [(start, min(start + last, padded)) for start in range(0, padded, last)]
 
 

@@ -118,17 +118,15 @@ class StepRunner:
     def _judge(self, pieces: list[Piece], computed: Computed) -> list[object]:
         """The outcomes: for every piece with logits its evidence, or the error of making it."""
         outcomes = list(computed.outcomes)
-        asked = [index for index, rows in enumerate(computed.logits) if rows is not None]
+        asked = {index: logits for index, logits in enumerate(computed.logits) if logits is not None}
         if not asked:
             return outcomes
-        asking = [pieces[index] for index in asked]
-        rows = [computed.logits[index] for index in asked]
         try:
-            together = torch.cat(rows) if computed.together is None else computed.together
-            results = self._evidence_of(asking, together)
+            together = torch.cat(list(asked.values())) if computed.together is None else computed.together
+            results = self._evidence_of([pieces[index] for index in asked], together)
         except Exception as error:
             logger.warning("evidence for %d requests failed (%s); repeating it one by one", len(asked), error)
-            results = [self._evidence_alone(piece, its_logits) for piece, its_logits in zip(asking, rows)]
+            results = [self._evidence_alone(pieces[index], logits) for index, logits in asked.items()]
         for index, result in zip(asked, results):
             outcomes[index] = result
             if isinstance(result, SpecdecError):

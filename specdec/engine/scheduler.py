@@ -29,7 +29,7 @@ ROWS_MAX_DEFAULT = 512  # rows of one step: bounds how long a decode waits behin
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where a feed's time went, in seconds. `forward_s` sums over the steps it took; `row_count` is of its last step."""
+    """Where a feed's time went, in seconds: `forward_s` sums over its steps, `row_count` is of its last step."""
 
     queue_s: float
     forward_s: float
@@ -204,9 +204,7 @@ class Engine:
             elif piece.logit_count == 0:
                 self._waiting.append(feed)
             else:
-                timing = StepTiming(
-                    feed.queue_s, feed.forward_s, report.evidence_s, report.row_count, feed.step_count
-                )
+                timing = StepTiming(feed.queue_s, feed.forward_s, report.evidence_s, report.row_count, feed.step_count)
                 self._call(feed.done, outcome, timing)
 
     def _gather(self) -> tuple[list[Feed], list[Piece]]:

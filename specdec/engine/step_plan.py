@@ -154,9 +154,9 @@ def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[Quer
 
     groups: list[list[QueryTile]] = []
     for tile in sorted(tiles, key=lambda tile: (width_class(tile), -tile.split_count)):
-        longest = groups[-1][0] if groups else None
-        is_near = longest is not None and width_class(longest) == width_class(tile)
-        if is_near and 2 * tile.split_count >= longest.split_count:
+        longest = groups[-1][0] if groups else tile
+        is_near = width_class(longest) == width_class(tile) and 2 * tile.split_count >= longest.split_count
+        if groups and is_near:
             groups[-1].append(tile)
         else:
             groups.append([tile])

@@ -56,6 +56,8 @@ class TableModel:
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Writes the batch's token ids, then reads each row's last two tokens back from the cache."""
+        if self._storage is None:
+            raise RuntimeError("forward was called before allocate")
         cells = self._storage.token_ids
         block_size = cells.shape[1]
         tables = [numpy.asarray(segment.block_ids, dtype=numpy.int64) for segment in batch.segments]

@@ -34,31 +34,31 @@ class TiledLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_output: bool = False):
         super().__init__()
-        self.weight = nn.Buffer(weight, persistent=False)
-        self.bias = None if bias is None else nn.Buffer(bias.detach().to(weight.dtype), persistent=False)
+        self.weight = weight
+        self.bias = None if bias is None else bias.detach().to(weight.dtype)
         self.is_output = is_output
-        self.widths = RowWidths(ALONE)
+        self.set_widths(RowWidths(ALONE))
+
+    def set_widths(self, widths: RowWidths) -> None:
+        """Sets the family to run at; see `probe_widths`."""
+        self.widths = widths
+        self._width_max = widths.widths[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, in] with a row count that `widths.padded` gave."""
-        rows = x.view(-1, x.shape[-1])
-        product = self._product(rows if rows.dtype == self.weight.dtype else rows.to(self.weight.dtype))
-        if not self.is_output and product.dtype != x.dtype:
-            product = product.to(x.dtype)
-        return product.view(*x.shape[:-1], -1)
+        rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
+        product = self.tile(rows) if x.shape[-2] <= self._width_max else self._tiled(rows)
+        return product if product.dtype == x.dtype or self.is_output else product.to(x.dtype)
 
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        tiles = self.widths.tiles(rows.shape[0])
-        if len(tiles) == 1:
-            return self.tile(rows)
-        product = rows.new_empty(rows.shape[0], self.weight.shape[1])
-        for start, end in tiles:
-            product[start:end] = self.tile(rows[start:end])
+    def _tiled(self, rows: torch.Tensor) -> torch.Tensor:
+        product = rows.new_empty(*rows.shape[:-1], self.weight.shape[1])
+        for start, end in self.widths.tiles(rows.shape[-2]):
+            product[..., start:end, :] = self.tile(rows[..., start:end, :])
         return product
 
     def tile(self, rows: torch.Tensor) -> torch.Tensor:
         """One tile, at whatever width it has."""
-        product = torch.mm(rows, self.weight)
+        product = torch.matmul(rows, self.weight)
         return product if self.bias is None else product.add_(self.bias)
 
 
@@ -82,15 +82,17 @@ class AlignedActivation(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """The float32 root-mean-square norm of `transformers` in one call instead of six."""
+    """The float32 root-mean-square norm of `transformers`, x / sqrt(mean(x^2) + epsilon) * weight, in fewer calls."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float):
+    def __init__(self, norm: nn.Module):
         super().__init__()
-        self.weight = nn.Buffer(weight, persistent=False)
-        self.epsilon = epsilon
+        self.weight: torch.Tensor = norm.get_parameter("weight").detach()
+        self.epsilon = torch.tensor(norm.variance_epsilon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., rows, 1]
+        scale = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(x, scale).mul_(self.weight)
 
 
 class RotaryTable(nn.Module):
@@ -100,8 +102,8 @@ class RotaryTable(nn.Module):
         super().__init__()
         like = torch.empty(0, dtype=dtype)
         cosines, sines = rotary(like, torch.arange(positions_max)[None])
-        self.cosines = nn.Buffer(cosines[0].contiguous(), persistent=False)
-        self.sines = nn.Buffer(sines[0].contiguous(), persistent=False)
+        self.cosines = cosines[0].contiguous()
+        self.sines = sines[0].contiguous()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids [1, rows] int64 -> two of [1, rows, head size], of the model's type."""
@@ -118,7 +120,7 @@ def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.d
             elif child_name in ACTIVATION_NAMES:
                 setattr(module, child_name, AlignedActivation(child))
             elif type(child).__name__ in RMS_NORMS and dtype == torch.float32:
-                setattr(module, child_name, FusedRMSNorm(child.weight.detach(), child.variance_epsilon))
+                setattr(module, child_name, FusedRMSNorm(child))
             elif isinstance(child, nn.Linear):
                 weight = child.weight.detach().t().to(product_dtype)
                 setattr(module, child_name, TiledLinear(weight.contiguous(), child.bias))
@@ -128,6 +130,24 @@ def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.d
         is_ours = isinstance(module, (TiledLinear, AlignedActivation)) or ".function" in f".{name}"
         if not is_ours and not any(module.children()) and type(module).__name__ not in ROWWISE_MODULES:
             raise ModelRefused(f"module {name} of type {type(module).__name__} is not proven to treat rows alone")
+
+
+def shorten_calls(model: nn.Module) -> None:
+    """Makes calling and finding the modules of a finished model cheap; hooks registered on them no longer run.
+
+    A module call passes through two Python functions that look for hooks, and finding a child through a Python
+    fallback: together about a tenth of a small model's step. Each module gets a subclass of its class that is called
+    directly, and its children as plain attributes.
+    """
+    direct: dict[type, type] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in direct:
+            members = {"__call__": kind.forward, "__module__": kind.__module__}
+            direct[kind] = type(kind.__name__, (kind,), members)
+        module.__class__ = direct[kind]
+        module.__dict__.update(module._modules)
+        module.__dict__.update(module._parameters)
 
 
 def probe_widths(linears: list[TiledLinear]) -> RowWidths:

@@ -17,7 +17,7 @@ from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.row_widths import ALONE
 from specdec.engine.step_plan import StepPlanner
-from specdec.engine.tiled_modules import TiledLinear, probe_widths, replace_modules
+from specdec.engine.tiled_modules import TiledLinear, probe_widths, replace_modules, shorten_calls
 from specdec.errors import ModelRefused
 
 
@@ -34,25 +34,24 @@ class TransformersModel:
         self._base = model.base_model
         self._output = _output_layer(model, description.vocabulary_size)
         replace_modules(self._base, dtype, product_dtype(dtype), description.positions_max)
+        shorten_calls(self._base)
         self._storage: PagedStorage | None = None
         self._planner: StepPlanner | None = None
-        self._probed_thread_count = 0
+        self._probed_thread_count = 0  # none yet
 
     @property
     def cache_bytes_per_position(self) -> int:
         return 2 * 4 * self._layer_count * self._kv_head_count * self._head_size  # keys and values, float32
 
     def allocate(self, block_count: int, block_size: int) -> PagedStorage:
-        self._storage = PagedStorage(
-            self._layer_count, block_count, self._kv_head_count, block_size, self._head_size
-        )
+        self._storage = PagedStorage(self._layer_count, block_count, self._kv_head_count, block_size, self._head_size)
         return self._storage
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch; a row's logits are the same bits whatever else is in it."""
-        if self._probed_thread_count != torch.get_num_threads():
-            self._probe()
+        if self._planner is None or self._probed_thread_count != torch.get_num_threads():
+            self._planner = self._probe()
         plan = self._planner.plan(batch)
         hidden = self._base(
             input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, plan=plan.attention
@@ -65,15 +64,17 @@ class TransformersModel:
             logits, is_finite_logits = torch.empty(0, self.description.vocabulary_size), []
         return StepOutput(logits, _per_segment(batch, is_finite.tolist(), is_finite_logits))
 
-    def _probe(self) -> None:
+    def _probe(self) -> StepPlanner:
         """Measures the row families for the thread count in force: the library picks kernels by it."""
+        if self._storage is None:
+            raise RuntimeError("forward was called before allocate")
         linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)]
         widths = probe_widths([*linears, self._output])
         for linear in [*linears, self._output]:
-            linear.widths = widths
+            linear.set_widths(widths)
         tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
-        self._planner = StepPlanner(self._storage, self._head_count, tiles or ALONE, widths)
         self._probed_thread_count = torch.get_num_threads()
+        return StepPlanner(self._storage, self._head_count, tiles or ALONE, widths)
 
 
 def load_transformers_model(
@@ -119,7 +120,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dtype(config: dict, dtype_name: str) -> torch.dtype:
-    """"auto" is the weights' own type; float16, slow and narrow on a CPU, is widened to float32."""
+    """The type of "auto" is the weights' own; float16, slow and narrow on a CPU, is widened to float32."""
     if dtype_name == "auto":
         dtype_name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return torch.bfloat16 if dtype_name == "bfloat16" else torch.float32

@@ -20,12 +20,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that became final, and the text that became certain with them."""
+    """Tokens that became final, and the text that became certain with them: `text_lengths[i]` characters with token i."""
 
     first_output_index: int
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
     text: str
+    text_lengths: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
 
     def merged(self, later: Delta) -> Delta:
@@ -35,6 +36,7 @@ class Delta:
             self.token_ids + later.token_ids,
             self.kinds + later.kinds,
             self.text + later.text,
+            self.text_lengths + later.text_lengths,
             self.logprobs + later.logprobs,
         )
 

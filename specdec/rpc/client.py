@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from specdec.config import TlsSettings
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.rpc.server import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
+from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
 from specdec.rpc.status import error_from_rpc
 from specdec.rpc.tls import channel_credentials
 

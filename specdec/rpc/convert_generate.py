@@ -106,6 +106,7 @@ def _delta_to_message(event: Delta) -> coordinator_pb.Delta:
         token_ids=event.token_ids,
         kinds=[kind.value for kind in event.kinds],
         text=event.text,
+        text_lengths=event.text_lengths,
         logprobs=[_position_to_message(position) for position in event.logprobs],
     )
 

@@ -25,6 +25,7 @@ TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
 SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer is taken for dead
 MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
+CLOSED = "closed"  # by this side
 QUEUE_ITEM_COUNT_MAX = 65536  # a peer that leaves so many untaken is as good as dead
 
 
@@ -90,7 +91,7 @@ class Link:
             except SpecdecError as error:  # such as a TLS file that cannot be read just then
                 self._set_down(str(error))
             finally:
-                self._set_down("closed")
+                self._set_down(CLOSED)
             backoff_s = BACKOFF_MIN_S if was_up else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
@@ -100,10 +101,11 @@ class Link:
         if self.is_up:
             self.is_up = False
             self._queue.clear()
-            get_logger().warning("link down", peer=self.peer, reason=reason)
+            log = get_logger().info if reason == CLOSED else get_logger().warning
+            log("link down", peer=self.peer, reason=reason)
             self.down_reason = reason
             self._on_down(reason)
-        elif reason != "closed":
+        elif reason != CLOSED:
             self.down_reason = reason
 
     async def _connection(self) -> None:

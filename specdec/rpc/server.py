@@ -15,7 +15,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -25,21 +25,13 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.config import ServiceSettings
 from specdec.errors import ConfigError, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
 
-MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is refused by field, not by size
 MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's text seldom more than 16
 
-# A cut network or a frozen peer is noticed within 3 s only with all of these together.
-KEEPALIVE_OPTIONS = (
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
 _SERVER_OPTIONS = (
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -48,8 +40,8 @@ _SERVER_OPTIONS = (
 )
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
-Context = grpc.aio.ServicerContext
-Write = Callable[[bytes], Awaitable[None]]
+Context: TypeAlias = grpc.aio.ServicerContext
+Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 def message_bytes_max(positions_max: int) -> int:
@@ -68,10 +60,10 @@ def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a service: its kind, its request's class (None: bytes) and its handler."""
+    """One method of a service: its kind, its request's class (of no meaning for bytes) and its handler."""
 
     kind: str
-    request_class: type[Message] | None
+    request_class: type[Message]
     handler: Callable[..., Any]
 
 
@@ -93,7 +85,7 @@ def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awai
     The handler parses each message itself, so that a bad one is answered and the link goes on. A link has no end of
     its own: draining does not wait for it.
     """
-    return Method("stream_stream", None, handler)
+    return Method("stream_stream", Message, handler)
 
 
 class Server:
@@ -227,7 +219,7 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
         if error.errno == errno.EACCES:
             raise ConfigError(f"port {port} needs privileges; choose one above 1023 with --port") from error
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(f"--host {host} is not an address of this machine ({reason})") from error
 
 

@@ -81,6 +81,7 @@ async def abort(context: grpc.aio.ServicerContext, error: SpecdecError) -> NoRet
     """Ends the call with the error's status. Always raises, as `context.abort` does."""
     status = rpc_status.to_status(status_from_error(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("context.abort returned")
 
 
 def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
@@ -95,7 +96,8 @@ def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
         elif detail.Unpack(retry):
             facts["retry_after_s"] = retry.retry_delay.ToMilliseconds() / 1000
     # A failed connection is told with gRPC's own preamble; what follows "last error" is the cause.
-    sentence = (failed.details() or failed.code().name).rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+    sentence = (failed.details() or failed.code().name).rpartition("last error: ")[2]
+    sentence = sentence.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
     return _remake(error_class, sentence, facts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import structlog
 WITHHELD_FIELDS = frozenset({"prompt", "text", "token_ids", "output_token_ids", "stop", "stop_string"})
 
 
-def _withhold(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Replaces what users wrote or were answered; lines are kept longer and read by more people than texts."""
     for name in WITHHELD_FIELDS & event.keys():
         event[name] = "(withheld)"
@@ -28,6 +28,7 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
     """Sets up logging of this process; the last call counts. `as_json` None: unless standard error is a terminal."""
     if as_json is None:
         as_json = not sys.stderr.isatty()
+    renderers: list[Any]
     if as_json:
         renderers = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
     else:
@@ -50,7 +51,7 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
 
 def get_logger(name: str = "") -> Any:
     """A logger: `log.info("link up", peer=address)`; it may be made before logs are configured."""
-    return structlog.get_logger(logger=name) if name else structlog.get_logger()
+    return structlog.get_logger(component=name) if name else structlog.get_logger()
 
 
 @contextmanager

@@ -131,18 +131,20 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs")
+    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths")
     FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     first_output_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[TokenKind]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    text_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

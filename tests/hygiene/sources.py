@@ -33,7 +33,7 @@ class Module:
 
     def at(self, node: ast.AST) -> str:
         """file:line of a node, as editors open it."""
-        return f"{self.path}:{node.lineno}"
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
     def functions(self) -> Iterator[FunctionNode]:
         """Every function, methods and inner ones included."""

@@ -12,7 +12,8 @@ UNSAFE_MODULES = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"
 UNSAFE_CALLS = frozenset({"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"})
 UNSAFE_FLAGS = frozenset({"trust_remote_code", "allow_pickle", "shell"})
 # Written in pieces, so that this file does not hold what it looks for.
-REGISTRY_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download.py" + "torch.org", "npm" + "js.", "crates" + ".io")
+PYTHON_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download.py" + "torch.org")
+REGISTRY_HOSTS = (*PYTHON_HOSTS, "npm" + "js.", "crates" + ".io")
 MACHINE_PATHS = re.compile(r"(?<![\w.}-])(?:/" + "work/|/" + r"root/|/tmp/" + r"w(?!\w))")
 PROMPTS = "models/heldout_prompts.jsonl"  # source text of others, whatever it names
 
@@ -61,7 +62,7 @@ def test_no_file_names_a_registry_or_a_machine() -> None:
 
 def test_the_patterns_find_what_they_look_for() -> None:
     """Claim: the checks above can fail; planted lines are found, neighbours of them are not."""
-    planted = "import pickle\nmodel = load(x, trust_remote_code=True)\nexec(x)\nmodel.eval()\nload(x, allow_pickle=False)\n"
+    planted = "import pickle\nload(x, trust_remote_code=True)\nexec(x)\nmodel.eval()\nload(x, allow_pickle=False)\n"
     found = [what for _, what in unsafe_uses(Module("planted.py", planted, ast.parse(planted)))]
     assert found == ["import pickle", "trust_remote_code=True", "exec()"]
     assert MACHINE_PATHS.search("see /" + "work/x") and MACHINE_PATHS.search("'/" + "root/.cache'")

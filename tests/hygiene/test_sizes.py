@@ -12,7 +12,7 @@ LINE_CHARACTERS_MAX = 120
 
 def line_count(function: FunctionNode) -> int:
     """Lines from `def` to the last statement, docstring included, decorators not."""
-    return function.end_lineno - function.lineno + 1
+    return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def test_no_file_is_longer_than_300_lines() -> None:

@@ -1,4 +1,7 @@
-"""What is written beside the code: contracts on public names, an opening on each module, a claim and a check per test."""
+"""What is written beside the code: contracts on public names, an opening on each module, a claim on each test.
+
+Beside the claim each test must hold a check; what counts as one is `CHECKING_CALL`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from tests.hygiene.sources import FunctionNode, Module, is_within, modules_below
 
 CONTRACT_PACKAGES = ("specdec.protocol", "specdec.decoding", "specdec.engine", "specdec.rpc")
 LEFT_FOR_LATER = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
-CHECKING_CALL = re.compile(r"(^|[._])(raises|check|assert|expect|fail|wait_for)", re.IGNORECASE)  # a limit fails
+# Waiting with a limit is a check: it fails by itself when what is awaited does not come.
+CHECKING_CALL = re.compile(r"(^|[._])(raises|check|assert|expect|fail|wait_for|until)", re.IGNORECASE)
 
 
 def is_property(function: ast.AST) -> bool:

@@ -38,7 +38,9 @@ def laws(draw: st.DrawFn, vocabulary_size: int, rules: list[Rule] | None = None)
 
 
 @st.composite
-def rounds(draw: st.DrawFn, rules: list[Rule] | None = None) -> tuple[Law, list[int], tuple[int, ...], list[list[float]]]:
+def rounds(
+    draw: st.DrawFn, rules: list[Rule] | None = None
+) -> tuple[Law, list[int], tuple[int, ...], list[list[float]]]:
     """A law, committed tokens, draft tokens, and logits for every position of the round."""
     vocabulary_size = draw(st.integers(2, 9))
     token = st.integers(0, vocabulary_size - 1)

@@ -1,4 +1,4 @@
-"""Chi-square tests with a limit fixed beforehand. All keys in the tests are fixed, so a result never changes by itself."""
+"""Chi-square tests with a limit fixed beforehand. Keys are fixed in the tests: a result never changes by itself."""
 
 from __future__ import annotations
 

@@ -15,13 +15,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.decoding.distribution import NUCLEUS_COLUMNS, greedy_token_ids, likeliest, sampled_law, scores
+from specdec.decoding.distribution import (
+    NUCLEUS_COLUMNS,
+    dense_scores,
+    doubled_sums,
+    greedy_token_ids,
+    likeliest,
+    sampled_law,
+)
 from specdec.decoding.edits import PathContext
 from specdec.protocol.types import Law, Rule
 from tests.law import reference
 from tests.law.policies import rounds
 
-WIDE = 2 * NUCLEUS_COLUMNS[1]  # wide enough that top_p meets both a search among the likeliest and a full sort
+WIDE = 4 * NUCLEUS_COLUMNS[1]  # wide enough that top_p meets both a search among the likeliest and a full sort
 
 
 def law_of(**policy: object) -> Law:
@@ -31,7 +38,7 @@ def law_of(**policy: object) -> Law:
 
 def probabilities(logits: torch.Tensor, contexts: list[PathContext]) -> torch.Tensor:
     """The sampled law as a dense tensor.  # [rows, vocabulary] float64"""
-    weights = scores(logits, contexts).exp()
+    weights = dense_scores(logits, contexts).exp()
     return weights / weights.sum(dim=1, keepdim=True)
 
 
@@ -75,10 +82,14 @@ WARPED = {
     "repetition_penalty": ({"repetition_penalty": 1.3}, [RepetitionPenaltyLogitsProcessor(1.3)]),
     "several": (
         {"repetition_penalty": 0.8, "temperature": 1.4, "top_k": 60, "top_p": 0.9},
-        [RepetitionPenaltyLogitsProcessor(0.8), TemperatureLogitsWarper(1.4), TopKLogitsWarper(60),
-         TopPLogitsWarper(0.9)],
+        [
+            RepetitionPenaltyLogitsProcessor(0.8),
+            TemperatureLogitsWarper(1.4),
+            TopKLogitsWarper(60),
+            TopPLogitsWarper(0.9),
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("width", [100, WIDE])
@@ -103,7 +114,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(scale: float, top_p: flo
     which need the whole vocabulary sorted; and both kinds in one call.
     """
     logits = torch.cat([random_logits(2, WIDE, 1, scale), random_logits(1, WIDE, 2)])
-    found = scores(logits, [PathContext(law_of(top_p=top_p), [0]) for _ in range(3)])
+    found = dense_scores(logits, [PathContext(law_of(top_p=top_p), [0]) for _ in range(3)])
     for line, kept in zip(logits.double().softmax(dim=1), found > -math.inf):
         count = int(kept.sum())
         top = line.sort(descending=True).values
@@ -116,7 +127,7 @@ def test_ties_go_to_the_lowest_ids_and_exactly_k_are_kept() -> None:
     """Claim: with equal logits top_k and top_p keep the first ids, and no more of them than asked."""
     flat = torch.zeros(1, 2000)
     for policy, count in [({"top_k": 5}, 5), ({"top_p": 0.25}, 500), ({"top_k": 8, "top_p": 0.5}, 4)]:
-        kept = (scores(flat, [PathContext(law_of(**policy), [0])]) > -math.inf)[0]
+        kept = (dense_scores(flat, [PathContext(law_of(**policy), [0])]) > -math.inf)[0]
         assert kept.nonzero().flatten().tolist() == list(range(count))
     steps = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
     ids, used = likeliest(steps, [3, 2])
@@ -152,26 +163,26 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("width", [7, 1000, NUCLEUS_COLUMNS[1] + 3])
+@pytest.mark.parametrize("width", [7, 1000, WIDE + 3])
 def test_a_row_does_not_depend_on_its_neighbours(width: int) -> None:
     """Claim: a row's law is the same bits alone, among 1 to 9 rows of other policies, in any place, and with one or two
     threads. Conclusive: torch.equal, with policies that take every way to a support.
     """
     logits = random_logits(9, width)
     contexts = [PathContext(law_of(**policy), [0, 1, 1, 2]) for policy in MIXED]
-    alone = [scores(logits[row : row + 1], contexts[row : row + 1]) for row in range(9)]
+    alone = [dense_scores(logits[row : row + 1], contexts[row : row + 1]) for row in range(9)]
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for count in range(1, 10):
             for order in (range(count), range(9 - count, 9), reversed(range(count))):
                 rows = list(order)
-                together = scores(logits[rows], [contexts[row] for row in rows])
+                together = dense_scores(logits[rows], [contexts[row] for row in rows])
                 assert all(torch.equal(together[place], alone[row][0]) for place, row in enumerate(rows))
 
 
 def test_probabilities_do_not_depend_on_neighbours_or_threads() -> None:
-    """Claim: the same for normalised probabilities, whose totals are sums over a wide row. Conclusive: as above; a plain
-    torch.sum is split over threads when a call has a single long row.
+    """Claim: the same for normalised probabilities, whose totals are sums over a wide row. Conclusive: as above; a
+    plain torch.sum is split over threads when a call has a single long row.
     """
     logits = random_logits(9, 150_000)
     contexts = [PathContext(law_of(), [0])] * 9
@@ -180,3 +191,20 @@ def test_probabilities_do_not_depend_on_neighbours_or_threads() -> None:
         torch.set_num_threads(threads)
         for count in (1, 2, 5, 9):
             assert torch.equal(sampled_law(logits[:count], contexts[:count])[0].probabilities()[0], first)
+
+
+def test_sums_by_doubling_rise_only_where_there_is_mass() -> None:
+    """Claim: the running sums used beside CPUs are those of cumsum to 1e-14, never fall, rise exactly where a value is
+    positive enough to count, and are the same bits alone, among others and with zeros behind. Conclusive: values over
+    20 orders of magnitude, half of them 0, where plain sums by doubling do fall.
+    """
+    generator = torch.Generator().manual_seed(2)
+    values = (torch.randn(9, 3001, generator=generator, dtype=torch.float64) * 15).exp()
+    values *= torch.rand(9, 3001, generator=generator) < 0.5
+    sums = doubled_sums(values)
+    assert torch.allclose(sums, values.cumsum(dim=1), rtol=1e-14)
+    rises = sums.diff(dim=1)
+    assert bool((rises >= 0).all()) and bool((rises[values[:, 1:] == 0] == 0).all())
+    for row in range(9):
+        assert torch.equal(doubled_sums(values[row : row + 1])[0], sums[row])
+    assert torch.equal(doubled_sums(torch.cat([values, torch.zeros(9, 2000)], dim=1))[:, :3001], sums)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
@@ -14,21 +13,14 @@ from specdec.decoding import edits as edits_module
 from specdec.decoding import evidence as evidence_module
 from specdec.protocol.noise import Lane
 from specdec.protocol.types import Evidence, Law, Row, TokenKind, Verdict
-from tests.law.enumeration import (
-    Child,
-    Path,
-    Setting,
-    base_two_law,
-    check_exactness,
-    committed_count_law,
-    output_law,
-    target_output_law,
-)
+from tests.law.enumeration import Child, Path, Setting, base_two_law
+from tests.law.exactness import check_exactness, committed_count_law, output_law, target_output_law
 
 
 def target_table(vocabulary_size: int):
     """Logits that depend on the whole path, from 0 to 3."""
-    return lambda path: tuple((5 * t + 3 * sum(path) + 2 * len(path) + path[-1]) % 7 // 2 for t in range(vocabulary_size))
+    token_ids = range(vocabulary_size)
+    return lambda path: tuple((5 * t + 3 * sum(path) + 2 * len(path) + path[-1]) % 7 // 2 for t in token_ids)
 
 
 def draft_table(vocabulary_size: int):
@@ -152,9 +144,7 @@ def minimum_not_advanced(monkeypatch) -> Setting:
         edits_module.PathContext,
         "masked_row_count",
         property(
-            lambda self: self.row_count
-            if len(self.committed) < self.law.prompt_length + self.law.min_tokens
-            else 0
+            lambda self: self.row_count if len(self.committed) < self.law.prompt_length + self.law.min_tokens else 0
         ),
     )
     return setting(base_two_law(min_tokens=1, stop_token_ids=(1,)))
@@ -275,7 +265,7 @@ def test_mutations_bend_the_output_law_itself(name: str, monkeypatch) -> None:
 
 
 def test_a_malformed_draft_changes_nothing() -> None:
-    """Claim: proposals that are not in their rows are dropped and the law stays. Beside the mutation that lets them in."""
+    """Claim: proposals their rows lack are dropped and the law stays; the mutation above lets them in."""
     world = setting(kind=Malformed)
     assert output_law(world, 3) == target_output_law(world, 3)
     assert committed_count_law(world) == {1: Fraction(1)}

@@ -26,7 +26,13 @@ def test_the_last_word_runs_through_splitmix64() -> None:
     """Claim: absorbing 0, 1, 2, … into one state gives SplitMix64's outputs. Source: the generator's published outputs
     for seed 1234567. Conclusive: any slip in a constant or a shift changes them all.
     """
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert [noise.absorb(1234567, word) for word in range(5)] == published
 
 
@@ -93,7 +99,8 @@ def test_neighbouring_keys_are_uniform_and_independent(axes) -> None:
         nibbles = part >> 4
         for axis in range(3):
             if part.shape[axis] > 1:
-                one, other = nibbles.narrow(axis, 0, part.shape[axis] - 1), nibbles.narrow(axis, 1, part.shape[axis] - 1)
+                last = part.shape[axis] - 1
+                one, other = nibbles.narrow(axis, 0, last), nibbles.narrow(axis, 1, last)
                 assert uniformity_p(one * 16 + other, 256) > P_VALUE_LIMIT
 
 
@@ -110,7 +117,8 @@ def test_every_bit_is_fair_and_flips_with_every_bit_of_the_key() -> None:
             flips = [0] * 64
             for key in keys:
                 changed = tuple(value ^ (1 << bit) if index == word else value for index, value in enumerate(key))
-                difference = noise.hash64(key[0], Lane.NEXT, *key[1:]) ^ noise.hash64(changed[0], Lane.NEXT, *changed[1:])
+                seed, a, b = changed
+                difference = noise.hash64(seed, Lane.NEXT, a, b) ^ noise.hash64(key[0], Lane.NEXT, *key[1:])
                 for out in range(0, 64, 3):
                     flips[out] += difference >> out & 1
             worst = max(worst, max(abs(count / len(keys) - 0.5) for count in flips[::3]))
@@ -121,6 +129,7 @@ def test_lanes_and_order_of_words_are_independent() -> None:
     """Claim: draws that differ in the lane, or have round and position exchanged, are unrelated.
     Conclusive: uniform pairs over 256 cells; a hash that ignored lane or order would put all pairs on the diagonal.
     """
+
     def nibble(lane: Lane, a: int, b: int) -> int:
         return noise.uniform_bits(12, lane, a, b) >> (noise.UNIFORM_BITS - 4)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.proposal import PROPOSAL_ROW_TOKENS_MAX, ProposalRequest, draw, propose
+from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Law, Row, Rule
 from tests.law import reference
 
@@ -80,6 +81,7 @@ def test_a_proposal_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(12, 1500, generator=torch.Generator().manual_seed(4))
     policies = [{}, {"top_k": 40}, {"top_p": 0.9}, {"repetition_penalty": 1.5}]
     laws = [law_of(rule, **policy) for rule in Rule for policy in policies]
-    requests = [ProposalRequest(law, [0, 1, 2], 1400, (index * 0x123456789ABCD) % (1 << 53)) for index, law in enumerate(laws)]
+    draws = [uniform_bits(7, Lane.DRAFT, 1, node) for node in range(12)]
+    requests = [ProposalRequest(law, [0, 1, 2], 1400, bits) for law, bits in zip(laws, draws)]
     together = propose(requests, [1] * 12, logits)
     assert together == [propose([request], [1], logits[row : row + 1])[0] for row, request in enumerate(requests)]

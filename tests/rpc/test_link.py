@@ -11,14 +11,15 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.support.echo_service import VERIFY, Echo
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import InvalidRequest
+from specdec.rpc import link as link_module
 from specdec.rpc.client import open_channel
-from specdec.rpc.link import MESSAGE_BYTES_SOFT, Link
+from specdec.rpc.link import MESSAGE_BYTES_SOFT, SILENT_TICKS, TICK_S, Link
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.echo_service import VERIFY, Echo
 
 
 class Owner:
@@ -101,6 +102,13 @@ def processes():
     yield make
     for process in made:
         process.end()
+
+
+@pytest.fixture
+def soon_silent(monkeypatch):
+    """A link that takes one second for silence, so that tests need not wait for three."""
+    assert SILENT_TICKS * TICK_S <= 3.0
+    monkeypatch.setattr(link_module, "SILENT_TICKS", round(1.0 / TICK_S))
 
 
 async def test_items_of_one_turn_are_one_message():
@@ -201,21 +209,21 @@ async def test_a_short_stall_drops_nothing(processes):
         assert owner.news == ["up"]
 
 
-async def test_a_peer_that_answers_no_more_is_taken_for_dead(processes):
+async def test_a_peer_that_answers_no_more_is_taken_for_dead(processes, soon_silent):
     """A service whose connection lives but whose handler is stuck: transport keepalive cannot tell, our pings do."""
     process = processes(0, "MUTE")
     async with Owner(process.address).running() as owner:
         await until(lambda: owner.link.is_up)
-        assert await until(lambda: not owner.link.is_up) < 3.5
+        assert await until(lambda: not owner.link.is_up) < 1.5
         assert "silent" in owner.news[1]
 
 
-async def test_a_pause_of_this_process_blames_no_peer():
+async def test_a_pause_of_this_process_blames_no_peer(soon_silent):
     """When our own loop stood still for longer than the limit, the peer was not silent: nobody listened."""
     server = Echo().server()
     async with Owner(await server.start()).running() as owner:
         await until(lambda: owner.link.is_up)
-        time.sleep(3.2)  # the event loop of both sides
+        time.sleep(1.2)  # the event loop of both sides
         await asyncio.sleep(0.5)
         assert owner.news == ["up"]
     await server.stop(0)

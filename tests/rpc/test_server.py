@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
+from grpc_reflection.v1alpha import reflection_pb2
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import ConfigError, InvalidRequest, ReplicaUnavailable
@@ -17,6 +18,7 @@ from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, ope
 from specdec.rpc.server import MESSAGE_BYTES_MIN, Server, message_bytes_max, unary, unary_stream
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
 
 PLAIN = TlsSettings()
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
@@ -61,9 +63,7 @@ async def first_of_stream(channel, method, data):
 
 
 def generate(channel, text):
-    return call_stream(
-        channel, GENERATE, coordinator_pb.GenerateRequest(text=text), coordinator_pb.GenerateResponse
-    )
+    return call_stream(channel, GENERATE, coordinator_pb.GenerateRequest(text=text), coordinator_pb.GenerateResponse)
 
 
 async def test_malformed_bytes_are_invalid_argument_on_every_method():
@@ -80,6 +80,30 @@ async def test_malformed_bytes_are_invalid_argument_on_every_method():
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(MALFORMED)
         assert await code_of(watch.read()) is grpc.StatusCode.INVALID_ARGUMENT
     await server.stop(0)
+
+
+async def test_random_bytes_are_invalid_argument_or_a_message():
+    """Mutations of a valid message and noise, from a fixed seed: every answer is one of the two, none a crash.
+
+    Noise often is a valid message of unknown fields, so both outcomes must occur for the test to mean anything.
+    """
+    source = random.Random(7)
+    valid = coordinator_pb.GenerateRequest(text="one", label="two", resume={"output_token_ids": [1, 300]})
+
+    async def accept(_request, _context):
+        return types_pb.DescribeResponse()
+
+    server = Server(ServiceSettings(port=0), {SERVICE: {"Describe": unary(coordinator_pb.GenerateRequest, accept)}})
+    async with open_channel(await server.start(), PLAIN) as channel:
+        call = channel.unary_unary(DESCRIBE)
+        codes = []
+        for _ in range(400):
+            data = bytearray(valid.SerializeToString())
+            for _ in range(source.randint(1, 4)):
+                data[source.randrange(len(data))] = source.randrange(256)
+            codes.append(await code_of(call(bytes(data[: source.randint(1, len(data))]))))
+    await server.stop(0)
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
 
 
 async def test_invalid_utf8_is_named():
@@ -131,6 +155,18 @@ async def test_health_follows_the_service():
         await server.set_serving(True)
         for name in ("", SERVICE):
             await wait_serving(channel, name, 1.0)
+    await server.stop(0)
+
+
+async def test_reflection_lists_what_is_served():
+    """Tools such as grpcurl find the service without its proto files."""
+    server = Echo().server()
+    async with open_channel(await server.start(), PLAIN) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        data = await first_of_stream(channel, REFLECTION, request.SerializeToString())
+        answer = reflection_pb2.ServerReflectionResponse.FromString(data)
+        names = {service.name for service in answer.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
     await server.stop(0)
 
 

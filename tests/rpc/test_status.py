@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 import pytest
 from google.rpc import code_pb2
-from tests.support.echo_service import DESCRIBE, SERVICE
 
 from specdec import errors
 from specdec.config import ServiceSettings, TlsSettings
@@ -14,6 +13,7 @@ from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.server import Server, unary
 from specdec.rpc.status import error_from_failure, error_from_rpc, failure_from_error, status_from_error
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.echo_service import DESCRIBE, SERVICE
 
 ERRORS = [
     errors.SpecdecError("it broke"),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from tests.support.certificates import Authority
-from tests.support.echo_service import DESCRIBE, Echo
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.rpc.tls import ServerCertificates
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.certificates import Authority
+from tests.support.echo_service import DESCRIBE, Echo
 
 
 def settings_of(tls: TlsSettings) -> ServiceSettings:
-    return ServiceSettings(port=0, **{name: getattr(tls, name) for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")})
+    return ServiceSettings(
+        port=0, **{name: getattr(tls, name) for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")}
+    )
 
 
 async def name_at(address: str, tls: TlsSettings) -> str:
@@ -62,7 +64,7 @@ async def test_a_client_refuses_a_server_it_does_not_know(tmp_path, authority):
 async def test_renewed_certificates_hold_for_the_next_connection(tmp_path, authority):
     """Both sides move to another authority by their files alone; the server is not restarted.
 
-    Conclusive because the two authorities share nothing: afterwards the old client is refused and the renewed one served.
+    Conclusive because the two authorities share nothing: afterwards the old client is refused, the renewed one served.
     """
     server = Echo().server(settings_of(authority.issue(tmp_path / "server")))
     address = await server.start()

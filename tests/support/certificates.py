@@ -24,12 +24,12 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         constraints = x509.BasicConstraints(ca=True, path_length=0)
-        self._certificate = self._builder(self._name, self._key).add_extension(constraints, True).sign(
-            self._key, hashes.SHA256()
+        self._certificate = (
+            self._builder(self._name, self._key).add_extension(constraints, True).sign(self._key, hashes.SHA256())
         )
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -48,7 +48,9 @@ class Authority:
         """Writes key, certificate and the authorities trusted (this one's unless told otherwise) into `folder`."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "specdec test")])
-        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        )
         certificate = self._builder(subject, key).add_extension(names, False).sign(self._key, hashes.SHA256())
         folder.mkdir(parents=True, exist_ok=True)
         private = key.private_bytes(

@@ -41,7 +41,9 @@ class Echo:
             if len(self.messages) > self._answer_count_max:
                 continue
             answers = [types_pb.ErrorItem(session=item.close.session) for item in request.items]
-            response = target_pb.VerifyResponse(items=[target_pb.VerifyResponseItem(error=answer) for answer in answers])
+            response = target_pb.VerifyResponse(
+                items=[target_pb.VerifyResponseItem(error=answer) for answer in answers]
+            )
             stamps.stamp(response.stamp, time.monotonic_ns())
             await write(response.SerializeToString())
 

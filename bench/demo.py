@@ -1,0 +1,195 @@
+"""`make demo`: three services on this machine, three generations as they are committed, and a table.
+
+Starts draft, target and coordinator as separate processes on free loopback ports, generates through the coordinator's
+gRPC `Generate` with speculation and without, interleaved, prints what it measured, and stops everything it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from specdec.cli.processes import start, stop_all, wait_all_ready
+from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.errors import SpecdecError
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+
+PROMPT_IDS = (4, 60, 116)  # held-out prompts that show what the pair can do
+STYLES = {pb.TOKEN_KIND_ACCEPTED: "green", pb.TOKEN_KIND_CORRECTION: "yellow", pb.TOKEN_KIND_BONUS: "default"}
+LEGEND = "[green]accepted draft tokens[/], [yellow]corrections[/], bonus tokens"
+
+
+@dataclass
+class Run:
+    """One generation as measured."""
+
+    prompt_id: int
+    speculates: bool
+    tokens_per_s: float
+    token_ids: list[int]
+    finished: pb.Finished
+
+
+def generate(stub, prompt: dict, speculates: bool, asked: argparse.Namespace, console: Console | None) -> Run:
+    """Runs one generation; with a console, shows its text as it is committed."""
+    sampling = pb.SamplingPolicy(max_tokens=asked.max_tokens, temperature=asked.temperature, ignore_eos=True)
+    if asked.seed is not None:
+        sampling.seed = asked.seed
+    policy = pb.SpeculativePolicy(enabled=speculates)
+    if speculates and asked.num_speculative_tokens is not None:
+        policy.num_speculative_tokens = asked.num_speculative_tokens
+    token_ids: list[int] = []
+    first_s = last_s = 0.0
+    finished = pb.Finished()
+    request = pb.GenerateRequest(text=prompt["prompt"], sampling=sampling, speculative=policy)
+    for response in stub.Generate(request, timeout=120):
+        if response.HasField("delta"):
+            last_s = time.perf_counter()
+            first_s = first_s or last_s
+            token_ids += response.delta.token_ids
+            if console:
+                show(console, response.delta)
+        elif response.HasField("finished"):
+            finished = response.finished
+    rate = (len(token_ids) - 1) / (last_s - first_s) if last_s > first_s else 0.0
+    return Run(prompt["id"], speculates, rate, token_ids, finished)
+
+
+def show(console: Console, delta: pb.Delta) -> None:
+    """Prints each token's text in the colour of how the token came to be."""
+    start = 0
+    for kind, length in zip(delta.kinds, delta.text_lengths):
+        piece = delta.text[start : start + length]
+        console.print(piece, style=STYLES[kind], end="", markup=False, highlight=False, soft_wrap=True)
+        start += length
+
+
+def table_of(runs: list[Run]) -> Table:
+    """One line per prompt: tokens/s with and without, their ratio, and how speculation went."""
+    table = Table(title="speculation on and off: same services, same prompts, interleaved; medians")
+    for name in ("prompt", "on tok/s", "off tok/s", "on/off", "acceptance", "mean length", "draft link B/token"):
+        table.add_column(name, justify="right")
+    for prompt_id in dict.fromkeys(run.prompt_id for run in runs):
+        add_line(table, str(prompt_id), [run for run in runs if run.prompt_id == prompt_id])
+    table.add_section()
+    add_line(table, "all", runs)
+    return table
+
+
+def figures_of(runs: list[Run]) -> dict[str, float]:
+    """Medians of rates; totals of counts."""
+    on = [run for run in runs if run.speculates]
+    totals = [run.finished.statistics for run in on]
+    drafted = sum(entry.num_draft_tokens for entry in totals)
+    accepted = sum(entry.num_accepted_draft_tokens for entry in totals)
+    steps = sum(entry.num_spec_steps for entry in totals)
+    on_rate = statistics.median(run.tokens_per_s for run in on)
+    off_rate = statistics.median(run.tokens_per_s for run in runs if not run.speculates)
+    return {
+        "on_tokens_per_s": on_rate,
+        "off_tokens_per_s": off_rate,
+        "ratio": on_rate / off_rate if off_rate else 0.0,
+        "acceptance": accepted / drafted if drafted else 0.0,
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_link_bytes_per_token": sum(entry.draft_link_bytes for entry in totals)
+        / max(1, sum(len(run.token_ids) for run in on)),
+    }
+
+
+def add_line(table: Table, name: str, runs: list[Run]) -> None:
+    figures = figures_of(runs)
+    table.add_row(
+        name,
+        f"{figures['on_tokens_per_s']:.0f}",
+        f"{figures['off_tokens_per_s']:.0f}",
+        f"{figures['ratio']:.2f}",
+        f"{figures['acceptance']:.0%}",
+        f"{figures['mean_acceptance_length']:.2f}",
+        f"{figures['draft_link_bytes_per_token']:.0f}",
+    )
+
+
+def measure(address: str, asked: argparse.Namespace, console: Console) -> list[Run]:
+    """Shows each prompt's generation once, then measures on and off in turn."""
+    lines = (EMBEDDED_MODELS / "heldout_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = {entry["id"]: entry for entry in map(json.loads, lines)}
+    runs: list[Run] = []
+    with grpc.insecure_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        for prompt_id in PROMPT_IDS:
+            console.rule(f"prompt {prompt_id}  ({LEGEND})", align="left")
+            console.print(prompts[prompt_id]["prompt"], style="dim", end="", markup=False, highlight=False)
+            generate(stub, prompts[prompt_id], True, asked, console)
+            console.print()
+        for _ in range(asked.repeats):
+            for prompt_id in PROMPT_IDS:
+                for speculates in (True, False):
+                    runs.append(generate(stub, prompts[prompt_id], speculates, asked, None))
+    return runs
+
+
+def check_equal(runs: list[Run]) -> str:
+    """The line that says whether on and off gave the same tokens, where they must."""
+    by_prompt: dict[int, set[tuple[int, ...]]] = {}
+    for run in runs:
+        by_prompt.setdefault(run.prompt_id, set()).add(tuple(run.token_ids))
+    same = all(len(texts) == 1 for texts in by_prompt.values())
+    return "on and off: the same tokens, every time" if same else "on and off: DIFFERENT TOKENS, this is a defect"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of each generation (96)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--seed", type=int, help="with a temperature: the rule COUPLED; absent: REJECTION")
+    parser.add_argument("--num-speculative-tokens", type=int, help="draft tokens in a verification (the service's)")
+    parser.add_argument("--repeats", type=int, default=3, help="times each prompt is measured on and off (3)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = options()
+    console = Console()
+    children = []
+    common = {"port": 0, "log_level": "error", "drain_grace_s": 0.0}
+    engine = {"threads": 1, "dtype": asked.dtype}
+    try:
+        target = start("target", TargetSettings(model=str(EMBEDDED_MODELS / "target"), **common, **engine))
+        children.append(target)
+        draft = start("draft", DraftSettings(model=str(EMBEDDED_MODELS / "draft"), **common, **engine))
+        children.append(draft)
+        with console.status("starting target and draft"):
+            wait_all_ready(children)
+        links = {"target": target.address, "draft": draft.address, "tokenizer": str(EMBEDDED_MODELS / "target")}
+        coordinator = start("coordinator", CoordinatorSettings(**links, **common))
+        children.append(coordinator)
+        address = coordinator.wait_ready()
+        console.print(f"target {target.address}   draft {draft.address}   coordinator {address}")
+        runs = measure(address, asked, console)
+        console.print(table_of(runs))
+        if asked.temperature == 0 or asked.seed is not None:
+            console.print(check_equal(runs))
+        if asked.json:
+            asked.json.write_text(json.dumps(figures_of(runs), indent=2) + "\n", encoding="utf-8")
+        return 0
+    except SpecdecError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stop_all(reversed(children))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

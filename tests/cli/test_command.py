@@ -1,0 +1,223 @@
+"""The `specdec` command as a person meets it: real processes, exit codes, what stands on which stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.processes import Child, wait_all_ready
+from specdec.config import EMBEDDED_MODELS
+from specdec.engine.table_model import write_table_model
+from specdec.errors import ConfigError
+
+# Flags of a coordinator that starts and waits for a target in vain.
+UNREADY = ["--target", "127.0.0.1:1", "--tokenizer", str(EMBEDDED_MODELS / "target"), "--port", "0"]
+HEAVY = ("torch", "transformers", "grpc", "tokenizers", "numpy", "structlog")
+
+
+def specdec(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """Runs `specdec`; output as text, or as bytes when the input is."""
+    command = [sys.executable, "-m", "specdec.cli", *arguments]
+    text = not isinstance(options.get("input"), bytes)
+    return subprocess.run(command, capture_output=True, text=text, timeout=60, **options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Table models: target and draft of one tokenizer, and one of another."""
+    folder = tmp_path_factory.mktemp("models")
+    write_table_model(folder / "target", 8, seed=1)
+    write_table_model(folder / "draft", 8, seed=2)
+    write_table_model(folder / "other", 9, seed=3)
+    return folder
+
+
+class Serving:
+    """`specdec serve` as a process. `lines` are what it printed until it served."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", "--drain-grace-s", "2", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines = [self.process.stdout.readline(), self.process.stdout.readline()]
+        self.address = self.lines[0].split()[-1]
+
+    def children(self) -> list[int]:
+        """Process ids of its children."""
+        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(number) for number in listing.split()]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def serving(folders):
+    """The three services with table models, for the tests that only ask."""
+    serving = Serving("--model", str(folders / "target"), "--draft-model", str(folders / "draft"))
+    yield serving
+    serving.end()
+
+
+def token_ids_of(done: subprocess.CompletedProcess) -> list[int]:
+    """The output tokens in what `generate --json` printed."""
+    deltas = [json.loads(line).get("delta", {}) for line in done.stdout.splitlines()]
+    return [token_id for delta in deltas for token_id in delta.get("token_ids", [])]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_help_is_immediate():
+    """Help, of `specdec` and of each command, loads none of the heavy packages: nobody waits for a model library."""
+    code = (
+        "import sys\nfrom specdec.cli.main import COMMANDS, run_command\n"
+        "run_command(['--help'])\n"
+        "for command in COMMANDS:\n"
+        "    try: run_command([command, '--help'])\n"
+        "    except SystemExit as ended: assert ended.code == 0\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"
+    assert "generate" in done.stdout and "--num-speculative-tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, code, expected",
+    [
+        (("draft", "--modle", "m"), 2, "specdec: --modle is not known; did you mean --model?"),
+        (("target", "--model", "m", "--host", "0.0.0.0"), 2, "--insecure"),
+        (("generate",), 2, "give a prompt or --prompt-ids"),
+        (("generate", "hi", "--address", "127.0.0.1:1"), 1, "Connection refused; check --address"),
+    ],
+)
+def test_errors_are_one_line_on_standard_error(arguments, code, expected):
+    """Exit code 2 for being asked wrongly, 1 for failing; nothing on standard output, no traceback."""
+    done = specdec(*arguments)
+    assert done.returncode == code and done.stdout == ""
+    assert expected in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_generate_streams_text_and_json(serving):
+    """The text of the plain output is the text of the JSON messages; with a seed both are the same generation."""
+    request = ("generate", "--prompt-ids", "1,2,3", "--seed", "7", "--max-tokens", "12", "--address", serving.address)
+    plain = specdec(*request)
+    assert plain.returncode == 0 and plain.stderr == ""
+    messages = [json.loads(line) for line in specdec(*request, "--json").stdout.splitlines()]
+    assert list(messages[0]) == ["started"] and messages[0]["started"]["seed"] == "7"
+    assert list(messages[-1]) == ["finished"]
+    assert "".join(message["delta"].get("text", "") for message in messages[1:-1]) + "\n" == plain.stdout
+
+
+def test_generate_reads_standard_input_and_resumes(serving):
+    """`-` is standard input; a stream cut after three tokens and resumed prints the rest of the same text."""
+    flags = ("--seed", "9", "--max-tokens", "10", "--ignore-eos", "--address", serving.address)
+    whole = specdec("generate", "-", "--json", *flags, input="<1><2>")
+    ids = token_ids_of(whole)
+    cut = ",".join(map(str, ids[:3]))
+    rest = specdec("generate", "<1><2>", "--json", "--resume-ids", cut, *flags)
+    assert len(ids) == 10 and token_ids_of(rest) == ids[3:]
+    refused = specdec("generate", "-", *flags, input=b"\xff\xfe")
+    assert refused.returncode == 2 and b"standard input is not UTF-8" in refused.stderr
+
+
+def test_generate_colours_what_the_draft_guessed(serving):
+    """Colours on demand only: green for accepted draft tokens, yellow for corrections; the text stays the same."""
+    request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--address", serving.address)
+    plain, coloured = specdec(*request).stdout, specdec(*request, "--color", "always").stdout
+    assert "\x1b" not in plain and "\x1b[32m" in coloured
+    for code in ("\x1b[32m", "\x1b[33m", "\x1b[0m"):
+        coloured = coloured.replace(code, "")
+    assert coloured == plain
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (("--top-p", "7"), "top_p"),
+        (("--stop", "x" * 1000), "stop"),
+        (("--num-speculative-tokens", "60"), "num_speculative_tokens"),
+    ],
+)
+def test_refusals_of_the_server_are_one_line(serving, flags, expected):
+    """The server's field and limit, exit code 1."""
+    done = specdec("generate", "<1>", *flags, "--address", serving.address)
+    assert done.returncode == 1 and done.stdout == ""
+    assert expected in done.stderr and "must be" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_serve_stops_all_it_started(serving):
+    """A lost draft is reported and costs no request; interrupted, serve ends with 0 and its children are gone.
+
+    Last user of the fixture.
+    """
+    children = serving.children()
+    assert len(children) == 3
+    os.kill(children[1], signal.SIGKILL)
+    while "draft service ended" not in (line := serving.process.stderr.readline()):
+        assert line
+    assert specdec("generate", "<1>", "--max-tokens", "3", "--address", serving.address).returncode == 0
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(15) == 0
+    assert gone_within(children, 0.5)
+
+
+def test_nothing_is_left_when_the_parent_is_killed():
+    """SIGKILL gives no chance to clean up; the kernel ends the child all the same, frozen or not."""
+    code = f"from specdec.cli.processes import Child\nchild = Child('coordinator', {UNREADY!r})\n"
+    code += "print(child.process.pid, child.check_ready(1.0), flush=True)\nimport time\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline().split()[0])
+        os.kill(pid, signal.SIGSTOP)
+        assert is_alive(pid)
+        parent.kill()
+        assert gone_within([pid], 2.0)
+
+
+def test_different_tokenizers_end_serve(folders):
+    """Draft and target that number tokens differently: one line naming both models, nothing left running."""
+    done = specdec("serve", "--port", "0", "--model", str(folders / "target"), "--draft-model", str(folders / "other"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in (str(folders / "target"), str(folders / "other"), "tokenizer"))
+
+
+def test_a_child_that_cannot_start_says_why():
+    """The child's own sentence reaches whoever waits, as an error, though another child would keep it waiting."""
+    with Child("coordinator", UNREADY) as waiting, Child("coordinator", [*UNREADY, "--tokenizer", "/none"]) as failing:
+        with pytest.raises(ConfigError, match="/none"):
+            wait_all_ready([waiting, failing], 60.0)
+        assert waiting.is_running and failing.process.wait(5.0) == 1
+
+
+def test_a_frozen_child_is_stopped():
+    """SIGTERM alone would wait in vain for a stopped process; `stop` ends it, and is idempotent."""
+    with Child("coordinator", UNREADY) as child:
+        assert not child.check_ready(0.5)
+        child.signal(signal.SIGSTOP)
+        child.stop(5.0)
+        assert not child.is_running
+        assert child.stop() == child.process.returncode

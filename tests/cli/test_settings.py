@@ -1,0 +1,241 @@
+"""Settings: where values come from, which one wins, and what is said when one is wrong."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from specdec.cli.main import COMMANDS, KNOWN_FIELDS, run_command
+from specdec.cli.options import UsageError, flag_of, make_parser, read_settings
+from specdec.cli.processes import arguments_of
+from specdec.config import (
+    GROUPS,
+    ClientSettings,
+    CoordinatorSettings,
+    DraftSettings,
+    ServeSettings,
+    ServiceSettings,
+    TargetSettings,
+    is_loopback,
+)
+
+CONVENTIONAL_FLAGS = (
+    "--model --host --port --served-model-name --dtype --max-model-len --max-num-seqs --max-num-batched-tokens "
+    "--kv-cache-bytes --block-size --threads --ssl-keyfile --ssl-certfile --ssl-ca-certs --insecure --log-level "
+    "--drain-grace-s --config"
+).split()
+SAMPLING_FLAGS = (
+    "--max-tokens --temperature --top-p --top-k --min-p --seed --stop --stop-token-ids --presence-penalty "
+    "--frequency-penalty --repetition-penalty --logit-bias --logprobs --ignore-eos --min-tokens --speculative "
+    "--num-speculative-tokens --rule --resume-ids --prompt-ids --json --address"
+).split()
+
+
+def read(command: str, *arguments: str, environment: dict[str, str] | None = None):
+    """The settings of a command line."""
+    entry = COMMANDS[command]
+    parser = make_parser(command, entry.summary, entry.settings)
+    return read_settings(entry.settings, parser, arguments, environment or {}, KNOWN_FIELDS)
+
+
+def refusal(command: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """What is said about a command line that is wrong: always one line."""
+    with pytest.raises(UsageError) as raised:
+        read(command, *arguments, environment=environment)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def help_of(command: str) -> str:
+    return make_parser(command, COMMANDS[command].summary, COMMANDS[command].settings).format_help()
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    """Each layer is removed in turn, and the next one shows: 4, then 3, then 2, then the default."""
+    file = tmp_path / "draft.yaml"
+    file.write_text("model: m\nblock-size: 2\n")
+    environment = {"SPECDEC_BLOCK_SIZE": "3"}
+    arguments = ("--config", str(file))
+    assert read("draft", *arguments, "--block-size", "4", environment=environment).block_size == 4
+    assert read("draft", *arguments, environment=environment).block_size == 3
+    assert read("draft", *arguments).block_size == 2
+    assert read("draft", "--model", "m").block_size == DraftSettings(model="m").block_size == 16
+
+
+def test_the_file_can_be_named_in_the_environment(tmp_path):
+    """A container is configured without arguments."""
+    file = tmp_path / "target.yaml"
+    file.write_text("model: m\nport: 0\n")
+    assert read("target", environment={"SPECDEC_CONFIG": str(file)}).model == "m"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_holds_every_setting_with_a_sentence(command):
+    """One schema makes flags and help, so none can be without the other; each says what it is in a sentence."""
+    text = help_of(command)
+    for name, field in COMMANDS[command].settings.model_fields.items():
+        extra = field.json_schema_extra
+        assert extra["group"] in GROUPS
+        assert (name.upper() if extra.get("positional") else flag_of(name)) in text
+        assert field.description and field.description.endswith((".", "…")), name
+
+
+def test_flags_are_spelt_as_users_know_them():
+    """The spellings of other inference servers, so that nobody has to look them up."""
+    for flags, command in ((CONVENTIONAL_FLAGS, "target"), (CONVENTIONAL_FLAGS, "draft"), (SAMPLING_FLAGS, "generate")):
+        text = help_of(command).split()
+        assert [flag for flag in flags if flag not in [word.rstrip(",") for word in text]] == []
+    coordinator = help_of("coordinator")
+    for flag in ("--target", "--draft", "--num-speculative-tokens", "--num-speculative-tokens-max", "--draft-wait-ms"):
+        assert flag in coordinator
+
+
+@pytest.mark.parametrize(
+    "command, arguments, expected",
+    [
+        ("draft", ["--modle", "m"], "--modle is not known; did you mean --model?"),
+        ("draft", ["--model", "m", "--port", "65536"], "--port is '65536'; it must be from 0 to 65535"),
+        ("draft", ["--model", "m", "--port", "x"], "--port is 'x'; it must be a valid integer"),
+        ("draft", ["--model", "m", "--dtype", "int8"], "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("draft", ["--model", "m", "--drain-grace-s", "nan"], "--drain-grace-s is 'nan'"),
+        ("draft", ["--model"], "argument --model: expected one argument"),
+        ("draft", [], "--model is missing"),
+        ("coordinator", ["--tokenizer", "t", "--target", "here"], "--target is 'here'; it must be HOST:PORT"),
+        ("coordinator", ["--tokenizer", "t"], "--target is missing"),
+        (
+            "serve",
+            ["--num-speculative-tokens", "20"],
+            "--num-speculative-tokens 20 is above --num-speculative-tokens-max 16",
+        ),
+        ("generate", ["hi", "--logit-bias", "5"], "it must be ID=BIAS, such as 5=-1.5"),
+        ("generate", ["hi", "--prompt-ids", "1,x"], "--prompt-ids is"),
+        ("generate", ["hi", "--max-tokens", "-1"], "--max-tokens is '-1'; it must be from 0 to"),
+        ("generate", ["hi", "there"], "there is not known"),
+        ("draft", ["--config", "/nonexistent.yaml"], "--config /nonexistent.yaml cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(command, arguments, expected):
+    """Flag, value and what it must be, or the flag that was probably meant."""
+    assert expected in refusal(command, *arguments)
+
+
+def test_wrong_values_are_blamed_on_where_they_came_from(tmp_path):
+    """A value nobody typed just now must be findable: the variable, or the file."""
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\nport: many\n")
+    assert f"port in {file} is 'many'" in refusal("draft", "--config", str(file))
+    assert "SPECDEC_PORT is '-1'" in refusal("draft", "--model", "m", environment={"SPECDEC_PORT": "-1"})
+
+
+@pytest.mark.parametrize(
+    "content, expected", [("prot: 1\n", "did you mean port?"), ("- 1\n", "NAME: VALUE"), ("a: b: c", "not YAML")]
+)
+def test_a_file_that_is_not_understood_is_refused(tmp_path, content, expected):
+    """Unknown keys are errors, so a misspelt setting is never silently the default."""
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    assert expected in refusal("draft", "--model", "m", "--config", str(file))
+
+
+def test_the_environment_is_checked_too():
+    """A misspelt variable is an error; one of another command is not, nor an address that Kubernetes put there."""
+    assert "did you mean SPECDEC_MODEL?" in refusal("draft", environment={"SPECDEC_MODLE": "m"})
+    shared = {
+        "SPECDEC_TEMPERATURE": "0",
+        "SPECDEC_DRAFT_SERVICE_HOST": "10.0.0.1",
+        "SPECDEC_TARGET_PORT_50052_TCP_ADDR": "x",
+    }
+    assert read("draft", "--model", "m", environment=shared).model == "m"
+
+
+def test_lists_come_from_flags_environment_and_file(tmp_path):
+    """Repeated flags, comma-separated ids, JSON in a variable, YAML lists and mappings: one value each way."""
+    settings = read("generate", "hi", "--stop", "a,b", "--stop", "c", "--prompt-ids", "1,2", "--logit-bias", "5=-1.5")
+    assert (settings.stop, settings.prompt_ids, settings.logit_bias) == (("a,b", "c"), (1, 2), ((5, -1.5),))
+    assert read("generate", "hi", environment={"SPECDEC_STOP": '["x", "y"]'}).stop == ("x", "y")
+    assert read("generate", "hi", environment={"SPECDEC_STOP": "[x"}).stop == ("[x",)
+    file = tmp_path / "g.yaml"
+    file.write_text("stop: [x, y]\nlogit-bias: {5: -1.5}\nstop_token_ids: [3, 4]\n")
+    settings = read("generate", "hi", "--config", str(file))
+    assert (settings.stop, settings.logit_bias, settings.stop_token_ids) == (("x", "y"), ((5, -1.5),), (3, 4))
+
+
+def test_settings_never_change():
+    """What was checked at the start holds for ever (style: configuration is immutable)."""
+    settings = DraftSettings(model="m")
+    with pytest.raises(pydantic.ValidationError):
+        settings.port = 1
+    with pytest.raises(pydantic.ValidationError):
+        DraftSettings(model="m", prot=1)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"])
+def test_beyond_loopback_needs_tls_or_insecure(host, tmp_path):
+    """A port others can reach is never plain by accident; either three TLS files or a flag that says so."""
+    assert "reaches beyond this machine" in refusal("draft", "--model", "m", "--host", host)
+    assert read("draft", "--model", "m", "--host", host, "--insecure").host == host
+    files = [tmp_path / name for name in ("key", "cert", "ca")]
+    for file in files:
+        file.write_text("")
+    tls = ["--ssl-keyfile", str(files[0]), "--ssl-certfile", str(files[1]), "--ssl-ca-certs", str(files[2])]
+    assert read("draft", "--model", "m", "--host", host, *tls).has_tls
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_loopback_needs_nothing(host):
+    """What no other machine can reach needs no certificates."""
+    assert is_loopback(host) and ServiceSettings(host=host).host == host
+
+
+def test_connecting_beyond_loopback_needs_the_same():
+    """Prompts leave a client, and tokens a coordinator, as they would leave a server."""
+    assert "--address 10.0.0.1" in refusal("generate", "hi", "--address", "10.0.0.1:50051")
+    assert "--draft 10.0.0.1" in refusal(
+        "coordinator", "--tokenizer", "t", "--target", "127.0.0.1:1", "--draft", "10.0.0.1:2"
+    )
+    assert ClientSettings(address="10.0.0.1:50051", insecure=True).address == "10.0.0.1:50051"
+
+
+def test_half_of_tls_is_refused(tmp_path):
+    """Two of three files would encrypt without knowing the other side; a path that is no file is named."""
+    present = tmp_path / "cert"
+    present.write_text("")
+    assert "give --ssl-keyfile and --ssl-ca-certs too" in refusal(
+        "draft", "--model", "m", "--ssl-certfile", str(present)
+    )
+    missing = ["--ssl-certfile", "/none", "--ssl-keyfile", str(present), "--ssl-ca-certs", str(present)]
+    assert "--ssl-certfile /none is not a file" in refusal("draft", "--model", "m", *missing)
+
+
+def test_serve_gives_its_settings_to_the_three():
+    """Host, port and the models go where they belong; the internal services stay on loopback, on free ports."""
+    serve = ServeSettings(host="0.0.0.0", insecure=True, port=7, model="t", draft_model="d", threads=3, max_num_seqs=5)
+    target, draft = serve.target_settings(), serve.draft_settings()
+    here, there = "127.0.0.1:1", "127.0.0.1:2"
+    coordinator = serve.coordinator_settings(here, there)
+    assert (target.model, draft.model, coordinator.tokenizer) == ("t", "d", "t")
+    assert (target.host, target.port, draft.host, draft.port) == ("127.0.0.1", 0, "127.0.0.1", 0)
+    assert (coordinator.host, coordinator.port) == ("0.0.0.0", 7)
+    assert (coordinator.target, coordinator.draft) == (here, there)
+    assert target.threads == draft.threads == 3 and coordinator.max_num_seqs == target.max_num_seqs == 5
+    assert not coordinator.link_tls.has_tls
+
+
+@pytest.mark.parametrize(
+    "command, settings",
+    [
+        ("target", TargetSettings(model="a b", kv_cache_bytes=1 << 20, host="0.0.0.0", insecure=True)),
+        ("draft", DraftSettings(model="-m")),
+        ("coordinator", CoordinatorSettings(tokenizer="t", target="127.0.0.1:1", insecure_links=True)),
+    ],
+)
+def test_a_child_is_given_the_same_settings(command, settings):
+    """Flags made from settings make the settings again, so a child runs with what its parent checked."""
+    assert read(command, *arguments_of(settings)) == settings
+
+
+def test_an_unknown_command_is_refused():
+    """The commands there are, in one line."""
+    with pytest.raises(UsageError, match="^sreve is not a command; choose from serve, target, draft"):
+        run_command(["sreve"])

@@ -1,0 +1,91 @@
+"""On = off on the shipped pair, through the running services.
+
+The matrix of draft length × batch × temperature × dtype: 0 differing tokens, and equal text, usage, finish reason and
+logprobs. The reference of every cell is one generation alone, without speculation; so the check covers rows beside other
+rows, verifications of every width, rollbacks after real rejections, and stops and `min_tokens` that fall inside a round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.services import MODELS, Outcome, Services, running
+
+MAX_TOKENS = 40
+DRAFT_LENGTHS = (0, 1, 2, 4, 8)
+BATCHES = (1, 3, 8)
+PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:8]]
+ENDINGS: list[dict[str, Any]] = [
+    {},
+    {"stop": ["\n\n"]},
+    {"stop": ["self", "("], "min_tokens": 11},
+    {"stop_token_ids": [199, 262], "min_tokens": 5},
+    {"ignore_eos": True, "repetition_penalty": 1.2},
+    {"stop": ["    "], "min_tokens": 17},
+    {"top_p": 0.9, "top_k": 40, "stop": [")\n"]},
+    {"frequency_penalty": 0.3, "min_tokens": 30},
+]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def services(request: pytest.FixtureRequest) -> Iterator[Services]:
+    with running(MODELS / "target", MODELS / "draft", threads=1, block_size=64, dtype=request.param) as started:
+        yield started
+
+
+def asks(temperature: float, draft_length: int | None) -> list[dict[str, Any]]:
+    """One generation per prompt, each with another way to end."""
+    speculative = {"enabled": False} if draft_length is None else {"num_speculative_tokens": draft_length}
+    seeds = {} if temperature == 0 else {"seed": 1234}
+    common = {"temperature": temperature, "max_tokens": MAX_TOKENS, "logprobs": 2, "speculative": speculative, **seeds}
+    return [{"prompt": prompt, **common, **ending} for prompt, ending in zip(PROMPTS, ENDINGS)]
+
+
+def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
+    return [i for i, pair in enumerate(zip(outcomes, reference)) if pair[0].comparable != pair[1].comparable]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+def test_speculation_changes_nothing(services: Services, temperature: float):
+    client = services.client
+    reference = [client.generate(**ask) for ask in asks(temperature, None)]
+    reasons = {outcome.finished.reason for outcome in reference}
+    assert len({outcome.text for outcome in reference}) == len(PROMPTS) and len(reasons) == 2
+    drafted = accepted = 0
+    for draft_length in DRAFT_LENGTHS:
+        for batch in BATCHES:
+            asked = asks(temperature, draft_length)[:batch]
+            outcomes = client.generate_all(asked, width=batch)
+            assert not differing(outcomes, reference), f"draft length {draft_length}, batch {batch}"
+            drafted += sum(outcome.finished.statistics.num_draft_tokens for outcome in outcomes)
+            accepted += sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
+    assert 0 < accepted < drafted
+
+
+def test_resume_at_every_token_of_real_text(services: Services):
+    """Claim: cut at every token, on a freshly started coordinator, the pieces are the whole, text and logprobs too."""
+    asked = asks(0.7, 4)[5]
+    whole = services.client.generate(**{**asked, "speculative": {"enabled": False}})
+    coordinator, client = services.start_coordinator()
+    try:
+        for cut in range(len(whole.token_ids) + 1):
+            resumed = client.generate(**asked, resume=whole.token_ids[:cut])
+            assert whole.token_ids[:cut] + resumed.token_ids == whole.token_ids, f"cut at {cut}"
+            assert "".join(whole.texts[:cut]) + resumed.text == whole.text, f"cut at {cut}"
+            assert resumed.logprobs == whole.logprobs[cut:], f"cut at {cut}"
+            assert resumed.finished.usage == whole.finished.usage
+    finally:
+        client.close()
+        coordinator.stop()
+
+
+def test_unseeded_sampling_speculates_too(services: Services):
+    """Claim: without seed the rule is REJECTION, draft tokens pass, and every token lies in the vocabulary."""
+    outcome = services.client.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
+    assert outcome.started.rule == 2
+    assert outcome.finished.statistics.num_accepted_draft_tokens > 0
+    assert len(outcome.token_ids) == 60 and max(outcome.token_ids) < 4096

@@ -1,0 +1,131 @@
+"""Tiny models for tests of the engine: randomly initialised, yet with varied text, and a driver without a thread.
+
+Random weights at their usual scale collapse into one repeated token and hide errors, so these are scaled up: greedy
+text varies and an early token changes later logits (tests assert both). Folders are complete: config, safetensors,
+a byte-level BPE tokenizer; the output layer is wider than the tokenizer, as in real families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specdec.engine.interface import CausalModel, RaggedBatch, Segment, StepOutput
+from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.model import load_model
+
+END_TOKEN = "<|end|>"
+OUTPUT_PADDING = 13  # output columns without a token: they must never be seen
+TRAINING_TEXT = "def total(values): return sum(value for value in values if value is not None)\n" * 8
+
+ROTARY = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112}
+CONFIGS: dict[str, tuple[type, dict]] = {
+    "llama": (transformers.LlamaConfig, ROTARY | {"max_position_embeddings": 512, "hidden_size": 64}),
+    "qwen2": (transformers.Qwen2Config, ROTARY | {"max_position_embeddings": 512, "hidden_size": 64}),
+    "gpt2": (transformers.GPT2Config, {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_positions": 512}),
+}
+CLASSES = {
+    "llama": transformers.LlamaForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "gpt2": transformers.GPT2LMHeadModel,
+}
+
+
+def make_tiny_model(
+    folder: Path, architecture: str, seed: int = 0, vocabulary_size: int = 288, **overrides: object
+) -> Path:
+    """Writes a model folder of "llama", "qwen2" or "gpt2" and returns it; `overrides` are config entries."""
+    config_class, entries = CONFIGS[architecture]
+    width = vocabulary_size + OUTPUT_PADDING
+    common = {"vocab_size": width, "eos_token_id": 0, "bos_token_id": 0, "tie_word_embeddings": False}
+    config = config_class(**(entries | common | overrides))
+    torch.manual_seed(seed)
+    model = CLASSES[architecture](config)
+    scale_up(model, seed)
+    model.save_pretrained(folder)
+    make_tokenizer(vocabulary_size).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def scale_up(model: transformers.PreTrainedModel, seed: int) -> None:
+    """Redraws the weights so that every layer matters: text varies, and early tokens reach late logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        drawn = torch.randn(weight.shape, generator=generator)
+        if weight.dim() == 1:
+            offset = 1.0 if "norm" in name or "ln_" in name else 0.0
+            weight.data = (offset if name.endswith("weight") else 0.0) + 0.2 * drawn
+        elif "embed" in name or "wte" in name or "wpe" in name:
+            weight.data = drawn
+        elif "lm_head" in name:
+            weight.data = drawn * 3 / math.sqrt(weight.shape[1])
+        else:
+            weight.data = drawn * 1.5 / math.sqrt(model.config.hidden_size)
+    model.tie_weights()
+
+
+def make_tokenizer(vocabulary_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of exactly `vocabulary_size` tokens, at least 257; id 0 is the end token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[AddedToken(END_TOKEN, special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
+    missing = vocabulary_size - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<word{index}>" for index in range(missing)])
+    return tokenizer
+
+
+def random_tokens(count: int, seed: int, vocabulary_size: int = 288) -> list[int]:
+    """`count` token ids from 1 on."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary_size, (count,), generator=generator).tolist()
+
+
+class Driver:
+    """Feeds a model through a cache step by step, on the test's own thread."""
+
+    def __init__(self, model: CausalModel, block_count: int = 128, block_size: int = 16):
+        self.model = model
+        self.cache = KVCache(block_count, block_size, model.allocate(block_count, block_size))
+
+    @classmethod
+    def load(cls, folder: Path, dtype: str = "float32", block_count: int = 128, block_size: int = 16) -> Driver:
+        return cls(load_model(str(folder), dtype), block_count, block_size)
+
+    def open(self, capacity: int = 256) -> BlockTable:
+        return self.cache.reserve(capacity)
+
+    def step(self, feeds: Sequence[tuple[BlockTable, Sequence[int], int]]) -> StepOutput:
+        """One forward of (table, token ids after its cached ones, logit count) each; tables advance."""
+        for table, token_ids, _ in feeds:
+            self.cache.prepare_write(table, table.length + len(token_ids))
+        segments = tuple(Segment(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
+        output = self.model.forward(RaggedBatch(segments))
+        for table, token_ids, _ in feeds:
+            self.cache.advance(table, table.length + len(token_ids))
+        return output
+
+    def feed(self, table: BlockTable, token_ids: Sequence[int], logit_count: int | None = None) -> torch.Tensor:
+        """Logits of the last rows of one sequence fed alone, all of them by default: [rows, vocab] float32."""
+        count = len(token_ids) if logit_count is None else logit_count
+        return self.step([(table, token_ids, count)]).logits
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Plain greedy decoding, one token a step."""
+        table = self.open(len(prompt) + count)
+        token_ids = [int(self.feed(table, prompt, 1)[0].argmax())]
+        while len(token_ids) < count:
+            token_ids.append(int(self.feed(table, token_ids[-1:], 1)[0].argmax()))
+        self.cache.release(table)
+        return token_ids

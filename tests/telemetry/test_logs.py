@@ -1,0 +1,57 @@
+"""Log lines: what is in them, and what never is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import structlog
+
+from specdec.telemetry.logs import WITHHELD_FIELDS, bound, configure_logs, get_logger
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """Logging as it was before the test."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def lines(capsys) -> list[dict]:
+    """What stands on standard error, line by line; standard output must be empty, for it belongs to the command."""
+    written = capsys.readouterr()
+    assert written.out == ""
+    return [json.loads(line) for line in written.err.splitlines()]
+
+
+def test_lines_are_json_with_service_and_bound_fields(capsys):
+    """Fields bound for a request stand on every line logged within, also of loggers made before, and not after."""
+    logger = get_logger("specdec.test")
+    configure_logs("info", "target", as_json=True)
+    with bound(trace_id="ab", session=7):
+        logger.info("opened", length=3)
+    logger.info("idle")
+    logger.debug("not severe enough")
+    inside, after = lines(capsys)
+    assert (inside["event"], inside["service"], inside["level"], inside["length"]) == ("opened", "target", "info", 3)
+    assert (inside["trace_id"], inside["session"], inside["component"]) == ("ab", 7, "specdec.test")
+    assert "trace_id" not in after and after["service"] == "target"
+
+
+def test_texts_are_withheld(capsys):
+    """Whatever users wrote or were answered does not reach a log, even when somebody logs it by mistake."""
+    configure_logs("info", "coordinator", as_json=True)
+    get_logger().info("mistake", **{name: "my secret" for name in WITHHELD_FIELDS})
+    assert "my secret" not in str(lines(capsys))
+
+
+def test_exceptions_are_on_one_line(capsys):
+    """A traceback is a field, so a line is an event for whoever collects them."""
+    configure_logs("info", "draft", as_json=True)
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        get_logger().exception("failed")
+    (line,) = lines(capsys)
+    assert line["event"] == "failed" and line["exception"][0]["exc_value"] == "wrong"
