@@ -29,7 +29,7 @@ from specdec.decoding.evidence import chunks, coupled_token_ids
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ROW_WEIGHT_MAX, Law, Row, Rule
 
-PROPOSAL_ROW_TOKENS_MAX = 32  # 5 or so bytes each: a chain of 8 rows stays below 1.5 KiB
+PROPOSAL_ROW_TOKENS_MAX = 96  # 4 to 5 bytes each: the rows of 4 draft tokens stay near 1.5 KiB
 
 
 @dataclass(frozen=True, slots=True)

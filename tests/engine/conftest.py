@@ -1,0 +1,58 @@
+"""Models shared by the tests of the engine, loaded once, and the torch thread count each test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.engine_models import Driver, make_tiny_model
+
+SHIPPED = Path(__file__).parents[2] / "models"
+# Sizes that fill no vector register: they would show any kernel that treats the end of a run differently.
+ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 75, "num_key_value_heads": 4}
+TINY: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "gpt2": ("gpt2", {}),
+    "odd": ("llama", ODD),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Every test starts with one torch thread and leaves the count as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A model folder by name: a tiny one of TINY, or "target" and "draft", the shipped pair."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in TINY:
+            return SHIPPED / name
+        if name not in made:
+            architecture, overrides = TINY[name]
+            made[name] = make_tiny_model(tmp_path_factory.mktemp(name), architecture, **overrides)
+        return made[name]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
+    """A driver by (name, dtype), loaded once; tests release what they open."""
+    loaded: dict[tuple[str, str], Driver] = {}
+
+    def find(name: str, dtype: str = "float32") -> Driver:
+        if (name, dtype) not in loaded:
+            loaded[name, dtype] = Driver.load(folder_of(name), dtype, block_count=200)
+        return loaded[name, dtype]
+
+    return find
