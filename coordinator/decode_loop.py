@@ -209,8 +209,9 @@ class Generation:
         self._perform(actions)
 
     def _emit(self, event: Event | SpecdecError) -> None:
-        last = self._undelivered[-1] if self._undelivered else None
-        if len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX and isinstance(last, Delta) and isinstance(event, Delta):
+        is_full = len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX
+        last = self._undelivered[-1] if is_full else None
+        if isinstance(last, Delta) and isinstance(event, Delta):
             self._undelivered[-1] = last.merged(event)
             self._check_reader()
         else:

@@ -25,7 +25,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """The outcome of walking some tokens: the text that became certain with each that counts, and the end if it came."""
+    """The outcome of walking some tokens: the text made certain by each that counts, and the end if it came."""
 
     texts: tuple[str, ...]
     ending: Ending | None

@@ -72,7 +72,9 @@ class Listener(Protocol):
 class Replica:
     """One replica, connected to by itself. `fingerprint` is the tokenizer's it must have."""
 
-    def __init__(self, kind: ReplicaKind, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]):
+    def __init__(
+        self, kind: ReplicaKind, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]
+    ) -> None:
         self.kind = kind
         self.address = address
         self.description: Description | None = None

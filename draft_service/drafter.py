@@ -1,8 +1,8 @@
 """Grows each session's tree of draft tokens, without being asked per round.
 
 The tree is a chain here: every step evaluates the deepest proposal child of every session, so all sessions advance
-together, one token a step, up to their windows. A commit inside the tree re-roots it; one outside restarts it there in a
-new epoch. It runs on the engine thread.
+together, one token a step, up to their windows. A commit inside the tree re-roots it; one outside restarts it there in
+a new epoch. It runs on the engine thread.
 """
 
 from __future__ import annotations

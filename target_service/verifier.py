@@ -99,7 +99,7 @@ class Verifier:
         if item.round_index < last.round_index:
             return
         if item.content != last.content:
-            raise InvalidRequest("round_index", item.round_index, "a higher one: this round was asked with other tokens")
+            raise InvalidRequest("round_index", item.round_index, "higher: this round was asked with other tokens")
         if held.last_answer is not None:
             held.reply(held.last_answer)
 

@@ -1,4 +1,8 @@
-"""`specdec generate`: one request, its text printed as it is committed."""
+"""`specdec generate`: one request, its text printed as it is committed.
+
+Text goes to standard output and nothing else does, so it can be piped; figures and errors go to standard error.
+Kinds of tokens are told apart by colour, delta by delta.
+"""
 
 from __future__ import annotations
 

@@ -57,10 +57,12 @@ def plain_type(annotation: Any) -> Any:
 
 
 def is_list(field: FieldInfo) -> bool:
+    """Whether the flag may be repeated."""
     return typing.get_origin(plain_type(field.annotation)) is tuple
 
 
 def metavar_of(field: FieldInfo) -> str:
+    """What help shows for the value."""
     kind = plain_type(field.annotation)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
@@ -68,6 +70,7 @@ def metavar_of(field: FieldInfo) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
+    """The field's sentence with its default, escaped for argparse."""
     text = (field.description or "").replace("%", "%%")
     if field.is_required():
         return f"{text} Required."
@@ -225,9 +228,5 @@ def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], o
 
 def _range(field: FieldInfo) -> str:
     """ "from 0 to 65535" where the field has both ends."""
-    bounds = {name: value for limit in field.metadata for name, value in vars_of(limit).items()}
+    bounds = {end: getattr(limit, end) for limit in field.metadata for end in ("ge", "le") if hasattr(limit, end)}
     return f"from {bounds['ge']} to {bounds['le']}" if {"ge", "le"} <= bounds.keys() else ""
-
-
-def vars_of(limit: Any) -> dict[str, Any]:
-    return {name: getattr(limit, name) for name in ("ge", "le") if hasattr(limit, name)}

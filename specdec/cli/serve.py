@@ -1,4 +1,8 @@
-"""`specdec serve`: the three services on this machine, started in order and stopped together."""
+"""`specdec serve`: the three services on this machine, started in order and stopped together.
+
+Target and draft load at the same time, are held against each other, and only then the coordinator starts. Losing the
+draft costs speed and is reported; losing one of the others ends all.
+"""
 
 from __future__ import annotations
 

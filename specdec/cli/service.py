@@ -1,4 +1,7 @@
-"""`specdec target`, `draft` and `coordinator`: one service in this process, until it is told to stop."""
+"""`specdec target`, `draft` and `coordinator`: one service in this process, until it is told to stop.
+
+The service's package, and with it torch or grpc, is imported only here, after the settings were found right.
+"""
 
 from __future__ import annotations
 

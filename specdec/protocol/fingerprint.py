@@ -20,7 +20,8 @@ def tokenizer_fingerprint(tokenizer: dict[str, Any]) -> str:
         pairs = sorted((token_id, token) for token, token_id in vocabulary.items())
     else:
         pairs = [(token_id, entry[0]) for token_id, entry in enumerate(vocabulary)]
-    added = sorted((entry["id"], entry["content"], bool(entry["special"])) for entry in tokenizer.get("added_tokens", ()))
+    entries = tokenizer.get("added_tokens", ())
+    added = sorted((entry["id"], entry["content"], bool(entry["special"])) for entry in entries)
     digest = hashlib.sha256(json.dumps([pairs, added], ensure_ascii=False).encode())
     return digest.hexdigest()
 

@@ -20,7 +20,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that became final, and the text that became certain with them: `text_lengths[i]` characters with token i."""
+    """Tokens that became final, and the text that became certain: `text_lengths[i]` characters of it with token i."""
 
     first_output_index: int
     token_ids: tuple[int, ...]

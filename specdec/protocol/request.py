@@ -129,7 +129,7 @@ class Ask:
         """Most output tokens. Raises InvalidRequest when prompt and output do not fit the model."""
         room = positions_max - prompt_length
         if room < 1:
-            limit = f"at most {positions_max - 1} tokens long, so that one more fits the model's {positions_max} positions"
+            limit = f"at most {positions_max - 1} tokens, so that one more fits the model's {positions_max} positions"
             raise InvalidRequest("prompt", f"{prompt_length} tokens", limit)
         asked = self.sampling.max_tokens
         if asked is None:

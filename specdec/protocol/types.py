@@ -61,7 +61,8 @@ def check_integer(field: str, value: object, low: int, high: int) -> None:
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
     """Raises InvalidRequest unless `value` is a finite number in [low, high]."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high:
         raise InvalidRequest(field, value, f"a number from {low:g} to {high:g}")
 
 
@@ -213,7 +214,7 @@ class Evidence:
     """What the target reports about one verification of `draft_length` tokens.
 
     `replacement_token_ids`: draft_length + 1 tokens. `target_probs`: one per draft token under REJECTION, else empty.
-    `draft_logprobs` and `replacement_logprobs`: draft_length and draft_length + 1 entries when the law asks, else empty.
+    `draft_logprobs` and `replacement_logprobs`: draft_length and draft_length + 1 entries if the law asks, else empty.
     """
 
     replacement_token_ids: tuple[int, ...]
@@ -224,7 +225,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the rule concludes: `accepted_count` draft tokens pass, then `next_token_id` (correction or bonus) follows."""
+    """What the rule concludes: `accepted_count` draft tokens pass, then comes the correction or bonus token."""
 
     accepted_count: int
     next_token_id: int

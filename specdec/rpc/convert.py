@@ -6,7 +6,6 @@ little-endian bytes whatever the machine. Generated types go no further than the
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 
@@ -36,14 +35,17 @@ def numbers_from_bytes(code: str, data: bytes, field: str) -> array:
 
 
 def row_to_message(row: Row) -> types_pb.Row:
+    """The message of a row."""
     return types_pb.Row(token_ids=row.token_ids, weights=numbers_to_bytes("H", row.weights))
 
 
 def row_from_message(message: types_pb.Row) -> Row:
+    """The checked row of a message. Raises InvalidRequest."""
     return Row(tuple(message.token_ids), tuple(numbers_from_bytes("H", message.weights, "row.weights")))
 
 
 def law_to_message(law: Law) -> types_pb.Law:
+    """The message of a law."""
     return types_pb.Law(
         rule=law.rule.value,
         seed=law.seed,
@@ -71,6 +73,7 @@ def rule_from_number(number: int) -> Rule:
 
 
 def law_from_message(message: types_pb.Law) -> Law:
+    """The checked law of a message. Raises InvalidRequest naming the field."""
     return Law(
         rule=rule_from_number(message.rule),
         seed=message.seed,
@@ -90,6 +93,7 @@ def law_from_message(message: types_pb.Law) -> Law:
 
 
 def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:
+    """The message of a trace context; None for no trace, which sends nothing."""
     if not trace.trace_id:
         return None
     return types_pb.TraceContext(
@@ -98,10 +102,12 @@ def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:
 
 
 def trace_from_message(message: types_pb.TraceContext) -> Trace:
+    """The checked trace context of a message. Raises InvalidRequest."""
     return Trace(message.trace_id, message.span_id, message.sampled, message.detailed)
 
 
 def description_to_message(description: Description) -> types_pb.DescribeResponse:
+    """The message of what a replica serves."""
     return types_pb.DescribeResponse(
         model_digest=description.model_digest,
         tokenizer_fingerprint=description.tokenizer_fingerprint,
@@ -115,6 +121,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
 
 
 def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
+    """The numerics profile in a description, as a message of its own."""
     return types_pb.NumericsProfile(
         dtype=description.dtype,
         tensor_parallel_size=description.tensor_parallel_size,
@@ -124,6 +131,7 @@ def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
 
 
 def description_from_message(message: types_pb.DescribeResponse) -> Description:
+    """What a replica says it serves; nothing in it is checked here."""
     return Description(
         model_digest=message.model_digest,
         tokenizer_fingerprint=message.tokenizer_fingerprint,

@@ -44,6 +44,7 @@ def check_known(message: Message, path: str = "") -> None:
 
 
 def sampling_from_message(message: coordinator_pb.SamplingPolicy) -> SamplingPolicy:
+    """The checked sampling policy; a field that is absent has its default. Raises InvalidRequest."""
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return SamplingPolicy(
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
@@ -54,6 +55,7 @@ def sampling_from_message(message: coordinator_pb.SamplingPolicy) -> SamplingPol
 
 
 def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> SpeculativePolicy:
+    """The checked speculative policy; a field that is absent has its default. Raises InvalidRequest."""
     rule: Rule | None = None
     if message.rule:
         try:
@@ -81,6 +83,7 @@ def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
 
 
 def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
+    """The message of one event; `target` tells what `started` says of the model."""
     if isinstance(event, Delta):
         return coordinator_pb.GenerateResponse(delta=_delta_to_message(event))
     if isinstance(event, Started):
@@ -129,6 +132,7 @@ def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
 
 
 def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
+    """The message of statistics, derived figures included."""
     counts = {
         name: getattr(statistics, name)
         for name in (
@@ -156,6 +160,7 @@ def coordinator_description_to_message(
     num_speculative_tokens: int,
     num_speculative_tokens_max: int,
 ) -> coordinator_pb.CoordinatorDescribeResponse:
+    """What a coordinator serves; replicas that are not there are absent."""
     return coordinator_pb.CoordinatorDescribeResponse(
         target=None if target is None else description_to_message(target),
         draft=None if draft is None else description_to_message(draft),

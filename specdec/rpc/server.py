@@ -19,8 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import _async as health_service
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.config import ServiceSettings
@@ -105,7 +104,7 @@ class Server:
         self._idle.set()
         self._draining = False
         self._grace_over = False
-        self._health = health_service.HealthServicer()
+        self._health = health.aio.HealthServicer()
         options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
         self._server = grpc.aio.server(options=options, interceptors=(_StrictParsing(),))
         for service, methods in services.items():

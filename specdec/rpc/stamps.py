@@ -76,6 +76,3 @@ class Stamps:
     def network_median_s(self) -> float | None:
         """Median network time, both ways, of the last messages; None before the first."""
         return median(self._network_s) if self._network_s else None
-
-
-ServerStamps = Stamps

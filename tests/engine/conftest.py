@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.support.engine_models import Driver, make_tiny_model
 
 SHIPPED = Path(__file__).parents[2] / "models"

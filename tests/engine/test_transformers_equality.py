@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
 from tests.support.engine_models import CLASSES, OUTPUT_PADDING, Driver, make_tiny_model, random_tokens
 
 LOGIT_TOLERANCE = 2e-4  # logits have standard deviation 3; float32 sums in another order differ by about 1e-5

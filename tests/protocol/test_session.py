@@ -10,7 +10,18 @@ import random
 
 import pytest
 
-from specdec.protocol.items import Close, Commit, DraftNode, EvidenceAnswer, Extend, Failure, Nodes, Open, Short, Verification
+from specdec.protocol.items import (
+    Close,
+    Commit,
+    DraftNode,
+    EvidenceAnswer,
+    Extend,
+    Failure,
+    Nodes,
+    Open,
+    Short,
+    Verification,
+)
 from specdec.protocol.policy import FixedPolicy
 from specdec.protocol.session import AwaitDraft, DraftState, Session, ToDraft, ToTarget
 from specdec.protocol.tree import DraftTree
@@ -214,7 +225,8 @@ class World:
 @pytest.mark.parametrize("draft_length", [0, 1, 3, 8])
 def test_the_text_is_the_targets_under_faults(draft_length: int):
     """Claim: whatever is lost, doubled, delayed or forgotten, the committed tokens are the target's own, and the
-    generation ends. Conclusive: the text is compared with the reference token by token, invariants after every event."""
+    generation ends. Conclusive: the text is compared with the reference token by token, invariants hold after every
+    event."""
     faults = 0
     for seed in range(250):
         session = make_session(draft_length)
@@ -249,6 +261,7 @@ def nodes_of(session: Session, *tokens: int, epoch: int = 1, root_length: int | 
 
 
 def test_the_first_round_does_not_wait_for_the_draft():
+    """Claim: the first token never depends on a draft that has yet to read the prompt."""
     session = make_session()
     assert begin(session).draft_token_ids == ()
 
@@ -292,6 +305,7 @@ def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
 
 
 def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
+    """Claim (design section 8): a full draft costs that session its drafting, no more; a fresh draft is used again."""
     session = make_session()
     begin(session)
     session.on_draft_up()
@@ -315,6 +329,7 @@ def test_long_prompts_are_split_over_items():
 
 
 def test_end_closes_on_both_replicas_once():
+    """Claim: whoever ends a session, and however often, each replica is told once."""
     session = make_session()
     begin(session)
     session.on_draft_up()

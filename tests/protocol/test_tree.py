@@ -51,6 +51,7 @@ def test_a_late_node_whose_path_was_committed_is_used():
 
 
 def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
+    """Claim: a node below a dropped one has no parent, whatever its own token."""
     tree = DraftTree([7])
     tree.commit([10, 20])
     assert tree.add(1, 1, node(1, 0, 11)) is None
@@ -67,6 +68,7 @@ def test_of_two_proposal_children_for_one_place_the_first_stays():
 
 
 def test_names_of_one_epoch_do_not_meet_those_of_another():
+    """Claim: node numbers begin again in each epoch, so a name needs both."""
     tree = DraftTree([7])
     tree.add(1, 1, node(1, 0, 10))
     tree.commit([12])

@@ -85,6 +85,7 @@ def still_serves(services: Services) -> None:
 
 @pytest.mark.parametrize("case", SAMPLING_CASES)
 def test_a_bad_field_is_named_with_its_limit(table_services: Services, case: str):
+    """Claim: the status names the field and its limit, and the next request is served."""
     asked, field = SAMPLING_CASES[case]
     error = refused(table_services.client, [1, 2], **asked)
     assert field in violations(error) or field in error.details(), error.details()
@@ -92,14 +93,19 @@ def test_a_bad_field_is_named_with_its_limit(table_services: Services, case: str
     still_serves(table_services)
 
 
-@pytest.mark.parametrize("prompt, word", [("", "prompt"), ([], "prompt"), ([7], "prompt.token_ids[0]"), ([1] * 600, "512")])
+BAD_PROMPTS = [("", "prompt"), ([], "prompt"), ([7], "prompt.token_ids[0]"), ([1] * 600, "512")]
+
+
+@pytest.mark.parametrize("prompt, word", BAD_PROMPTS)
 def test_a_bad_prompt_is_refused(table_services: Services, prompt, word: str):
+    """Empty text, no ids, an id the model lacks, more tokens than the model has positions."""
     error = refused(table_services.client, prompt)
     assert word in error.details(), error.details()
     still_serves(table_services)
 
 
 def test_a_prompt_of_many_bytes_is_refused_before_it_is_tokenised(table_services: Services):
+    """Claim: the bound on bytes comes before the work of tokenising; the field says it was the text, not its tokens."""
     error = refused(table_services.client, "<1>" * 1_000_000)
     assert "prompt.text" in violations(error)
 
@@ -167,7 +173,10 @@ TARGET_CASES = {
         "row.token_ids",
     ),
     "65 draft tokens": (target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[1] * 65)), "draft_token_ids"),
-    "beyond its length": (target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3] * 19, rows=[GOOD_ROW] * 19)), "length_max"),
+    "beyond its length": (
+        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3] * 19, rows=[GOOD_ROW] * 19)),
+        "length_max",
+    ),
 }
 
 
@@ -216,7 +225,8 @@ def test_a_round_asked_again_is_answered_from_memory_or_refused(table_services: 
     with grpc.insecure_channel(table_services.target.address) as channel:
 
         def requests():
-            for items in ([{"open": opened()}, {"verify": first}], [{"verify": older}], [{"verify": first}], [{"verify": other}]):
+            begun = [{"open": opened()}, {"verify": first}]
+            for items in (begun, [{"verify": older}], [{"verify": first}], [{"verify": other}]):
                 message = target_pb.VerifyRequest(items=[target_pb.VerifyRequestItem(**item) for item in items])
                 yield message.SerializeToString()
                 time.sleep(0.3)
@@ -232,6 +242,7 @@ def test_a_round_asked_again_is_answered_from_memory_or_refused(table_services: 
 
 @pytest.mark.parametrize("service, method", [("TargetService", "Verify"), ("DraftService", "Draft")])
 def test_malformed_bytes_end_a_replica_stream_as_invalid_argument(table_services: Services, service: str, method: str):
+    """Claim: bytes that are no message end that stream only, with the code that says whose fault it is."""
     address = (table_services.target if service == "TargetService" else table_services.draft).address
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
         list(channel.stream_stream(f"/specdec.v1.{service}/{method}")(iter([b"\xff\xff"]), timeout=10))
@@ -258,4 +269,5 @@ def test_the_draft_answers_bad_items(table_services: Services):
         for data in channel.stream_stream("/specdec.v1.DraftService/Draft")(requests(), timeout=10):
             answers += draft_pb.DraftResponse.FromString(data).items
     words = [answer.error.message for answer in answers]
-    assert len(words) == 3 and "suffix_token_ids" in words[0] and "window" in words[1] and "suffix_token_ids[1]" in words[2]
+    assert len(words) == 3
+    assert "suffix_token_ids" in words[0] and "window" in words[1] and "suffix_token_ids[1]" in words[2]

@@ -1,8 +1,8 @@
 """On, off and resumed agree, through the running services, on table models.
 
 The table models' laws differ clearly, so most draft tokens are rejected and every path of the rule is taken. Under
-GREEDY and COUPLED the text is a function of (model, prompt, policy, seed), so equality is the whole claim: one token that
-depended on the draft, on timing or on a cut would show.
+GREEDY and COUPLED the text is a function of (model, prompt, policy, seed), so equality is the whole claim: one token
+that depended on the draft, on timing or on a cut would show.
 """
 
 from __future__ import annotations

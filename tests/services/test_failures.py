@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -55,7 +56,7 @@ def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services
     port = int(services.draft.address.rpartition(":")[2])
     draft = services.draft
     for at_token in (1, 50, 177):
-        outcome = stream(client, at_token, lambda: draft.signal(signal.SIGKILL))
+        outcome = stream(client, at_token, partial(draft.signal, signal.SIGKILL))
         assert outcome.comparable == expected.comparable, f"killed at token {at_token}"
         draft.stop()
         settings = DraftSettings(model=str(table_models[1]), port=port, threads=1, log_level="warning")
@@ -159,7 +160,7 @@ def test_a_full_cache_is_resource_exhausted_with_retry_info(table_models: tuple[
                 outcomes.append(outcome.comparable)
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert any(key == "grpc-status-details-bin" and b"RetryInfo" in value for key, value in error.trailing_metadata())
+                assert b"RetryInfo" in dict(error.trailing_metadata())["grpc-status-details-bin"]
                 refused += 1
         assert refused > 0 and len(outcomes) >= 8
         assert all(outcome == expected for outcome in outcomes)

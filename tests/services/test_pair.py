@@ -1,8 +1,8 @@
 """On = off on the shipped pair, through the running services.
 
-The matrix of draft length × batch × temperature × dtype: 0 differing tokens, and equal text, usage, finish reason and
-logprobs. The reference of every cell is one generation alone, without speculation; so the check covers rows beside other
-rows, verifications of every width, rollbacks after real rejections, and stops and `min_tokens` that fall inside a round.
+The matrix of draft length × batch × temperature × dtype: 0 differing tokens, and equal text, usage, finish reason
+and logprobs. The reference of every cell is one generation alone, without speculation; so the check covers rows beside
+other rows, verifications of every width, rollbacks after real rejections, and stops and `min_tokens` inside a round.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0, 0.7, 1])
 def test_speculation_changes_nothing(services: Services, temperature: float):
+    """Claim: every cell equals its reference in full; draft tokens were offered, and both accepted and rejected."""
     client = services.client
     reference = [client.generate(**ask) for ask in asks(temperature, None)]
     reasons = {outcome.finished.reason for outcome in reference}

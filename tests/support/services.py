@@ -53,7 +53,11 @@ class Client:
         self.stub = pb_grpc.CoordinatorServiceStub(self.channel)
 
     def request(
-        self, prompt: str | Sequence[int], speculative: dict | None = None, resume: Sequence[int] | None = None, **sampling: Any
+        self,
+        prompt: str | Sequence[int],
+        speculative: dict | None = None,
+        resume: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingPolicy."""
         bias = [types_pb.LogitBias(token_id=t, bias=b) for t, b in sampling.pop("logit_bias", {}).items()]
