@@ -42,7 +42,7 @@ class RowWidths:
 
 
 def probe(product: Product, in_size: int, dtype: torch.dtype, candidates: Iterable[int]) -> tuple[int, ...]:
-    """The candidate widths at which `product` gives every row, at every place, the same bits; () if fewer than one.
+    """The candidate widths at which `product` gives every row, at every place, the same bits; () if there is none.
 
     Tries each of a few random rows repeated over the whole width: equal rows must come out equal, and equal to those
     of the other widths. Two kernels that add in different orders agree on thousands of random sums by no accident.
@@ -59,7 +59,7 @@ def probe(product: Product, in_size: int, dtype: torch.dtype, candidates: Iterab
         if reference is None:
             continue
         agreeing = tuple(width for width, rows_of in outcomes.items() if rows_of and _equal(rows_of, reference))
-        best = max(best, agreeing, key=len)
+        best = max(best, agreeing, key=lambda widths: (len(widths), widths[-1:]))
     return best
 
 

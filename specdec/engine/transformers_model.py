@@ -15,7 +15,7 @@ from specdec.engine import attention
 from specdec.engine.attention import PagedStorage, probe_query_tiles
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput
 from specdec.engine.model_folder import ModelFolder, Progress
-from specdec.engine.row_widths import ALONE
+from specdec.engine.row_widths import ALONE, RowWidths
 from specdec.engine.step_plan import StepPlanner
 from specdec.engine.tiled_modules import TiledLinear, probe_widths, replace_modules, shorten_calls
 from specdec.errors import ModelRefused
@@ -37,7 +37,8 @@ class TransformersModel:
         shorten_calls(self._base)
         self._storage: PagedStorage | None = None
         self._planner: StepPlanner | None = None
-        self._probed_thread_count = 0  # none yet
+        self._thread_count = 0  # the one the planner is for
+        self._families: dict[int, tuple[RowWidths, tuple[int, ...]]] = {}  # thread count -> row widths, query tiles
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -45,13 +46,15 @@ class TransformersModel:
 
     def allocate(self, block_count: int, block_size: int) -> PagedStorage:
         self._storage = PagedStorage(self._layer_count, block_count, self._kv_head_count, block_size, self._head_size)
+        self._planner = None
         return self._storage
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch; a row's logits are the same bits whatever else is in it."""
-        if self._planner is None or self._probed_thread_count != torch.get_num_threads():
-            self._planner = self._probe()
+        if self._planner is None or self._thread_count != torch.get_num_threads():
+            self._thread_count = torch.get_num_threads()
+            self._planner = self._planner_for(self._thread_count)
         plan = self._planner.plan(batch)
         hidden = self._base(
             input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, plan=plan.attention
@@ -64,17 +67,18 @@ class TransformersModel:
             logits, is_finite_logits = torch.empty(0, self.description.vocabulary_size), []
         return StepOutput(logits, _per_segment(batch, is_finite.tolist(), is_finite_logits))
 
-    def _probe(self) -> StepPlanner:
-        """Measures the row families for the thread count in force: the library picks kernels by it."""
+    def _planner_for(self, thread_count: int) -> StepPlanner:
+        """Measures the row families for a thread count, by which the library picks kernels too; once for each."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)]
-        widths = probe_widths([*linears, self._output])
-        for linear in [*linears, self._output]:
+        linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)] + [self._output]
+        if thread_count not in self._families:
+            tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
+            self._families[thread_count] = (probe_widths(linears), tiles or ALONE)
+        widths, query_tiles = self._families[thread_count]
+        for linear in linears:
             linear.set_widths(widths)
-        tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
-        self._probed_thread_count = torch.get_num_threads()
-        return StepPlanner(self._storage, self._head_count, tiles or ALONE, widths)
+        return StepPlanner(self._storage, self._head_count, query_tiles, widths)
 
 
 def load_transformers_model(

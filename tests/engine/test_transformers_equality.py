@@ -32,7 +32,7 @@ FEATURES: list[tuple[str, str, dict]] = [
     ("biases", "llama", {"attention_bias": True, "mlp_bias": True}),
     ("tied", "llama", {"tie_word_embeddings": True}),
     ("all-heads", "llama", {"num_key_value_heads": 4}),
-    ("one-key-head", "llama", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 16}),
+    ("one-key-head", "llama", {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}),
     ("odd-sizes", "llama", {"intermediate_size": 75, "head_dim": 18, "hidden_size": 72}),
     ("rope-linear", "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     ("rope-llama3", "llama", {"rope_parameters": LLAMA3}),

@@ -1,0 +1,163 @@
+"""What `load_model` refuses, by name and in one line, and what it reads from a folder.
+
+A model that runs but answers differently would be worse than one that does not run, so everything unproven is refused
+before a weight is read. Nothing in a folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.engine_models import Driver, make_tiny_model
+
+from specdec.engine.architectures import check_proven
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
+from specdec.errors import ConfigError, ModelRefused
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def edit_json(file: Path, **entries: object) -> None:
+    value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps(value | entries), encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(ModelRefused) as caught:
+        load_model(str(folder))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Claim: a missing folder, config, tokenizer or weights, pickled weights and broken JSON are each named.
+
+    Source: issue 2, "one line that says what to do", and reliability.md, unsafe loading. Conclusive: each fault is
+    planted alone and its file's name is looked for.
+    """
+    assert "no such folder" in refusal(tmp_path / "nowhere")
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert "tokenizer.json" in refusal(folder)
+    (tmp_path / "tokenizer.json").rename(folder / "tokenizer.json")
+    weights = (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert "no model.safetensors" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "pytorch_model.bin" in refusal(folder)
+    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
+    assert "'../model.safetensors'" in refusal(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    weights.rename(folder / "model.safetensors")
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    assert "config.json is not valid JSON" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "no config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not proven yet; proven: LlamaForCausalLM"),
+        ({"architectures": ["OwnModel"], "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}, "never run"),
+        ({"architectures": None}, "exactly one"),
+        ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "exactly one"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"hidden_act": "tanh"}, "'tanh' is not proven yet"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding window"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"]}, "sliding window"),
+        ({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, "cross attention"),
+        ({"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_fast"}, "'gelu_fast'"),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(entries: dict, named: str) -> None:
+    """Claim: every architecture and feature that no test compares with `transformers` is refused by its name.
+
+    Source: issue 2, "every other architecture is refused by name until it is proven". Conclusive: the config is one
+    that passes but for the entry planted.
+    """
+    check_proven("model", CONFIG)
+    with pytest.raises(ModelRefused, match="model") as caught:
+        check_proven("model", CONFIG | entries)
+    assert named in str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    """Claim: a folder whose weights lack a tensor is refused, not filled with random numbers.
+
+    Source: `transformers` fills missing tensors and only warns. Conclusive: one tensor is taken away and named.
+    """
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.0.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_settings_are_refused_by_name(folder: Path) -> None:
+    """Claim: a dtype or device that is not served is refused, naming what is.
+
+    Source: brief of issue 2. Conclusive: float16, which `transformers` would take, is among them.
+    """
+    with pytest.raises(ConfigError, match="float16.*auto, float32, bfloat16"):
+        load_model(str(folder), dtype="float16")
+    with pytest.raises(ConfigError, match="cuda"):
+        load_model(str(folder), device="cuda")
+
+
+def test_the_description_is_read_from_the_folder(folder: Path) -> None:
+    """Claim: end ids come from generation_config, one or a list, else config; ids without a string are cut off.
+
+    Source: issue 2, "end ids come from generation_config (a list)"; design section 4, families pad the output layer.
+    Conclusive: the output layer is wider than the tokenizer, and logits end where the tokenizer does.
+    """
+    driver = Driver.load(folder)
+    described = driver.model.description
+    assert (described.vocabulary_size, described.positions_max, described.dtype) == (288, 512, "float32")
+    assert driver.feed(driver.open(4), [1, 2]).shape == (2, 288)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert open_model_folder(str(folder)).end_token_ids == (0,)
+    for value, expected in ((7, (7,)), ([3, 5], (3, 5)), (None, (0,))):
+        edit_json(folder / "generation_config.json", eos_token_id=value)
+        assert open_model_folder(str(folder)).end_token_ids == expected
+
+
+def test_the_digest_covers_config_and_weights(folder: Path, tmp_path: Path) -> None:
+    """Claim: two folders have one digest exactly when config and weights are equal, whatever their names.
+
+    Source: reliability.md, digests differ. Conclusive: one bit of one weight and one config entry are changed.
+    """
+    told: list[float] = []
+    first = open_model_folder(str(folder)).digest(lambda what, share: told.append(share))
+    assert told == sorted(told) and told[-1] == 1
+    moved = folder.rename(tmp_path / "moved")
+    assert open_model_folder(str(moved)).digest() == first
+    content = bytearray((moved / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(bytes(content))
+    second = open_model_folder(str(moved)).digest()
+    edit_json(moved / "config.json", rms_norm_eps=1e-5)
+    assert len({first, second, open_model_folder(str(moved)).digest()}) == 3
+
+
+def test_auto_keeps_the_weights_type(folder_of: Callable[[str], Path], folder: Path) -> None:
+    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights, which no CPU path serves.
+
+    Source: `load_model`. Conclusive: the config's own entry is the only difference.
+    """
+    assert load_model(str(folder_of("draft"))).description.dtype == "bfloat16"
+    edit_json(folder / "config.json", dtype="float16")
+    assert load_model(str(folder)).description.dtype == "float32"
+    assert torch.get_default_dtype() == torch.float32

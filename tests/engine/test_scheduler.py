@@ -1,0 +1,315 @@
+"""The engine thread: order, chunks, fences, and that one request's error costs one request.
+
+A model that records its batches stands in where order matters; the table model and a tiny Llama where answers do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+
+from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
+from specdec.engine.model import load_model
+from specdec.engine.scheduler import Engine, Feed, StepTiming
+from specdec.engine.table_model import write_table_model
+from specdec.errors import NumericsError, ReplicaUnavailable, SpecdecError
+
+TIMEOUT_S = 20.0
+VOCABULARY_SIZE = 6
+
+
+class RecordingModel:
+    """Passes batches on to a model and remembers (start, row count, logit count) of every segment."""
+
+    def __init__(self, model: CausalModel):
+        self.model = model
+        self.description = model.description
+        self.batches: list[list[tuple[int, int, int]]] = []
+        self.fault: Callable[[RaggedBatch], None] = lambda batch: None
+
+    def allocate(self, block_count: int, block_size: int) -> object:
+        return self.model.allocate(block_count, block_size)
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        self.batches.append([(s.start, len(s.token_ids), s.logit_count) for s in batch.segments])
+        self.fault(batch)
+        return self.model.forward(batch)
+
+
+def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
+    """Evidence for tests: the payload and the argmax of each of its rows. The payload "bad" raises."""
+    if "bad" in payloads:
+        raise RuntimeError("planted")
+    return [(payload, rows.argmax(-1).tolist()) for payload, rows in zip(payloads, logits.split(row_counts))]
+
+
+class Bench:
+    """An engine with a recording table model, and feeds whose outcomes are collected."""
+
+    def __init__(self, model: CausalModel, **limits: int):
+        self.model = RecordingModel(model)
+        self.engine = Engine(self.model, 256, 8, argmaxes, **limits)
+        self.outcomes: dict[object, object] = {}
+        self.timings: dict[object, StepTiming] = {}
+
+    def run(self, function: Callable[[], None], outcome_count: int) -> dict[object, object]:
+        """Runs `function` on the engine thread and waits until so many outcomes are in."""
+        self.outcomes, self.complete = {}, threading.Event()
+        self.wanted = outcome_count
+        self.engine.post(function)
+        assert self.complete.wait(TIMEOUT_S), f"only {self.outcomes} arrived"
+        return self.outcomes
+
+    def settle(self, name: object, outcome: object) -> None:
+        self.outcomes[name] = outcome
+        if len(self.outcomes) == self.wanted:
+            self.complete.set()
+
+    def feed(self, name: object, token_ids: list[int], logit_count: int = 1, **fields: object) -> Feed:
+        table = fields.pop("table", None) or self.engine.cache.reserve(120)
+
+        def done(result: object, timing: StepTiming) -> None:
+            self.timings[name] = timing
+            self.settle(name, result)
+
+        feed = Feed(
+            table=table,
+            start_position=table.length,
+            token_ids=token_ids,
+            logit_count=logit_count,
+            payload=fields.pop("payload", name),
+            done=done,
+            failed=lambda error: self.settle(name, error),
+            **fields,
+        )
+        self.engine.submit(feed)
+        return feed
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    write_table_model(tmp_path, VOCABULARY_SIZE, positions_max=200, seed=4)
+    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24)
+    bench.engine.start()
+    yield bench
+    bench.engine.stop()
+    bench.engine.cache.check_integrity()
+
+
+def test_prompts_are_cut_at_absolute_multiples(bench: Bench) -> None:
+    """Claim: a feed longer than the chunk is cut at absolute multiples, and rows with logits stay together.
+
+    Source: issue 2, "fixed prefill chunks". Conclusive: a feed that starts off a multiple and wants logits over one.
+    """
+
+    def submit() -> None:
+        table = bench.engine.cache.reserve(60)
+        bench.feed("first", [1, 2, 3], table=table)
+
+    bench.run(submit, 1)
+    bench.model.batches.clear()
+    table = next(iter(bench.engine.cache._tables))
+    bench.run(lambda: bench.feed("second", [1] * 28, 4, table=table), 1)
+    assert bench.model.batches == [[(3, 5, 0)], [(8, 8, 0)], [(16, 8, 0)], [(24, 7, 4)]]
+    timing = bench.timings["second"]
+    assert (timing.step_count, timing.row_count) == (4, 7) and timing.forward_s > 0 and timing.queue_s >= 0
+    assert table.length == 31
+
+
+def test_short_feeds_do_not_wait_for_long_prompts(bench: Bench) -> None:
+    """Claim: feeds join steps first come first served, one piece per sequence, and a decode runs in the next step.
+
+    Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks fill
+    the row limit; a decode submitted last is in the second step, not after their fifteen chunks.
+    """
+
+    def submit() -> None:
+        for name in "abc":
+            bench.feed(name, [2] * 40)
+        bench.feed("decode", [3])
+
+    bench.model.batches.clear()
+    bench.run(submit, 4)
+    assert bench.model.batches[0] == [(0, 8, 0)] * 3
+    assert bench.model.batches[1][0] == (0, 1, 1)
+    assert all(sum(rows for _, rows, _ in batch) <= 24 for batch in bench.model.batches)
+    assert bench.timings["decode"].step_count == 1
+
+
+def test_feeds_submitted_by_callbacks_share_the_next_step(bench: Bench) -> None:
+    """Claim: sequences that finish together go on together: continuous batching without idle steps.
+
+    Source: issue 2, the engine. Conclusive: after the first step every batch has all three decodes.
+    """
+    bench.model.batches.clear()
+    tables = []
+
+    def again(feed: Feed, remaining: int) -> None:
+        original = feed.done
+
+        def done(result: object, timing: StepTiming) -> None:
+            original((result, remaining), timing)
+            if remaining:
+                again(bench.feed((result[0], remaining), [1], table=feed.table), remaining - 1)
+
+        feed.done = done
+
+    def submit() -> None:
+        for name in "abc":
+            feed = bench.feed(name, [1, 2])
+            tables.append(feed.table)
+            again(feed, 3)
+
+    bench.run(submit, 12)
+    assert [len(batch) for batch in bench.model.batches] == [3, 3, 3, 3]
+
+
+def test_stale_and_misplaced_feeds_touch_nothing(bench: Bench) -> None:
+    """Claim: a feed that is no longer current is dropped in silence; one for another position fails alone.
+
+    Source: design section 4, fences are checked when an item is executed. Conclusive: the cache's lengths are read
+    afterwards, and only current feeds reached the model.
+    """
+    bench.model.batches.clear()
+    feeds: list[Feed] = []
+
+    def submit() -> None:
+        feeds.append(bench.feed("stale", [1, 2], is_current=lambda: False))
+        feeds.append(bench.feed("misplaced", [1, 2]))
+        feeds[1].start_position = 1
+        bench.feed("good", [1, 2])
+
+    outcomes = bench.run(submit, 2)
+    assert isinstance(outcomes["misplaced"], SpecdecError) and outcomes["good"][0] == "good"
+    assert bench.model.batches == [[(0, 2, 1)]]
+    assert [feed.table.length for feed in feeds] == [0, 0]
+
+
+def test_an_exception_costs_one_request(bench: Bench) -> None:
+    """Claim: an exception in the forward or in the evidence of one request fails that one; the others are answered.
+
+    Source: issue 2, "bisect once, never the thread". Conclusive: neighbours' answers equal those of a run without the
+    fault, the failed tables did not advance, and the thread answers afterwards.
+    """
+    expected = bench.run(lambda: [bench.feed(name, [1, 2, 3]) for name in "ab"], 2)
+
+    def planted(batch: RaggedBatch) -> None:
+        if any(5 in segment.token_ids for segment in batch.segments):
+            raise RuntimeError("planted")
+
+    bench.model.fault = planted
+    failed: list[Feed] = []
+
+    def submit() -> None:
+        bench.feed("a", [1, 2, 3])
+        failed.append(bench.feed("forward", [1, 5, 3]))
+        failed.append(bench.feed("evidence", [1, 2, 3], payload="bad"))
+        bench.feed("b", [1, 2, 3])
+
+    outcomes = bench.run(submit, 4)
+    assert {name: outcomes[name] for name in "ab"} == expected
+    assert all("planted" in str(outcomes[name]) for name in ("forward", "evidence"))
+    assert [feed.table.length for feed in failed] == [0, 0]
+    assert bench.run(lambda: bench.feed("a", [1, 2, 3]), 1)["a"] == expected["a"]
+
+
+def test_callbacks_that_raise_do_not_stop_the_thread(bench: Bench) -> None:
+    """Claim: an exception in a posted closure or in `done` is logged and the thread goes on.
+
+    Source: issue 2, "never the thread". Conclusive: a later feed is answered.
+    """
+
+    def raising() -> None:
+        raise RuntimeError("planted")
+
+    def submit() -> None:
+        bench.feed("raises", [1]).done = lambda result, timing: raising()
+        bench.feed("good", [1])
+
+    bench.engine.post(raising)
+    assert bench.run(submit, 1) == {"good": ("good", bench.outcomes["good"][1])}
+
+
+def test_stop_joins_and_answers_what_waits(bench: Bench) -> None:
+    """Claim: `stop` ends the thread, fails feeds that wait, can be called twice, and refuses what is posted later.
+
+    Source: scheduler.py. Conclusive: the feed is submitted in the closure after which the thread sees the stop.
+    """
+    stopping = threading.Thread(target=bench.engine.stop)
+
+    def submit() -> None:
+        bench.feed("waiting", [1])
+        bench.engine._inbox.put(lambda: stopping.start() or setattr(bench.engine, "_is_stopping", True))
+
+    outcomes = bench.run(submit, 1)
+    assert isinstance(outcomes["waiting"], ReplicaUnavailable)
+    stopping.join(TIMEOUT_S)
+    bench.engine.stop()
+    assert not bench.engine._thread.is_alive()
+    with pytest.raises(ReplicaUnavailable):
+        bench.engine.post(lambda: None)
+
+
+def test_start_raises_what_the_warm_up_raised(tmp_path: Path) -> None:
+    """Claim: a model that cannot step fails `start`, not the first request.
+
+    Source: issue 2, "SERVING only after one warm-up step". Conclusive: the planted error itself arrives.
+    """
+    write_table_model(tmp_path, VOCABULARY_SIZE)
+    bench = Bench(load_model(str(tmp_path)))
+
+    def planted(batch: RaggedBatch) -> None:
+        raise ZeroDivisionError("planted")
+
+    bench.model.fault = planted
+    with pytest.raises(ZeroDivisionError):
+        bench.engine.start()
+    assert not bench.engine._thread.is_alive()
+
+
+def test_not_a_number_costs_one_request_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Claim: not-a-number in one sequence fails it with NumericsError; neighbours and later owners see the same bits.
+
+    Source: design section 8; masked positions are multiplied by zero weights, and zero times not-a-number is not zero,
+    so a block must be clean when it changes hands. Conclusive: one token's embedding is not-a-number; the answers
+    beside it, and then in its own blocks, equal those of a run in which it never was.
+    """
+    model = load_model(str(make_tiny_model(tmp_path, "llama")))
+    model._base.embed_tokens.weight.data[7] = torch.nan
+    driver = Driver(model, 24, 16)
+    clean = [token_id for token_id in random_tokens(60, 8) if token_id != 7][:50]
+    table = driver.open(60)
+    expected = driver.feed(table, clean)
+    driver.cache.release(table)
+    collected: dict[object, torch.Tensor] = {}
+
+    def keep(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
+        collected.update(zip(payloads, logits.clone().split(row_counts)))
+        return list(payloads)
+
+    bench = Bench(model, chunk_size=64)
+    bench.engine = Engine(model, 24, 16, keep, chunk_size=16)
+    bench.engine.start()
+
+    def submit() -> None:
+        poisoned = bench.engine.cache.reserve(200)
+        bench.feed("poisoned", [*clean[:20], 7, *clean[20:]], table=poisoned)
+        bench.feed("beside", clean, 5, table=bench.engine.cache.reserve(60))
+
+    outcomes = bench.run(submit, 2)
+    assert isinstance(outcomes["poisoned"], NumericsError)
+    assert torch.equal(collected["beside"], expected[-5:])
+
+    def release_all() -> None:
+        for table in list(bench.engine.cache._tables):
+            bench.engine.cache.release(table)
+        bench.feed("after", clean, 50, table=bench.engine.cache.reserve(360))
+
+    bench.run(release_all, 1)
+    bench.engine.stop()
+    assert torch.equal(collected["after"], expected)
