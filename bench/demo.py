@@ -7,6 +7,7 @@ gRPC `Generate` with speculation and without, interleaved, prints what it measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -18,15 +19,13 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.processes import start, stop_all, wait_all_ready
-from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, TargetSettings
+from bench.harness import heldout_prompts, running
+from specdec.cli.colors import LEGEND, colored
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 PROMPT_IDS = (4, 60, 116)  # held-out prompts that show what the pair can do
-STYLES = {pb.TOKEN_KIND_ACCEPTED: "green", pb.TOKEN_KIND_CORRECTION: "yellow", pb.TOKEN_KIND_BONUS: "default"}
-LEGEND = "[green]accepted draft tokens[/], [yellow]corrections[/], bonus tokens"
 
 
 @dataclass
@@ -40,7 +39,9 @@ class Run:
     finished: pb.Finished
 
 
-def generate(stub, prompt: dict, speculates: bool, asked: argparse.Namespace, console: Console | None) -> Run:
+def generate(
+    stub, prompt_id: int, prompt: str, speculates: bool, asked: argparse.Namespace, console: Console | None
+) -> Run:
     """Runs one generation; with a console, shows its text as it is committed."""
     sampling = pb.SamplingPolicy(max_tokens=asked.max_tokens, temperature=asked.temperature, ignore_eos=True)
     if asked.seed is not None:
@@ -51,27 +52,18 @@ def generate(stub, prompt: dict, speculates: bool, asked: argparse.Namespace, co
     token_ids: list[int] = []
     first_s = last_s = 0.0
     finished = pb.Finished()
-    request = pb.GenerateRequest(text=prompt["prompt"], sampling=sampling, speculative=policy)
+    request = pb.GenerateRequest(text=prompt, sampling=sampling, speculative=policy)
     for response in stub.Generate(request, timeout=120):
         if response.HasField("delta"):
             last_s = time.perf_counter()
             first_s = first_s or last_s
             token_ids += response.delta.token_ids
             if console:
-                show(console, response.delta)
+                print(colored(response.delta) if console.is_terminal else response.delta.text, end="", flush=True)
         elif response.HasField("finished"):
             finished = response.finished
     rate = (len(token_ids) - 1) / (last_s - first_s) if last_s > first_s else 0.0
-    return Run(prompt["id"], speculates, rate, token_ids, finished)
-
-
-def show(console: Console, delta: pb.Delta) -> None:
-    """Prints each token's text in the colour of how the token came to be."""
-    start = 0
-    for kind, length in zip(delta.kinds, delta.text_lengths):
-        piece = delta.text[start : start + length]
-        console.print(piece, style=STYLES[kind], end="", markup=False, highlight=False, soft_wrap=True)
-        start += length
+    return Run(prompt_id, speculates, rate, token_ids, finished)
 
 
 def table_of(runs: list[Run]) -> Table:
@@ -121,20 +113,19 @@ def add_line(table: Table, name: str, runs: list[Run]) -> None:
 
 def measure(address: str, asked: argparse.Namespace, console: Console) -> list[Run]:
     """Shows each prompt's generation once, then measures on and off in turn."""
-    lines = (EMBEDDED_MODELS / "heldout_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = {entry["id"]: entry for entry in map(json.loads, lines)}
+    prompts = heldout_prompts()
     runs: list[Run] = []
     with grpc.insecure_channel(address) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         for prompt_id in PROMPT_IDS:
-            console.rule(f"prompt {prompt_id}  ({LEGEND})", align="left")
-            console.print(prompts[prompt_id]["prompt"], style="dim", end="", markup=False, highlight=False)
-            generate(stub, prompts[prompt_id], True, asked, console)
+            console.rule(f"held-out prompt {prompt_id}", align="left")
+            console.print(prompts[prompt_id], style="dim", end="", markup=False, highlight=False)
+            generate(stub, prompt_id, prompts[prompt_id], True, asked, console)
             console.print()
         for _ in range(asked.repeats):
             for prompt_id in PROMPT_IDS:
                 for speculates in (True, False):
-                    runs.append(generate(stub, prompts[prompt_id], speculates, asked, None))
+                    runs.append(generate(stub, prompt_id, prompts[prompt_id], speculates, asked, None))
     return runs
 
 
@@ -162,33 +153,24 @@ def options() -> argparse.Namespace:
 def main() -> int:
     asked = options()
     console = Console()
-    children = []
-    common = {"port": 0, "log_level": "error", "drain_grace_s": 0.0}
-    engine = {"threads": 1, "dtype": asked.dtype}
     try:
-        target = start("target", TargetSettings(model=str(EMBEDDED_MODELS / "target"), **common, **engine))
-        children.append(target)
-        draft = start("draft", DraftSettings(model=str(EMBEDDED_MODELS / "draft"), **common, **engine))
-        children.append(draft)
-        with console.status("starting target and draft"):
-            wait_all_ready(children)
-        links = {"target": target.address, "draft": draft.address, "tokenizer": str(EMBEDDED_MODELS / "target")}
-        coordinator = start("coordinator", CoordinatorSettings(**links, **common))
-        children.append(coordinator)
-        address = coordinator.wait_ready()
-        console.print(f"target {target.address}   draft {draft.address}   coordinator {address}")
-        runs = measure(address, asked, console)
-        console.print(table_of(runs))
-        if asked.temperature == 0 or asked.seed is not None:
-            console.print(check_equal(runs))
-        if asked.json:
-            asked.json.write_text(json.dumps(figures_of(runs), indent=2) + "\n", encoding="utf-8")
-        return 0
+        with contextlib.ExitStack() as stack:
+            with console.status("starting target and draft"):
+                services = stack.enter_context(running(threads=1, dtype=asked.dtype))
+            places = (services.target, services.draft, services.coordinator)
+            console.print("   ".join(f"{child.command} {child.address}" for child in places if child), highlight=False)
+            if console.is_terminal:
+                print(LEGEND)
+            runs = measure(services.coordinator.address, asked, console)
     except SpecdecError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    finally:
-        stop_all(reversed(children))
+    console.print(table_of(runs))
+    if asked.temperature == 0 or asked.seed is not None:
+        console.print(check_equal(runs))
+    if asked.json:
+        asked.json.write_text(json.dumps(figures_of(runs), indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

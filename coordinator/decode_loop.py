@@ -13,16 +13,17 @@ from collections.abc import AsyncIterator, Sequence
 from coordinator.output import Ending, OutputWalker
 from coordinator.rejection import decide
 from coordinator.replicas import Replica
-from specdec.errors import DeliveryStalled, ReplicaUnavailable, SpecdecError
+from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.session import Action, AwaitDraft, Session, ToDraft, ToTarget
+from specdec.protocol.session import Session
 from specdec.protocol.types import PositionLogprobs, Rule, TokenKind, Verdict
 from specdec.rpc.status import error_from_failure
+from specdec.telemetry.logs import get_logger
 
 UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last, so a slow reader costs no memory per token
-READER_STALL_S_MAX = 30.0
 
 
 class Generation:
@@ -44,25 +45,27 @@ class Generation:
         self._draft_wait_s = draft_wait_s
         self._loop = asyncio.get_running_loop()
         self._born_s = self._loop.time()
-        self._sent_s = self._wait_began_s = self._taken_s = self._born_s
+        self._sent_s = self._wait_began_s = self._born_s
         self.statistics = Statistics()
         self._started = started
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._news = asyncio.Event()
 
-    def begin(self) -> None:
-        """Opens the session on the replicas and asks for the first token. Raises ReplicaUnavailable."""
+    def begin(self, ending: Ending | None = None) -> None:
+        """Opens the session on the replicas and asks for the first token; or ends it where resumed tokens did.
+
+        The target must be up: call it in the same turn of the event loop in which `Replica.usable` said so.
+        """
+        if ending is not None:
+            self._perform(self._session.end())
+            self._finish(ending)
+            return
         self._target.attach(self._session.number, self)
         if self._draft is not None:
             self._draft.attach(self._session.number, self)
         self._perform(self._session.begin())
         if self._draft is not None and self._draft.is_up:
             self._perform(self._session.on_draft_up())
-
-    def end_at(self, ending: Ending) -> None:
-        """Ends a resumed generation whose tokens were all there already; instead of `begin`."""
-        self._perform(self._session.end())
-        self._finish(ending)
 
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""
@@ -80,7 +83,6 @@ class Generation:
                 event = self._undelivered.popleft()
                 if isinstance(event, SpecdecError):
                     raise event
-                self._taken_s = self._loop.time()
                 yield event
                 if isinstance(event, Finished):
                     return
@@ -96,6 +98,10 @@ class Generation:
             self._perform(self._session.on_draft_down())
         else:
             self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
+
+    def on_defect(self) -> None:
+        """Handling an answer for this generation failed: it ends, and no other."""
+        self._fail(SpecdecError("the coordinator failed at this generation; its log says why"))
 
     def on_item(self, replica: Replica, item, byte_count: int) -> None:
         """One answer of a replica."""
@@ -213,18 +219,14 @@ class Generation:
         last = self._undelivered[-1] if is_full else None
         if isinstance(last, Delta) and isinstance(event, Delta):
             self._undelivered[-1] = last.merged(event)
-            self._check_reader()
         else:
             self._undelivered.append(event)
         self._news.set()
 
-    def _check_reader(self) -> None:
-        """Ends the generation of a reader that takes nothing: its blocks are wanted elsewhere."""
-        if self._loop.time() - self._taken_s > READER_STALL_S_MAX and not self._session.finished:
-            self._fail(DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s"))
-
     def _finish(self, ending: Ending) -> None:
         session = self._session
+        if session.malformed_node_count:
+            get_logger().warning("malformed draft nodes", session=session.number, count=session.malformed_node_count)
         self._emit(
             Finished(
                 ending.reason,

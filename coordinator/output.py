@@ -37,7 +37,7 @@ class Walked:
 
 
 class OutputWalker:
-    """The output of one generation so far. `count` is the number of output tokens."""
+    """The output of one generation so far. `count`: output tokens, `max_tokens`: the most of them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class OutputWalker:
         self._stop = stop
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._held = ""
         self.count = 0
 
@@ -74,7 +74,7 @@ class OutputWalker:
         released, stop_string = self._release()
         if stop_string:
             return released, Ending(FinishReason.STOP, stop_string=stop_string)
-        if self.count == self._max_tokens:
+        if self.count == self.max_tokens:
             return released + self._release_all(), Ending(FinishReason.LENGTH)
         return released, None
 

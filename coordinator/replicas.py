@@ -7,7 +7,6 @@ down, `description` is None and `absent_reason` says why. Generations attach by 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
 DESCRIBE_TIMEOUT_S = 5.0
+DESCRIBE_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class Listener(Protocol):
     def on_item(self, replica: Replica, item: Any, byte_count: int) -> None: ...
 
     def on_sent(self, replica: Replica, byte_count: int) -> None: ...
+
+    def on_defect(self) -> None: ...
 
 
 class Replica:
@@ -113,7 +115,7 @@ class Replica:
         self._listeners.pop(session, None)
 
     def send(self, item: Any) -> None:
-        """Queues an item; dropped while the link is down, when `on_down` has told or will tell its session."""
+        """Queues an item; dropped while the link is down: attached sessions are told by `on_down`."""
         message = item_to_message(self.kind.request_item, item)
         listener = self._listeners.get(item.session)
         if self.link.send(message) and listener is not None:
@@ -123,22 +125,36 @@ class Replica:
         self._describing = asyncio.create_task(self._describe())
 
     async def _describe(self) -> None:
-        """Asks what the replica serves; it is used from here on when that fits."""
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                channel = await stack.enter_async_context(open_channel(self.address, self._tls))
-                method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
-                message = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
-            description = description_from_message(message)
-            self._check(description)
-        except SpecdecError as error:
-            self.absent_reason = str(error)
-            get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
-            return
-        self.description = description
+        """Asks what the replica serves, again while it does not answer; it is used from here on when that fits."""
+        while self.description is None:
+            try:
+                description = await self._ask()
+                self._check(description)
+                self.description = description
+            except SpecdecError as error:
+                self.absent_reason = str(error)
+                get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
+                if isinstance(error, Mismatch):  # another process at the address will mean another link
+                    return
+                await asyncio.sleep(DESCRIBE_RETRY_S)
         self._changed()
         for listener in list(self._listeners.values()):
-            listener.on_up(self)
+            self._tell(listener, listener.on_up)
+
+    async def _ask(self) -> Description:
+        async with open_channel(self.address, self._tls) as channel:
+            method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
+            return description_from_message(
+                await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
+            )
+
+    def _tell(self, listener: Listener, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls a listener; its exception costs that generation, not the link and all others."""
+        try:
+            call(self, *arguments)
+        except Exception:
+            get_logger().exception("a generation failed", peer=self.address)
+            listener.on_defect()
 
     def _check(self, description: Description) -> None:
         """Raises Mismatch naming both sides."""
@@ -160,7 +176,7 @@ class Replica:
             item = item_from_message(message)
             listener = self._listeners.get(item.session)
             if listener is not None:
-                listener.on_item(self, item, share)
+                self._tell(listener, listener.on_item, item, share)
 
     def _on_down(self, reason: str) -> None:
         if self._describing is not None:
@@ -169,7 +185,7 @@ class Replica:
         self.absent_reason = reason
         self._changed()
         for listener in list(self._listeners.values()):
-            listener.on_down(self, reason)
+            self._tell(listener, listener.on_down, reason)
 
     def usable(self) -> Description:
         """What it serves. Raises ReplicaUnavailable with the reason when it may not be used."""

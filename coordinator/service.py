@@ -11,13 +11,14 @@ import itertools
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from coordinator.decode_loop import Generation
-from coordinator.output import OutputWalker
+from coordinator.output import OutputWalker, Walked
 from coordinator.replicas import DRAFT, TARGET, Replica
 from coordinator.tokenizer import Tokenizer
 from specdec.config import CoordinatorSettings
-from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable
 from specdec.protocol.items import Trace
 from specdec.protocol.policy import FixedPolicy
 from specdec.protocol.report import Started
@@ -53,10 +54,10 @@ class Coordinator:
         self._running_count = 0
 
     async def generate(
-        self, message: coordinator_pb.GenerateRequest, context: Context
+        self, request: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """One generation; its work ends when this generator is closed."""
-        ask = ask_from_message(message)
+        ask = ask_from_message(request)
         target = self.target.usable()
         if self._running_count >= self._settings.max_num_seqs:
             raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
@@ -64,62 +65,64 @@ class Coordinator:
         try:
             trace = trace_of(context.invocation_metadata())
             with bound(trace_id=trace.trace_id.hex(), label=ask.label):
-                async for event in self._run(ask, target, trace):
-                    yield event
+                async with aclosing(self._run(ask, target, trace)) as messages:
+                    async for message in messages:
+                        yield message
         finally:
             self._running_count -= 1
 
     async def _run(
         self, ask: Ask, target: Description, trace: Trace
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
-        prompt = await self._prompt(ask, target)
-        generation = self._admit(ask, prompt, target, trace)
+        prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
+        if self.target.usable() != target:
+            raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
+        generation = self._admit(ask, prompt, walker, target, trace)
         try:
-            async for event in generation.events():
-                yield event_to_message(event, target)
+            generation.begin(resumed.ending)
+            async with aclosing(generation.events()) as events:
+                async for event in events:
+                    yield event_to_message(event, target)
         finally:
             generation.close()
 
-    async def _prompt(self, ask: Ask, target: Description) -> tuple[int, ...]:
-        prompt = ask.token_ids
-        if ask.text is not None:
-            prompt = await asyncio.to_thread(self._tokenizer.encode, ask.text, target.positions_max)
+    def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Walked]:
+        """The prompt's tokens, and the walker after the resumed ones; beside the event loop. Raises InvalidRequest."""
+        prompt = ask.token_ids if ask.text is None else self._tokenizer.encode(ask.text, target.positions_max)
         if not prompt:
             raise InvalidRequest("prompt.text", ask.text, "text that makes at least one token")
         ask.check_model(prompt, target)
-        return prompt
-
-    def _admit(self, ask: Ask, prompt: tuple[int, ...], target: Description, trace: Trace) -> Generation:
-        """Begins the generation, or ends it where the resumed tokens do. Raises SpecdecError; then nothing is left."""
         max_tokens = ask.max_tokens(len(prompt), target.positions_max)
-        law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
-        sampling = ask.sampling
         walker = OutputWalker(
-            self._tokenizer.stream(), sampling.stop, law.stop_token_ids, sampling.min_tokens, max_tokens
+            self._tokenizer.stream(prompt),
+            ask.sampling.stop,
+            ask.stop_token_ids(target.end_token_ids),
+            ask.sampling.min_tokens,
+            max_tokens,
         )
         resumed = walker.walk(ask.resumed_token_ids)
         if resumed.kept_count < len(ask.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(ask.resumed_token_ids), limit)
+        return prompt, walker, resumed
+
+    def _admit(
+        self, ask: Ask, prompt: tuple[int, ...], walker: OutputWalker, target: Description, trace: Trace
+    ) -> Generation:
+        """The generation, not yet begun. Raises InvalidRequest."""
+        law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
         session = Session(
             next(self._numbers),
             law,
-            len(prompt) + max_tokens,
+            len(prompt) + walker.max_tokens,
             target.vocabulary_size,
             FixedPolicy(self._draft_length(ask)),
             [*prompt, *ask.resumed_token_ids],
             trace,
         )
-        request_id = secrets.token_hex(16)
-        started = Started(request_id, law.seed, law.rule, len(prompt), max_tokens)
-        draft_wait_s = self._settings.draft_wait_ms / 1000
-        generation = Generation(session, walker, started, self.target, self.draft, draft_wait_s)
-        get_logger().info("generation begins", request_id=request_id, session=session.number, rule=law.rule.name)
-        if resumed.ending is not None:
-            generation.end_at(resumed.ending)
-        else:
-            generation.begin()
-        return generation
+        started = Started(secrets.token_hex(16), law.seed, law.rule, len(prompt), walker.max_tokens)
+        get_logger().info("generation", request_id=started.request_id, session=session.number, rule=law.rule.name)
+        return Generation(session, walker, started, self.target, self.draft, self._settings.draft_wait_ms / 1000)
 
     def _draft_length(self, ask: Ask) -> int:
         """Draft tokens a round may carry. Raises InvalidRequest above the server's maximum."""

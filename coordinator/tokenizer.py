@@ -15,6 +15,8 @@ from tokenizers.decoders import DecodeStream
 from specdec.errors import InvalidRequest, ModelRefused
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 
+CONTEXT_TOKEN_COUNT = 8  # more than any character takes
+REPLACEMENT_CHARACTER = "\ufffd"
 BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is refused before it is tokenised
 
 
@@ -40,9 +42,9 @@ class Tokenizer:
             raise InvalidRequest("prompt.text", f"{size} bytes", f"at most {limit} bytes")
         return tuple(self._tokenizer.encode(text).ids)
 
-    def stream(self) -> TextStream:
-        """A decoder for one text."""
-        return TextStream(self._tokenizer)
+    def stream(self, prompt: tuple[int, ...] = ()) -> TextStream:
+        """A decoder for the text that continues `prompt`."""
+        return TextStream(self._tokenizer, prompt)
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:
@@ -61,21 +63,30 @@ def tokenizer_file(path_or_hub_id: str) -> Path:
 
 
 class TextStream:
-    """Decodes one text token by token; special tokens have no text."""
+    """Decodes one text token by token; special tokens have no text. A function of prompt and tokens alone.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    The last tokens of the prompt are its context: some tokenizers drop the space before a text's very first word.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, prompt: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._token_ids: list[int] = []
-        self._length = 0
+        self._stream = DecodeStream(ids=list(prompt[-CONTEXT_TOKEN_COUNT:]), skip_special_tokens=True)
+        self._uncertain: list[int] = []
 
     def step(self, token_id: int) -> str:
         """The text that became certain with this token; empty while a character is incomplete."""
-        self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self._length += len(piece)
+        self._uncertain.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # byte tokens that form no character, in tokenizers that decode them all or none
+            piece = REPLACEMENT_CHARACTER
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._uncertain = [token_id]
+            piece += self._stream.step(self._tokenizer, token_id) or ""
+        if piece:
+            self._uncertain.clear()
         return piece
 
     def rest(self) -> str:
         """What is left when the text ends here: replacement characters for an incomplete one."""
-        return self._tokenizer.decode(self._token_ids, skip_special_tokens=True)[self._length :]
+        return self._tokenizer.decode(self._uncertain, skip_special_tokens=True)

@@ -81,7 +81,7 @@ class Drafter:
         if held is None or isinstance(held, Short):
             return held
         if isinstance(item, Extend):
-            held.tree = None
+            held.tree = held.feed = None
             return self._sessions.extend(held, item)
         return self._commit(held, item)
 

@@ -72,7 +72,7 @@ class Verifier:
             return Short(*held.name, len(held.tokens))
         del held.tokens[item.base_position :]
         held.last, held.last_answer = item, None
-        request = EvidenceRequest(held.opened.law, item.round_index, held.tokens, item.draft_token_ids, item.rows)
+        request = EvidenceRequest(held.opened.law, item.round_index, held.tokens[:], item.draft_token_ids, item.rows)
         wanted = [*held.tokens, *item.draft_token_ids]
         self._sessions.submit(
             held,

@@ -1,7 +1,7 @@
 """`specdec generate`: one request, its text printed as it is committed.
 
 Text goes to standard output and nothing else does, so it can be piped; figures and errors go to standard error.
-Kinds of tokens are told apart by colour, delta by delta.
+On a terminal the tokens' kinds are told apart by colour.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 from google.protobuf import json_format
 
+from specdec.cli.colors import colored
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.errors import ReplicaUnavailable
@@ -20,12 +21,6 @@ from specdec.rpc.client import call_stream, open_channel
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 METHOD = "/specdec.v1.CoordinatorService/Generate"
-RESET = "\x1b[0m"
-COLORS = {
-    coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m",
-    coordinator_pb.TOKEN_KIND_CORRECTION: "\x1b[33m",
-    coordinator_pb.TOKEN_KIND_BONUS: "",
-}
 
 
 def generate(settings: GenerateSettings) -> int:
@@ -79,13 +74,6 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
         print(flush=True)
         if sys.stderr.isatty():
             print(summary(response.finished), file=sys.stderr)
-
-
-def colored(delta: coordinator_pb.Delta) -> str:
-    """The delta's text in the colour of its tokens; of most of them where kinds are mixed."""
-    kinds = list(delta.kinds)
-    color = COLORS.get(max(kinds, key=kinds.count), "") if kinds else ""
-    return f"{color}{delta.text}{RESET}" if color and delta.text else delta.text
 
 
 def summary(finished: coordinator_pb.Finished) -> str:

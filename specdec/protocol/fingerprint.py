@@ -21,7 +21,7 @@ def tokenizer_fingerprint(tokenizer: dict[str, Any]) -> str:
     else:
         pairs = [(token_id, entry[0]) for token_id, entry in enumerate(vocabulary)]
     entries = tokenizer.get("added_tokens", ())
-    added = sorted((entry["id"], entry["content"], bool(entry["special"])) for entry in entries)
+    added = sorted((entry["id"], entry["content"], bool(entry.get("special"))) for entry in entries)
     digest = hashlib.sha256(json.dumps([pairs, added], ensure_ascii=False).encode())
     return digest.hexdigest()
 

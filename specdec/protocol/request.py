@@ -132,12 +132,13 @@ class Ask:
             limit = f"at most {positions_max - 1} tokens, so that one more fits the model's {positions_max} positions"
             raise InvalidRequest("prompt", f"{prompt_length} tokens", limit)
         asked = self.sampling.max_tokens
-        if asked is None:
-            return max(min(MAX_TOKENS_DEFAULT, room), min(len(self.resumed_token_ids), room))
-        if asked > room:
+        if asked is not None and asked > room:
             limit = f"at most {room}, the model's {positions_max} positions less {prompt_length} prompt tokens"
             raise InvalidRequest("sampling.max_tokens", asked, limit)
-        return asked
+        most = min(MAX_TOKENS_DEFAULT, room) if asked is None else asked
+        if self.sampling.min_tokens > most:
+            raise InvalidRequest("sampling.min_tokens", self.sampling.min_tokens, f"at most max_tokens, here {most}")
+        return most
 
     def check_model(self, prompt: tuple[int, ...], target: Description) -> None:
         """Raises InvalidRequest for token ids the target does not have."""
@@ -147,10 +148,14 @@ class Ask:
         check_token_ids("sampling.stop_token_ids", self.sampling.stop_token_ids, size)
         check_token_ids("sampling.logit_bias", tuple(entry[0] for entry in self.sampling.logit_bias), size)
 
+    def stop_token_ids(self, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The request's own, and the model's unless they are ignored; ascending."""
+        ends = () if self.sampling.ignore_eos else end_token_ids
+        return tuple(sorted({*self.sampling.stop_token_ids, *ends}))
+
     def law(self, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
         """The law of the session; `drawn_seed` serves where the request has none."""
         sampling = self.sampling
-        ends = () if sampling.ignore_eos else end_token_ids
         return Law(
             rule=self.rule(),
             seed=drawn_seed if sampling.seed is None else sampling.seed,
@@ -164,6 +169,6 @@ class Ask:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sorted(sampling.logit_bias)),
             min_tokens=sampling.min_tokens,
-            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})),
+            stop_token_ids=self.stop_token_ids(end_token_ids),
             logprobs=sampling.logprobs,
         )

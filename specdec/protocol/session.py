@@ -11,23 +11,25 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
+    NO_TRACE,
     Close,
     Commit,
-    DraftAsk,
     EvidenceAnswer,
     Extend,
     Failure,
     Nodes,
     Open,
     Short,
-    TargetAsk,
     Trace,
     Verification,
 )
 from specdec.protocol.policy import FixedPolicy
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import EXTEND_TOKEN_COUNT_MAX, Law, Rule, Verdict
+
+NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
 
 class DraftState(enum.Enum):
@@ -38,30 +40,6 @@ class DraftState(enum.Enum):
     READY = "nodes come"
     LATE = "a wait ended in vain; what still comes is used, and a round that starts with all its tokens ends this"
     PAUSED = "this draft cannot draft for this session any more"
-
-
-@dataclass(frozen=True, slots=True)
-class ToTarget:
-    """Send this item to the target."""
-
-    item: TargetAsk
-
-
-@dataclass(frozen=True, slots=True)
-class ToDraft:
-    """Send this item to the draft."""
-
-    item: DraftAsk
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitDraft:
-    """Start a timer; when it ends, call `on_wait_expired(wait_index)`. It need not be cancelled."""
-
-    wait_index: int
-
-
-Action = ToTarget | ToDraft | AwaitDraft
 
 
 @dataclass(slots=True)
@@ -105,6 +83,11 @@ class Session:
         """Tokens the session can still hold."""
         return self.length_max - len(self.committed)
 
+    @property
+    def _item_trace(self) -> Trace:
+        """The trace context of rounds and commits: only what is recorded is worth its bytes."""
+        return self.trace if self.trace.sampled else NO_TRACE
+
     def begin(self) -> list[Action]:
         """Opens the session on the target and asks for the first token; no draft is waited for."""
         self.target_incarnation += 1
@@ -113,18 +96,29 @@ class Session:
 
     def on_nodes(self, nodes: Nodes) -> list[Action]:
         """Draft tokens came. Malformed ones are dropped from the first on and counted; drafting pauses for good."""
-        if self.finished or nodes.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
+        if not self._hears_draft(nodes.incarnation):
             return []
         sound_count = next((i for i, node in enumerate(nodes.nodes) if not self._is_sound(node)), len(nodes.nodes))
         for node in nodes.nodes[:sound_count]:
             self.tree.add(nodes.epoch, nodes.root_length, node)
         malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
         self.malformed_node_count += malformed_count
-        if malformed_count:
-            self.draft_state = DraftState.PAUSED
-        elif self.draft_state is DraftState.COLD:
+        if malformed_count or self.tree.name_count > NODE_COUNT_MAX:
+            return self._pause_draft()
+        if self.draft_state is DraftState.COLD:
             self.draft_state = DraftState.READY
         return self._verify_when_ready() if self.waiting else []
+
+    def _hears_draft(self, incarnation: int) -> bool:
+        """The fence of the draft's answers."""
+        is_deaf = self.finished or self.draft_state in (DraftState.ABSENT, DraftState.PAUSED)
+        return not is_deaf and incarnation == self.draft_incarnation
+
+    def _pause_draft(self) -> list[Action]:
+        """No more drafting for this session by this draft; what it holds for the session is released."""
+        self.draft_state = DraftState.PAUSED
+        close: list[Action] = [ToDraft(Close(self.number, self.draft_incarnation))]
+        return close + (self._verify_when_ready() if self.waiting else [])
 
     def _is_sound(self, node) -> bool:
         if not 0 <= node.token_id < self.vocabulary_size:
@@ -135,12 +129,11 @@ class Session:
         return row is not None and row.token_ids[-1] < self.vocabulary_size and node.token_id in row.token_ids
 
     def expects(self, answer: EvidenceAnswer) -> bool:
-        """The fence: whether this evidence belongs to the verification in flight."""
+        """The fence: whether this evidence is for the verification in flight. Its shape is the rule's to check."""
         flying = self.in_flight
-        return (
-            flying is not None
-            and (answer.incarnation, answer.round_index) == (flying.incarnation, flying.round_index)
-            and len(answer.evidence.replacement_token_ids) == len(flying.draft_token_ids) + 1
+        return flying is not None and (answer.incarnation, answer.round_index) == (
+            flying.incarnation,
+            flying.round_index,
         )
 
     def on_verdict(self, verdict: Verdict, kept_count: int, ends: bool) -> list[Action]:
@@ -187,7 +180,7 @@ class Session:
 
     def on_draft_short(self, short: Short) -> list[Action]:
         """The draft holds less than assumed: send it the rest, or open the session there again."""
-        if self.finished or short.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
+        if not self._hears_draft(short.incarnation):
             return []
         if short.unknown:
             return self.on_draft_up()
@@ -196,10 +189,7 @@ class Session:
 
     def on_draft_failure(self, failure: Failure) -> list[Action]:
         """The draft cannot draft for this session (its context, vocabulary or cache): go on without."""
-        if self.finished or failure.incarnation != self.draft_incarnation or self.draft_state is DraftState.ABSENT:
-            return []
-        self.draft_state = DraftState.PAUSED
-        return self._verify_when_ready() if self.waiting else []
+        return self._pause_draft() if self._hears_draft(failure.incarnation) else []
 
     def on_wait_expired(self, wait_index: int) -> list[Action]:
         """The wait for draft tokens is over: verify what is in hand, and wait no more until nodes come again."""
@@ -218,7 +208,7 @@ class Session:
         actions: list[Action] = []
         if self.target_incarnation:
             actions.append(ToTarget(Close(self.number, self.target_incarnation)))
-        if self.draft_state is not DraftState.ABSENT:
+        if self.draft_state not in (DraftState.ABSENT, DraftState.PAUSED):
             actions.append(ToDraft(Close(self.number, self.draft_incarnation)))
         return actions
 
@@ -249,7 +239,14 @@ class Session:
         base_position = len(self.committed)
         extends, suffix = self._suffix(self._target_known_length, self.target_incarnation)
         self.in_flight = Verification(
-            self.number, self.target_incarnation, self.round_index, base_position, suffix, draft_token_ids, rows
+            self.number,
+            self.target_incarnation,
+            self.round_index,
+            base_position,
+            suffix,
+            draft_token_ids,
+            rows,
+            self._item_trace,
         )
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
@@ -258,7 +255,8 @@ class Session:
             return []
         extends, suffix = self._suffix(self._draft_known_length, self.draft_incarnation)
         window = self.policy.plan(self.room).window
-        commit = Commit(self.number, self.draft_incarnation, len(self.committed), suffix, window)
+        name = (self.number, self.draft_incarnation)
+        commit = Commit(*name, len(self.committed), suffix, window, self._item_trace)
         self._draft_known_length = len(self.committed)
         return [*map(ToDraft, extends), ToDraft(commit)]
 

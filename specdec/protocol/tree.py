@@ -146,9 +146,9 @@ class DraftTree:
         return tuple(place.row for place in places if place.row is not None)
 
     @property
-    def place_count(self) -> int:
-        """Places below the committed tokens."""
-        return sum(1 for _ in self.root.below()) - 1
+    def name_count(self) -> int:
+        """Names held: of places below the committed tokens, and of those passed not long ago."""
+        return len(self._named)
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""

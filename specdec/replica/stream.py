@@ -21,6 +21,9 @@ from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
 
+MESSAGE_BYTES_SOFT = 64 << 10  # answers beyond this go into the next message
+ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
+
 
 class Handler(Protocol):
     """What a replica does with items; every method runs on the engine thread."""
@@ -82,6 +85,8 @@ class ReplicaStream:
             async for data in requests:
                 message = parse(self._messages.request, data)
                 self._stamps.received(message.stamp, time.monotonic_ns())
+                if len(self._answers) > ANSWER_COUNT_MAX:
+                    raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 if message.items:
                     self._post(message.items)
                 else:
@@ -100,11 +105,13 @@ class ReplicaStream:
         self._engine.post(lambda: self._handler.handle(self, items, self.reply))
 
     def _message(self) -> bytes:
-        """One message with every answer that is ready; an empty one answers pings."""
+        """One message with the answers that are ready and fit; an empty one answers pings."""
         self._is_pinged = False
-        answers = []
-        while self._answers:
+        answers: list = []
+        byte_count = 0
+        while self._answers and byte_count < MESSAGE_BYTES_SOFT:
             answers.append(item_to_message(self._messages.response_item, self._answers.popleft()))
+            byte_count += answers[-1].ByteSize()
         message = self._messages.response(items=answers)
         self._stamps.stamp(message.stamp, time.monotonic_ns())
         return message.SerializeToString()

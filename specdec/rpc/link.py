@@ -90,6 +90,9 @@ class Link:
                 self._set_down(str(down))
             except SpecdecError as error:  # such as a TLS file that cannot be read just then
                 self._set_down(str(error))
+            except Exception as error:
+                get_logger().exception("link failed", peer=self.peer)
+                self._set_down(f"{self.peer}: {type(error).__name__}")
             finally:
                 self._set_down(CLOSED)
             backoff_s = BACKOFF_MIN_S if was_up else backoff_s

@@ -23,7 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.config import ServiceSettings
-from specdec.errors import ConfigError, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
@@ -37,6 +37,8 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections in silence
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
 )
+
+READER_STALL_S_MAX = 30.0  # a reader that takes nothing for so long loses its generation
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -162,7 +164,12 @@ class Server:
             async with self._answering(name, context):
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
                     async for response in responses:
-                        await context.write(response.SerializeToString())
+                        write = asyncio.ensure_future(context.write(response.SerializeToString()))
+                        if not (await asyncio.wait({write}, timeout=READER_STALL_S_MAX))[0]:
+                            await responses.aclose()  # its work ends, its place is free
+                            await write  # the status can leave only after what the reader has yet to take
+                            raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
+                        write.result()
 
         async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._answering(name, context, counted=False):
@@ -197,6 +204,8 @@ class Server:
         except grpc.aio.AbortError:
             raise
         except Exception:
+            if context.done():  # the client is gone, and what was being written with it
+                raise
             get_logger().exception("call failed", method=name)
             await abort(context, SpecdecError("the service failed at this call; its log says why"))
         finally:

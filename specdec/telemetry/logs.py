@@ -14,6 +14,10 @@ from typing import Any
 
 import structlog
 
+# Tracebacks without the values of local variables: those hold prompts and texts.
+EXCEPTIONS_WITHOUT_VALUES = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
 WITHHELD_FIELDS = frozenset({"prompt", "text", "token_ids", "output_token_ids", "stop", "stop_string"})
 
 
@@ -30,9 +34,9 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
         as_json = not sys.stderr.isatty()
     renderers: list[Any]
     if as_json:
-        renderers = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
+        renderers = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str)]
     else:
-        renderers = [structlog.dev.ConsoleRenderer()]
+        renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -55,7 +55,7 @@ class CoordinatorServiceServicer(object):
     def Generate(self, request, context):
         """Generates. Messages: one started, deltas, one finished. Fields not known to the server are INVALID_ARGUMENT.
         Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo where waiting helps. Losing the target is
-        UNAVAILABLE: send the request again with `resume` and the seed of `started`, and the text goes on.
+        UNAVAILABLE: send the request again with `resume` and, under COUPLED, the seed of `started`: the text goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.engine_models import Driver, make_tiny_model
 
 from specdec.engine.architectures import check_proven
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError, ModelRefused
+from tests.support.engine_models import Driver, make_tiny_model
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 

@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.engine_models import Driver, random_tokens
 
 from specdec.engine import transformers_model
 from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, probe
 from specdec.engine.tiled_modules import AlignedActivation, TiledLinear
-
+from tests.support.engine_models import Driver, random_tokens
 
 WEIGHT = torch.randn(64, 300, generator=torch.Generator().manual_seed(2))  # [out, in]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 
 from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine, Feed, StepTiming
 from specdec.engine.table_model import write_table_model
 from specdec.errors import NumericsError, ReplicaUnavailable, SpecdecError
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 
 TIMEOUT_S = 20.0
 VOCABULARY_SIZE = 6

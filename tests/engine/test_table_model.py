@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.engine_models import Driver
 from tokenizers import Tokenizer
 
 from specdec.engine.model import load_model
 from specdec.engine.table_model import write_table_model
+from tests.support.engine_models import Driver
 
 
 @pytest.fixture

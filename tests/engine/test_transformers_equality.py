@@ -103,9 +103,7 @@ def test_logits_and_greedy_text_equal_transformers(architecture: str, folder_of:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
-def test_ragged_batches_with_rollbacks_equal_transformers(
-    architecture: str, folder_of: Callable[[str], Path]
-) -> None:
+def test_ragged_batches_with_rollbacks_equal_transformers(architecture: str, folder_of: Callable[[str], Path]) -> None:
     """Claim: greedy text is `generate`'s when all prompts run in one batch and every step rolls wrong tokens back.
 
     Source: issue 2, "in ragged batches and after rollbacks". Conclusive: prompts enter at different steps, each step

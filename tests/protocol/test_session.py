@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from specdec.protocol.actions import AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
     Close,
     Commit,
@@ -23,7 +24,7 @@ from specdec.protocol.items import (
     Verification,
 )
 from specdec.protocol.policy import FixedPolicy
-from specdec.protocol.session import AwaitDraft, DraftState, Session, ToDraft, ToTarget
+from specdec.protocol.session import DraftState, Session
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Evidence, Law, Row, Rule, TokenKind, Verdict
 
@@ -267,11 +268,10 @@ def test_the_first_round_does_not_wait_for_the_draft():
 
 
 def test_a_stale_or_forged_answer_is_fenced():
-    """Claim: evidence of another round, incarnation or width never reaches the rule."""
+    """Claim: evidence of another round or incarnation never reaches the rule."""
     session = make_session()
     item = begin(session)
     assert session.expects(evidence_for(item, 5))
-    assert not session.expects(evidence_for(item, 5, 6))
     assert not session.expects(EvidenceAnswer(1, item.incarnation, 7, Evidence((5,))))
     assert not session.expects(EvidenceAnswer(1, item.incarnation + 1, 0, Evidence((5,))))
 
@@ -309,8 +309,9 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     session = make_session()
     begin(session)
     session.on_draft_up()
-    session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
-    assert session.draft_state is DraftState.PAUSED
+    (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
+    assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
+    assert session.on_draft_short(Short(1, session.draft_incarnation, 0, unknown=True)) == []
     actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), 1, ends=False)
     assert not any(isinstance(action, ToDraft) for action in actions)
     session.on_draft_down()
@@ -326,6 +327,18 @@ def test_long_prompts_are_split_over_items():
     extends = [item for item in items if isinstance(item, Extend)]
     sent = [token for item in extends for token in item.token_ids] + list(items[-1].suffix_token_ids)
     assert sent == prompt and len(extends) == 2
+
+
+def test_a_draft_that_sends_without_end_is_paused():
+    """Claim: what a misbehaving draft can make a session hold is bounded."""
+    session = make_session()
+    begin(session)
+    session.on_draft_up()
+    for number in range(1, 6000):
+        entry = DraftNode(number, 0, number % VOCABULARY_SIZE, False)
+        session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), (entry,)))
+    assert session.draft_state is DraftState.PAUSED
+    assert session.tree.name_count <= 4097
 
 
 def test_end_closes_on_both_replicas_once():

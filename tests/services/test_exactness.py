@@ -14,7 +14,7 @@ from tests.support.services import Services
 PROMPT = [1, 2, 3]
 POLICIES = {
     "greedy": {"temperature": 0},
-    "coupled": {"temperature": 1, "seed": 11, "min_tokens": 30},
+    "coupled": {"temperature": 1, "seed": 11, "min_tokens": 20},
     "cold": {"temperature": 0.5, "seed": 12},
     "top-k": {"temperature": 1, "seed": 13, "top_k": 3},
     "top-p": {"temperature": 1, "seed": 14, "top_p": 0.6},

@@ -16,6 +16,8 @@ import pytest
 
 from specdec.cli.processes import start
 from specdec.config import DraftSettings, TargetSettings
+from specdec.engine.table_model import write_table_model
+from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import Client, Outcome, Services, running
 
 PROMPT = [1, 2, 3]
@@ -165,6 +167,50 @@ def test_a_full_cache_is_resource_exhausted_with_retry_info(table_models: tuple[
         assert refused > 0 and len(outcomes) >= 8
         assert all(outcome == expected for outcome in outcomes)
         assert client.generate(PROMPT, **asked).comparable == expected
+
+
+def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[Path, Path]):
+    """Claim (design section 8): a draft whose context is too short drafts as far as it goes, or not at all; the text is
+    the target's, and the draft is not asked again and again: what goes over its link is bounded."""
+    with running(*table_models, threads=1, draft={"max_model_len": 16}) as services:
+        client = services.client
+        asked = {"max_tokens": 200, "temperature": 1, "seed": 5, "ignore_eos": True}
+        for prompt in ([1, 2, 3], [1, 2, 3] * 100):
+            expected = client.generate(prompt, **asked, speculative={"enabled": False})
+            outcome = client.generate(prompt, **asked)
+            assert outcome.comparable == expected.comparable
+            assert outcome.finished.statistics.draft_link_bytes < 3000
+            assert outcome.finished.statistics.draft_waits_expired == 0
+
+
+def test_a_draft_with_another_tokenizer_is_not_used(table_models: tuple[Path, Path], tmp_path: Path):
+    """Claim: a running coordinator does not use such a draft and says why; generation goes on without it."""
+    write_table_model(tmp_path / "other", 9, seed=2)
+    with running(table_models[0], tmp_path / "other", threads=1) as services:
+        outcome = services.client.generate(PROMPT, max_tokens=20, ignore_eos=True)
+        assert outcome.finished.statistics.num_draft_tokens == 0 and len(outcome.token_ids) == 20
+        described = services.client.stub.Describe(types_pb.DescribeRequest())
+        assert not described.HasField("draft") and "tokenizer" in described.draft_absent_reason
+
+
+@pytest.mark.slow
+def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, Path]):
+    """Claim: after 30 s a stalled reader's generation is ended and its place is free; it takes 40 s to see."""
+    with running(*table_models, coordinator={"max_num_seqs": 1}, threads=1) as services:
+        client = services.client
+        stalled = client.stub.Generate(client.request(PROMPT, **{**ASKED, "logprobs": 7}), timeout=300)
+        
+
+        def is_free() -> bool:
+            try:
+                return len(client.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                return False
+
+        assert not is_free()
+        wait_until(is_free, timeout_s=60)
+        assert stalled is not None
 
 
 def test_a_cancelled_generation_gives_its_blocks_back(services: Services):

@@ -15,13 +15,14 @@ from typing import Any
 
 import grpc
 
-from specdec.cli.processes import Child, start, stop_all, wait_all_ready
-from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from bench import harness
+from specdec.cli.processes import Child, start
+from specdec.config import EMBEDDED_MODELS, CoordinatorSettings
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
+MODELS = EMBEDDED_MODELS
 
 
 @dataclass
@@ -127,32 +128,12 @@ class Services:
 
 @contextlib.contextmanager
 def running(
-    target_model: Path, draft_model: Path | None, coordinator: dict | None = None, **engine: Any
+    target_model: Path, draft_model: Path | None, coordinator: dict | None = None, **replicas: Any
 ) -> Iterator[Services]:
-    """The services on free loopback ports; all are stopped at the end, whatever happens."""
-    children: list[Child] = []
-    common = {"port": 0, "log_level": "warning", "drain_grace_s": 1.0}
-    try:
-        target = start("target", TargetSettings(model=str(target_model), **common, **engine))
-        children.append(target)
-        draft = None
-        if draft_model is not None:
-            draft = start("draft", DraftSettings(model=str(draft_model), **common, **engine))
-            children.append(draft)
-        wait_all_ready(children)
-        settings = CoordinatorSettings(
-            target=target.address,
-            draft=draft.address if draft else None,
-            tokenizer=str(target_model),
-            **common,
-            **(coordinator or {}),
-        )
-        child = start("coordinator", settings)
-        children.append(child)
-        client = Client(child.wait_ready())
+    """The services on free loopback ports, and a client; all are stopped at the end, whatever happens."""
+    with harness.running(target_model, draft_model, coordinator, **replicas) as started:
+        client = Client(started.coordinator.address)
         try:
-            yield Services(target, draft, child, client, settings)
+            yield Services(started.target, started.draft, started.coordinator, client, started.settings)
         finally:
             client.close()
-    finally:
-        stop_all(reversed(children))

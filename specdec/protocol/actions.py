@@ -1,0 +1,31 @@
+"""What a session asks its owner to do. Carried out in order; none of them fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.protocol.items import DraftAsk, TargetAsk
+
+
+@dataclass(frozen=True, slots=True)
+class ToTarget:
+    """Send this item to the target."""
+
+    item: TargetAsk
+
+
+@dataclass(frozen=True, slots=True)
+class ToDraft:
+    """Send this item to the draft."""
+
+    item: DraftAsk
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitDraft:
+    """Start a timer; when it ends, call `on_wait_expired(wait_index)`. It need not be cancelled."""
+
+    wait_index: int
+
+
+Action = ToTarget | ToDraft | AwaitDraft
