@@ -179,8 +179,8 @@ def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[
             expected = client.generate(prompt, **asked, speculative={"enabled": False})
             outcome = client.generate(prompt, **asked)
             assert outcome.comparable == expected.comparable
-            assert outcome.finished.statistics.draft_link_bytes < 3000
-            assert outcome.finished.statistics.draft_waits_expired == 0
+            assert outcome.finished.statistics.draft_link_bytes < 10_000
+            assert outcome.finished.statistics.draft_waits_expired <= 1  # where its context ends in a round
 
 
 def test_a_draft_with_another_tokenizer_is_not_used(table_models: tuple[Path, Path], tmp_path: Path):
@@ -198,7 +198,11 @@ def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, P
     """Claim: after 30 s a stalled reader's generation is ended and its place is free; it takes 40 s to see."""
     with running(*table_models, coordinator={"max_num_seqs": 1}, threads=1) as services:
         client = services.client
-        stalled = client.stub.Generate(client.request(PROMPT, **{**ASKED, "logprobs": 7}), timeout=300)
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # little fits on the way
+        channel = grpc.insecure_channel(services.coordinator.address, options=options)
+        request = client.request(PROMPT, **{**ASKED, "logprobs": 7}).SerializeToString()
+        stalled = channel.unary_stream("/specdec.v1.CoordinatorService/Generate")(request, timeout=300)
+
         
 
         def is_free() -> bool:
@@ -210,7 +214,10 @@ def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, P
 
         assert not is_free()
         wait_until(is_free, timeout_s=60)
-        assert stalled is not None
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stalled)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        channel.close()
 
 
 def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
