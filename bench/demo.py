@@ -112,7 +112,7 @@ def add_line(table: Table, name: str, runs: list[Run]) -> None:
 
 
 def measure(address: str, asked: argparse.Namespace, console: Console) -> list[Run]:
-    """Shows each prompt's generation once, then measures on and off in turn."""
+    """Measures on and off in turn; each prompt's first generation is shown as it is committed."""
     prompts = heldout_prompts()
     runs: list[Run] = []
     with grpc.insecure_channel(address) as channel:
@@ -120,9 +120,10 @@ def measure(address: str, asked: argparse.Namespace, console: Console) -> list[R
         for prompt_id in PROMPT_IDS:
             console.rule(f"held-out prompt {prompt_id}", align="left")
             console.print(prompts[prompt_id], style="dim", end="", markup=False, highlight=False)
-            generate(stub, prompt_id, prompts[prompt_id], True, asked, console)
+            runs.append(generate(stub, prompt_id, prompts[prompt_id], True, asked, console))
+            runs.append(generate(stub, prompt_id, prompts[prompt_id], False, asked, None))
             console.print()
-        for _ in range(asked.repeats):
+        for _ in range(asked.repeats - 1):
             for prompt_id in PROMPT_IDS:
                 for speculates in (True, False):
                     runs.append(generate(stub, prompt_id, prompts[prompt_id], speculates, asked, None))
@@ -140,11 +141,11 @@ def check_equal(runs: list[Run]) -> str:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of each generation (96)")
+    parser.add_argument("--max-tokens", type=int, default=40, help="output tokens of each generation (40)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--seed", type=int, help="with a temperature: the rule COUPLED; absent: REJECTION")
     parser.add_argument("--num-speculative-tokens", type=int, help="draft tokens in a verification (the service's)")
-    parser.add_argument("--repeats", type=int, default=3, help="times each prompt is measured on and off (3)")
+    parser.add_argument("--repeats", type=int, default=2, help="times each prompt is measured on and off (2)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()

@@ -152,7 +152,13 @@ class EngineSettings(Settings):
         "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.",
         ge=1 << 16,
     )
-    block_size: int = setting(16, LIMITS, "Positions in one cache block.", ge=1, le=1024)
+    block_size: int = setting(64, LIMITS, "Positions in one cache block: a power of two.", ge=8, le=128)
+
+    @model_validator(mode="after")
+    def _check_block_size(self) -> EngineSettings:
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"--block-size is {self.block_size}; it must be a power of two")
+        return self
 
 
 class ModelSettings(ServiceSettings, EngineSettings):
@@ -180,7 +186,7 @@ class SpeculationSettings(Settings):
     """How much is guessed."""
 
     num_speculative_tokens: int = setting(
-        4,
+        3,
         SPECULATION,
         "Draft tokens in one verification when a request does not say; 0 is plain decoding.",
         ge=0,

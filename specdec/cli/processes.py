@@ -52,6 +52,7 @@ class Child:
         self.command = command
         self.address = ""
         self._unread = b""
+        self._is_asked = False
         self._events, writing = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
@@ -122,11 +123,17 @@ class Child:
         """Sends a signal, unless it has ended: SIGSTOP freezes it, SIGKILL is a crash."""
         self.process.send_signal(number)
 
+    def ask_to_stop(self) -> None:
+        """SIGTERM, once; a frozen process hears it too."""
+        if self.is_running and not self._is_asked:
+            self._is_asked = True
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)
+
     def stop(self, grace_s: float = KILL_GRACE_S) -> int:
         """SIGTERM, after `grace_s` SIGKILL; returns the exit code. Also ends a frozen process."""
         if self.is_running:
-            self.process.terminate()
-            self.process.send_signal(signal.SIGCONT)
+            self.ask_to_stop()
             try:
                 self.process.wait(grace_s)
             except subprocess.TimeoutExpired:
@@ -152,10 +159,14 @@ def wait_all_ready(children: Sequence[Child], timeout_s: float = 120.0) -> None:
 
 
 def stop_all(children: Iterable[Child], grace_s: float = KILL_GRACE_S) -> None:
-    """Stops children one after the other, in the order given; kills all when interrupted."""
+    """Stops the first, which uses the others, then these together; kills all when interrupted."""
     ordered = list(children)
     try:
-        for child in ordered:
+        for child in ordered[:1]:
+            child.stop(grace_s)
+        for child in ordered[1:]:
+            child.ask_to_stop()
+        for child in ordered[1:]:
             child.stop(grace_s)
     finally:
         for child in ordered:

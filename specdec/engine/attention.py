@@ -89,20 +89,41 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function `transformers` calls: query [1, heads, rows, head size], key and value [1, kv heads, ...].
 
-    Writes the step's keys and values to the cache, then attends to it. Returns [1, rows, heads, head size].
+    Returns [1, rows, heads, head size].
     """
-    storage, layer = plan.storage, int(module.layer_idx)  # type: ignore[arg-type]
-    size = storage.head_size
-    new = torch.cat((key.transpose(1, 2)[0, : plan.row_count], value.transpose(1, 2)[0, : plan.row_count]))
-    new = new.view(-1, size)  # [2 * rows * kv heads, head size]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend(queries, keys, values, plan, layer, scaling)[None], None
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    layer: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Writes the step's keys and values to the cache of a layer, then attends to it.
+
+    queries [rows, heads, head size], keys and values [rows, kv heads, head size], of one type; returns the queries'
+    shape and type.
+    """
+    storage = plan.storage
+    rows, head_count, size = queries.shape
+    new = torch.cat((keys[: plan.row_count], values[: plan.row_count])).view(-1, size)
     storage.positions[layer].index_copy_(0, plan.written, new if new.dtype == torch.float32 else new.float())
-    queries = query.transpose(1, 2).reshape(-1, size)  # [padded rows * heads, head size]
-    if queries.dtype != torch.float32:
-        queries = queries.float()
-    parts = [_attend(queries, storage.cells[layer], group, scaling) for group in plan.groups]
-    together = parts[0] if len(parts) == 1 else torch.cat(parts)  # [all tiles * heads * width, head size]
-    output = together.index_select(0, plan.output_rows).view(1, -1, query.shape[1], size)
-    return output if output.dtype == query.dtype else output.to(query.dtype), None
+    flat = queries.reshape(-1, size)
+    if flat.dtype != torch.float32:
+        flat = flat.float()
+    cells = storage.cells[layer]
+    if len(plan.groups) == 1:
+        together = _attend(flat, cells, plan.groups[0], scaling)
+    else:
+        together = torch.cat([_attend(flat, cells, group, scaling) for group in plan.groups])
+    # together: [all tiles * heads * width, head size]
+    output = together.index_select(0, plan.output_rows).view(rows, head_count, size)
+    return output if output.dtype == queries.dtype else output.to(queries.dtype)
 
 
 def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, scaling: float) -> torch.Tensor:

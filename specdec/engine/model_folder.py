@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import ModelRefused
+from specdec.protocol.fingerprint import vocabulary_size
 
 Progress = Callable[[str, float], None]  # (what is being done, share done 0 to 1)
 
@@ -28,6 +29,7 @@ HUB_FILES = [
 ]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+MANIFEST_FILE = "SHA256SUMS"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 JSON_BYTES_MAX = 256 << 20  # tokenizers of large vocabularies take tens of megabytes; more is no configuration
 READ_BYTES = 1 << 22
@@ -55,26 +57,40 @@ class ModelFolder:
     @property
     def token_string_count(self) -> int:
         """Ids up to the last one that has a string in tokenizer.json; output layers are often wider."""
-        tokenizer = read_json(self.path / "tokenizer.json")
-        vocabulary = tokenizer.get("model", {}).get("vocab", {})
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in tokenizer.get("added_tokens", [])]
-        return max([*ids, *added], default=-1) + 1
+        return vocabulary_size(read_json(self.path / "tokenizer.json"))
 
     def digest(self, progress: Progress | None = None) -> str:
-        """SHA-256 over config.json and the weights, names and lengths included: two models agree or they do not."""
+        """SHA-256 over config.json and the weights, names and lengths included: two models agree or they do not.
+
+        Raises ModelRefused for a file that differs from the folder's SHA256SUMS, where there is one.
+        """
         files = (self.path / "config.json", *self.weight_files)
         byte_count = sum(file.stat().st_size for file in files)
+        stated = self._stated_digests()
         total = hashlib.sha256()
         read = 0
         for file in files:
+            own = hashlib.sha256()
             total.update(f"{file.name} {file.stat().st_size}\n".encode())
             for chunk in _chunks(file):
                 total.update(chunk)
+                own.update(chunk)
                 read += len(chunk)
                 if progress:
                     progress("checking weights", read / byte_count)
+            if stated.get(file.name, own.hexdigest()) != own.hexdigest():
+                raise ModelRefused(f"{file} is not the file {MANIFEST_FILE} describes: fetch it again")
         return total.hexdigest()
+
+    def _stated_digests(self) -> dict[str, str]:
+        """File name -> SHA-256 of the folder's SHA256SUMS, as sha256sum writes it; empty without one."""
+        manifest = self.path / MANIFEST_FILE
+        if not manifest.is_file():
+            return {}
+        lines = [line.split(maxsplit=1) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if any(len(line) != 2 for line in lines):
+            raise ModelRefused(f"{manifest} is not what sha256sum writes")
+        return {name.lstrip("*"): digest for digest, name in lines}
 
 
 def open_model_folder(path_or_hub_id: str) -> ModelFolder:

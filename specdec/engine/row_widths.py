@@ -25,15 +25,16 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out], r
 
 @dataclass(frozen=True, slots=True)
 class RowWidths:
-    """An ascending family of widths that agree bit for bit."""
+    """An ascending family of widths that agree bit for bit; padded counts are multiples of `row_multiple`."""
 
     widths: tuple[int, ...]
+    row_multiple: int = ROW_MULTIPLE
 
     def padded(self, row_count: int) -> int:
         """The smallest row count not below `row_count` that tiles of the family make up."""
         whole, rest = divmod(row_count, self.widths[-1])
         padded = whole * self.widths[-1] + (self.widths[bisect_left(self.widths, rest)] if rest else 0)
-        return -(-padded // ROW_MULTIPLE) * ROW_MULTIPLE
+        return -(-padded // self.row_multiple) * self.row_multiple
 
     def tiles(self, padded: int) -> Sequence[tuple[int, int]]:
         """Half-open row ranges covering [0, padded), each of a width of the family; see `padded`."""

@@ -1,16 +1,19 @@
 """Stand-ins for the modules of a `transformers` model whose rows would depend on their neighbours.
 
-Matrix products run at measured widths (`row_widths`), activations over whole vector registers, and rotary angles come
-from a table computed once. Everything else of the model is left as it is, and a kind of module not known to treat
-rows alone is refused.
+Matrix products run at measured widths (`row_widths`), activations over whole vector registers, and rotary attention
+takes its angles from a table computed once. Everything else of the model is left as it is, and a kind of module not
+known to treat rows alone is refused.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.rotary_attention import RotaryAttention, RotaryTable
 from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, probe
 from specdec.errors import ModelRefused
 
@@ -22,6 +25,7 @@ REGISTER_ELEMENTS = 64
 ACTIVATION_NAMES = ("act_fn", "act")
 # Modules that treat each row alone, whatever the row count: lookups, sums along a row, exact arithmetic.
 RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm")
+ROTARY_ATTENTIONS = ("LlamaAttention", "Qwen2Attention")
 ROWWISE_MODULES = ("Embedding", "LayerNorm", "Dropout", "RotaryTable", "FusedRMSNorm", *RMS_NORMS)
 
 
@@ -86,36 +90,24 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.Module):
         super().__init__()
-        self.weight: torch.Tensor = norm.get_parameter("weight").detach()
-        self.epsilon = torch.tensor(norm.variance_epsilon)
+        weight = norm.get_parameter("weight").detach()
+        # The mean's division moves out of the root: x / sqrt(sum + n * epsilon) * (weight * sqrt(n)).
+        self.weight = weight * math.sqrt(len(weight))
+        self.epsilon = len(weight) * float(norm.variance_epsilon)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., rows, 1]
-        scale = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(x, scale).mul_(self.weight)
-
-
-class RotaryTable(nn.Module):
-    """Cosines and sines of every position, computed once by the model's own module: [positions, head size] each."""
-
-    def __init__(self, rotary: nn.Module, positions_max: int, dtype: torch.dtype):
-        super().__init__()
-        like = torch.empty(0, dtype=dtype)
-        cosines, sines = rotary(like, torch.arange(positions_max)[None])
-        self.cosines = cosines[0].contiguous()
-        self.sines = sines[0].contiguous()
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [1, rows] int64 -> two of [1, rows, head size], of the model's type."""
-        positions = position_ids[0]
-        return self.cosines.index_select(0, positions)[None], self.sines.index_select(0, positions)[None]
+        return torch.mul(x, length.square_().add_(self.epsilon).rsqrt_()).mul_(self.weight)
 
 
 def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
     """Puts the stand-ins in place, in place. Raises ModelRefused for a module not known to treat rows alone."""
     for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
-            if child_name == "rotary_emb":
+            if type(child).__name__ in ROTARY_ATTENTIONS:
+                qkv, out = fused_projections(child, product_dtype)
+                setattr(module, child_name, RotaryAttention(child, qkv, out))
+            elif child_name == "rotary_emb":
                 setattr(module, child_name, RotaryTable(child, positions_max, dtype))
             elif child_name in ACTIVATION_NAMES:
                 setattr(module, child_name, AlignedActivation(child))
@@ -132,6 +124,15 @@ def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.d
             raise ModelRefused(f"module {name} of type {type(module).__name__} is not proven to treat rows alone")
 
 
+def fused_projections(attention: nn.Module, product_dtype: torch.dtype) -> tuple[TiledLinear, TiledLinear]:
+    """Queries, keys and values as one product, and the output projection, of a rotary attention module."""
+    parts: list[nn.Linear] = [attention.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")]  # type: ignore
+    weight = torch.cat([part.weight.detach() for part in parts]).t().to(product_dtype).contiguous()
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    out: nn.Linear = attention.get_submodule("o_proj")  # type: ignore[assignment]
+    return TiledLinear(weight, bias), TiledLinear(out.weight.detach().t().to(product_dtype).contiguous(), out.bias)
+
+
 def shorten_calls(model: nn.Module) -> None:
     """Makes calling and finding the modules of a finished model cheap; hooks registered on them no longer run.
 
@@ -144,6 +145,8 @@ def shorten_calls(model: nn.Module) -> None:
         kind = type(module)
         if kind not in direct:
             members = {"__call__": kind.forward, "__module__": kind.__module__}
+            if kind is nn.ModuleList:  # a slice of one registers every module again
+                members["__getitem__"] = lambda layers, index: list(layers)[index]
             direct[kind] = type(kind.__name__, (kind,), members)
         module.__class__ = direct[kind]
         module.__dict__.update(module._modules)

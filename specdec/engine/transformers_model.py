@@ -34,6 +34,7 @@ class TransformersModel:
         self._base = model.base_model
         self._output = _output_layer(model, description.vocabulary_size)
         replace_modules(self._base, dtype, product_dtype(dtype), description.positions_max)
+        self._linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)] + [self._output]
         shorten_calls(self._base)
         self._storage: PagedStorage | None = None
         self._planner: StepPlanner | None = None
@@ -54,7 +55,7 @@ class TransformersModel:
         """Runs the batch; a row's logits are the same bits whatever else is in it."""
         if self._planner is None or self._thread_count != torch.get_num_threads():
             self._thread_count = torch.get_num_threads()
-            self._planner = self._planner_for(self._thread_count)
+            self._planner = self._planner_in_force()
         plan = self._planner.plan(batch)
         hidden = self._base(
             input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, plan=plan.attention
@@ -67,16 +68,26 @@ class TransformersModel:
             logits, is_finite_logits = torch.empty(0, self.description.vocabulary_size), []
         return StepOutput(logits, _per_segment(batch, is_finite.tolist(), is_finite_logits))
 
-    def _planner_for(self, thread_count: int) -> StepPlanner:
-        """Measures the row families for a thread count, by which the library picks kernels too; once for each."""
-        if self._storage is None:
-            raise RuntimeError("forward was called before allocate")
-        linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)] + [self._output]
+    @property
+    def families(self) -> tuple[RowWidths, tuple[int, ...]]:
+        """The row widths and query tiles for the thread count in force, measured once for each count."""
+        thread_count = torch.get_num_threads()
         if thread_count not in self._families:
             tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
-            self._families[thread_count] = (probe_widths(linears), tiles or ALONE)
-        widths, query_tiles = self._families[thread_count]
-        for linear in linears:
+            self._families[thread_count] = (probe_widths(self._linears), tiles or ALONE)
+        return self._families[thread_count]
+
+    def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
+        """Replaces them by others, unmeasured: to measure what independence costs, or to try the last resort."""
+        self._families[torch.get_num_threads()] = (row_widths, query_tiles)
+        self._planner = None
+
+    def _planner_in_force(self) -> StepPlanner:
+        """Puts the families for the thread count in force: the library picks kernels by it."""
+        if self._storage is None:
+            raise RuntimeError("forward was called before allocate")
+        widths, query_tiles = self.families
+        for linear in self._linears:
             linear.set_widths(widths)
         return StepPlanner(self._storage, self._head_count, query_tiles, widths)
 
@@ -136,7 +147,7 @@ def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int) -> 
     if not isinstance(output, nn.Linear):
         raise ModelRefused(f"an output layer of type {type(output).__name__} is not proven yet")
     bias = None if output.bias is None else output.bias.detach()[:vocabulary_size]
-    return TiledLinear(output.weight.detach()[:vocabulary_size].float().t(), bias, is_output=True)
+    return TiledLinear(output.weight.detach()[:vocabulary_size].t().float().contiguous(), bias, is_output=True)
 
 
 def _describe(

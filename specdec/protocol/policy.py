@@ -26,7 +26,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
-    """`draft_length` tokens a round, and a draft that runs ahead far enough to fill the following round too.
+    """`draft_length` tokens a round, and a draft that runs one ahead of them.
+
+    Should all pass and the bonus token be the guess after them, the next round's tokens are under way already.
 
     The draft length of a round depends on counts alone, never on the tokens drawn (docs/exactness.md).
     """
@@ -39,5 +41,5 @@ class FixedPolicy:
     def plan(self, room: int) -> Plan:
         """The plan for a session that can still hold `room` tokens; a round commits one more than it accepts."""
         draft_length_max = max(0, min(self.draft_length, room - 1))
-        window = min(2 * self.draft_length + 1, room - 1, DRAFT_LENGTH_LIMIT) if draft_length_max else 0
+        window = min(self.draft_length + 1, room - 1, DRAFT_LENGTH_LIMIT) if draft_length_max else 0
         return Plan(draft_length_max, window, wait=draft_length_max > 0)

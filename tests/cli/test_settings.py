@@ -51,15 +51,15 @@ def help_of(command: str) -> str:
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):
-    """Each layer is removed in turn, and the next one shows: 4, then 3, then 2, then the default."""
+    """Each layer is removed in turn, and the next one shows: 128, then 32, then 16, then the default."""
     file = tmp_path / "draft.yaml"
-    file.write_text("model: m\nblock-size: 2\n")
-    environment = {"SPECDEC_BLOCK_SIZE": "3"}
+    file.write_text("model: m\nblock-size: 16\n")
+    environment = {"SPECDEC_BLOCK_SIZE": "32"}
     arguments = ("--config", str(file))
-    assert read("draft", *arguments, "--block-size", "4", environment=environment).block_size == 4
-    assert read("draft", *arguments, environment=environment).block_size == 3
-    assert read("draft", *arguments).block_size == 2
-    assert read("draft", "--model", "m").block_size == DraftSettings(model="m").block_size == 16
+    assert read("draft", *arguments, "--block-size", "128", environment=environment).block_size == 128
+    assert read("draft", *arguments, environment=environment).block_size == 32
+    assert read("draft", *arguments).block_size == 16
+    assert read("draft", "--model", "m").block_size == DraftSettings(model="m").block_size == 64
 
 
 def test_the_file_can_be_named_in_the_environment(tmp_path):

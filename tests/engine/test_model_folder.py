@@ -6,6 +6,7 @@ before a weight is read. Nothing in a folder is run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +162,18 @@ def test_auto_keeps_the_weights_type(folder_of: Callable[[str], Path], folder: P
     edit_json(folder / "config.json", dtype="float16")
     assert load_model(str(folder)).description.dtype == "float32"
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_weights_that_are_not_the_manifests_are_refused(folder: Path) -> None:
+    """Claim: where a folder states SHA-256 sums, weights that differ in one bit are not served.
+
+    Source: reliability.md, unsafe loading. Conclusive: the same manifest passes before the bit is changed.
+    """
+    weights = folder / "model.safetensors"
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(weights.read_bytes()).hexdigest()}  model.safetensors\n")
+    open_model_folder(str(folder)).digest()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    with pytest.raises(ModelRefused, match="SHA256SUMS"):
+        open_model_folder(str(folder)).digest()

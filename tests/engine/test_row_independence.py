@@ -16,12 +16,10 @@ from tests.support.engine_models import Driver, random_tokens
 
 STARTS = (190, 128, 127, 112, 63, 17, 16, 15, 1, 0)  # on both sides of block and split borders
 LENGTH = 200  # beyond one key split of 128 and many blocks of 16
-MODELS = [
-    pytest.param((name, dtype, threads), id=f"{name}-{dtype}-{threads}")
-    for name in ("target", "draft", "llama", "qwen2", "gpt2", "odd")
-    for dtype in ("float32", "bfloat16")
-    for threads in (1, 2)
-]
+NAMES = ("target", "draft", "llama", "qwen2", "gpt2", "odd")
+MODELS = [(name, dtype, 1) for name in NAMES for dtype in ("float32", "bfloat16")]
+# With two threads the library divides products otherwise: measured to make widths 5 to 11 differ that agree with one.
+MODELS += [("target", "float32", 2), ("target", "bfloat16", 2), ("gpt2", "float32", 2), ("odd", "float32", 2)]
 
 
 class Case:
@@ -45,7 +43,7 @@ class Case:
         assert torch.equal(logits, self.reference[start : start + len(logits)]), f"rows from {start} on differ"
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(map(str, model)))
 def shared_case(request: pytest.FixtureRequest, driver_of: Callable[..., Driver]) -> Case:
     name, dtype, threads = request.param
     torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.engine import transformers_model
 from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, probe
 from specdec.engine.tiled_modules import AlignedActivation, TiledLinear
 from tests.support.engine_models import Driver, random_tokens
@@ -96,23 +95,20 @@ def test_activation_does_not_depend_on_place(function: torch.nn.Module, threads:
         assert torch.equal(activation(values[count : 2 * count]), whole[count : 2 * count])
 
 
-def test_the_last_resort_still_answers_the_same(
-    driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_resort_still_answers_the_same(driver_of: Callable[..., Driver]) -> None:
     """Claim: on a machine where no widths agree, products of one row each keep every promise, only slowly.
 
-    Source: `row_widths`, width 1 is correct by construction. Conclusive: both probes are made to find nothing, and a
+    Source: `row_widths`, width 1 is correct by construction. Conclusive: both families are set to it, and a
     verification among neighbours still equals single steps bit for bit.
     """
-    monkeypatch.setattr(transformers_model, "probe_widths", lambda linears: RowWidths(ALONE))
-    monkeypatch.setattr(transformers_model, "probe_query_tiles", lambda group_size, head_size: ())
     driver = Driver(driver_of("llama").model, 64)
-    driver.model._families.clear()
+    measured = driver.model.families
+    driver.model.use_families(RowWidths(ALONE), ALONE)
     token_ids = random_tokens(30, 6)
     table, other = driver.open(), driver.open()
     alone = torch.cat([driver.feed(table, [token_id]) for token_id in token_ids])
     driver.cache.truncate(table, 20)
     driver.feed(other, token_ids[:20])
     both = driver.step([(table, token_ids[20:25], 5), (other, token_ids[20:30], 10)]).logits
-    driver.model._families.clear()
+    driver.model.use_families(*measured)
     assert torch.equal(both, torch.cat([alone[20:25], alone[20:30]]))

@@ -308,8 +308,8 @@ def test_not_a_number_costs_one_request_and_leaves_no_trace(tmp_path: Path) -> N
     def release_all() -> None:
         for table in list(bench.engine.cache._tables):
             bench.engine.cache.release(table)
-        bench.feed("after", clean, 50, table=bench.engine.cache.reserve(360))
+        bench.feed("after", clean, 5, table=bench.engine.cache.reserve(360))
 
     bench.run(release_all, 1)
     bench.engine.stop()
-    assert torch.equal(collected["after"], expected)
+    assert torch.equal(collected["after"], expected[-5:])
