@@ -49,7 +49,7 @@ TABLE = (
     ),
     Imports(
         "specdec.engine",
-        ("specdec.errors", "specdec.config", "specdec.protocol.types"),
+        ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.fingerprint"),
         NETWORK_LIBRARIES + ("asyncio",),
     ),
     Imports("specdec.telemetry", ("specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
