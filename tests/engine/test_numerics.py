@@ -6,12 +6,12 @@ import queue
 from pathlib import Path
 
 import torch
-from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine, Feed
 from specdec.errors import NumericsError
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 
 TIMEOUT_S = 20.0
 
