@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specdec.decoding.distribution import scores
+from specdec.decoding.distribution import dense_scores
 from specdec.decoding.edits import PathContext
 from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.decoding.proposal import ProposalRequest, propose
@@ -91,7 +91,7 @@ def rejection_share(text: Text, logits: Tensor, law: Law) -> float:
     drawn_law = replace(law, rule=Rule.REJECTION)
     proposals = propose(requests_along(text, drawn_law), [1] * len(text.output), logits)
     context = PathContext(drawn_law, text.prompt, text.output[:-1])
-    target_probs = scores(text.logits, [context]).softmax(dim=1)  # [output, vocab] float64
+    target_probs = dense_scores(text.logits, [context]).softmax(dim=1)  # [output, vocab] float64
     pairs = zip(target_probs, proposals, strict=True)
     return statistics.fmean(overlap(probs, proposal.row) for probs, proposal in pairs)
 
@@ -102,7 +102,7 @@ def bound(text: Text, logits: Tensor, law: Law) -> float:
     REJECTION stays below it by what the row leaves out (PROPOSAL_ROW_TOKENS_MAX), COUPLED by its coupling.
     """
     context = PathContext(law, text.prompt, text.output[:-1])
-    target_probs, draft_probs = (scores(rows, [context]).softmax(dim=1) for rows in (text.logits, logits))
+    target_probs, draft_probs = (dense_scores(rows, [context]).softmax(dim=1) for rows in (text.logits, logits))
     return torch.minimum(target_probs, draft_probs).sum(dim=1).mean().item()
 
 

@@ -36,7 +36,7 @@ def test_a_draw_follows_its_row_to_one_part_in_2_to_the_53(weights: list[int]) -
 
 @pytest.mark.parametrize("policy", [{}, {"top_k": 3}, {"top_k": 100}, {"top_p": 0.6}, {"temperature": 0.05}])
 def test_rows_hold_the_likeliest_of_the_sampled_law(policy: dict) -> None:
-    """Claim: a row is the draft's sampled law: its support if small, else its 32 likeliest tokens, weights in
+    """Claim: a row is the draft's sampled law: its support if small, else its 96 likeliest tokens, weights in
     proportion to 65535 for the likeliest, those that round to 0 left out. Conclusive: against the reference law.
     """
     logits = torch.randn(1, 80, generator=torch.Generator().manual_seed(1)) * 2
