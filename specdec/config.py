@@ -8,6 +8,7 @@ folder or port can be used (its service) is not known here.
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -137,7 +138,7 @@ class EngineSettings(Settings):
         "auto", MODEL, "Element type of weights and activations; auto takes the model's own."
     )
     device: str = setting("auto", MODEL, "Where the model runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
-    threads: int = setting(0, MODEL, "CPU threads for the model; 0 takes one per core.", ge=0, le=1024)
+    threads: int = setting(0, MODEL, "CPU threads for a model; 0 takes one per core, half of that with serve.", ge=0, le=1024)
     max_model_len: int | None = setting(
         None,
         LIMITS,
@@ -268,7 +269,8 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
 
     def _shared(self, service: type[ModelSettings]) -> dict[str, Any]:
         own = (EngineSettings.model_fields.keys() | {"log_level", "drain_grace_s"}) & service.model_fields.keys()
-        return {**{name: getattr(self, name) for name in own}, "port": 0}
+        threads = self.threads or max(1, (os.cpu_count() or 1) // 2)  # two models share this machine
+        return {**{name: getattr(self, name) for name in own}, "port": 0, "threads": threads}
 
 
 class ClientSettings(TlsSettings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,10 +10,18 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
+def is_watched() -> bool:
+    """Whether standard error is a terminal with this process in front; a supervised child leaves it to its parent."""
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
 def loading_bar(title: str) -> Iterator[Callable[[str, float], None]]:
     """Yields `progress(what, share)`, share from 0 to 1."""
-    if not sys.stderr.isatty():
+    if not is_watched():
         yield lambda what, share: None
         return
     from rich.console import Console

@@ -55,3 +55,16 @@ def test_exceptions_are_on_one_line(capsys):
         get_logger().exception("failed")
     (line,) = lines(capsys)
     assert line["event"] == "failed" and line["exception"][0]["exc_value"] == "wrong"
+
+
+def test_exceptions_are_logged_without_values(capsys):
+    """A traceback names places, never the values of variables: those hold prompts and texts."""
+    configure_logs("info", "target", as_json=True)
+    secret = "text of a user"
+    try:
+        raise ValueError("a defect")
+    except ValueError:
+        get_logger().exception("failed")
+    (line,) = lines(capsys)
+    assert line["exception"][0]["exc_type"] == "ValueError"
+    assert secret not in json.dumps(line) and "locals" not in json.dumps(line)
