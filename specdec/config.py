@@ -138,7 +138,9 @@ class EngineSettings(Settings):
         "auto", MODEL, "Element type of weights and activations; auto takes the model's own."
     )
     device: str = setting("auto", MODEL, "Where the model runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
-    threads: int = setting(0, MODEL, "CPU threads for a model; 0 takes one per core, half of that with serve.", ge=0, le=1024)
+    threads: int = setting(
+        0, MODEL, "CPU threads for a model; 0 takes one per core, half of that with serve.", ge=0, le=1024
+    )
     max_model_len: int | None = setting(
         None,
         LIMITS,
