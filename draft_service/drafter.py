@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.engine.scheduler import StepTiming
 from specdec.errors import CacheExhausted, InvalidRequest
-from specdec.protocol.items import Close, Commit, DraftAsk, DraftNode, Extend, Nodes, Open, Short
+from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.tree import DraftTree, Place
 from specdec.protocol.types import check_token_ids
-from specdec.replica.sessions import HeldSession, HeldSessions, Reply, answer
+from specdec.replica.handler import ItemHandler, check_law_tokens
+from specdec.replica.sessions import HeldSession, Reply
 
 
 @dataclass(slots=True, eq=False)
@@ -54,47 +55,26 @@ class DraftedSession(HeldSession):
         self.node_count = 0
 
 
-class Drafter:
+class Drafter(ItemHandler):
     """All sessions of a draft replica. Every method runs on the engine thread."""
 
-    def __init__(self, sessions: HeldSessions) -> None:
-        self._sessions = sessions
-        self._vocabulary_size = sessions.description.vocabulary_size
-
-    def handle(self, stream: object, items: list[DraftAsk], reply: Reply) -> None:
-        """Carries out the items of one message in order; nodes come through `reply` as they grow."""
-        for item in items:
-            answer(item, reply, lambda item=item: self._handle(stream, item, reply))
-
-    def close_stream(self, stream: object) -> None:
-        """Ends all sessions of a stream that is gone."""
-        self._sessions.close_stream(stream)
-
-    def _handle(self, stream: object, item: DraftAsk, reply: Reply) -> Short | None:
-        if isinstance(item, Open):
-            self._open(stream, item, reply)
-            return None
-        if isinstance(item, Close):
-            self._sessions.close(stream, item)
-            return None
-        held = self._sessions.find(stream, item)
-        if held is None or isinstance(held, Short):
-            return held
+    def work(self, held: DraftedSession, item: Extend | Commit) -> Short | None:
+        """Holds committed tokens, or drafts on below newly committed ones."""
         if isinstance(item, Extend):
             held.tree = held.feed = None
             return self._sessions.extend(held, item)
         return self._commit(held, item)
 
-    def _open(self, stream: object, item: Open, reply: Reply) -> None:
-        positions_max = self._sessions.description.positions_max
+    def open(self, stream: object, item: Open, reply: Reply) -> None:
+        """Checks what does not depend on room, then reserves it. Raises SpecdecError."""
+        positions_max = self._description.positions_max
         if item.law.prompt_length >= positions_max:
             raise CacheExhausted(f"the prompt has {item.law.prompt_length} tokens, the draft {positions_max} positions")
-        check_token_ids("law.stop_token_ids", item.law.stop_token_ids, item.vocabulary_size)
-        check_token_ids("law.logit_bias", tuple(entry[0] for entry in item.law.logit_bias), item.vocabulary_size)
+        check_law_tokens(item.law, item.vocabulary_size)
         self._sessions.open(stream, item, reply, DraftedSession)
 
     def _commit(self, held: DraftedSession, item: Commit) -> Short | None:
-        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._vocabulary_size)
+        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
         if item.committed_length > held.opened.length_max:
             limit = f"at most length_max {held.opened.length_max}"
             raise InvalidRequest("committed_length", item.committed_length, limit)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from specdec.decoding.evidence import EvidenceRequest
 from specdec.engine.scheduler import StepTiming
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import Close, EvidenceAnswer, Extend, Open, Short, TargetAsk, Verification
-from specdec.protocol.types import Evidence, Law, check_token_ids
-from specdec.replica.sessions import HeldSession, HeldSessions, Reply, answer
+from specdec.protocol.items import EvidenceAnswer, Extend, Open, Short, Verification
+from specdec.protocol.types import Evidence, check_token_ids
+from specdec.replica.handler import ItemHandler, check_law_tokens
+from specdec.replica.sessions import HeldSession, Reply
 
 
 @dataclass(slots=True, eq=False)
@@ -24,43 +25,21 @@ class VerifiedSession(HeldSession):
     last_answer: EvidenceAnswer | None = None
 
 
-class Verifier:
+class Verifier(ItemHandler):
     """All sessions of a target replica. Every method runs on the engine thread."""
 
-    def __init__(self, sessions: HeldSessions) -> None:
-        self._sessions = sessions
-        self._vocabulary_size = sessions.description.vocabulary_size
+    def work(self, held: VerifiedSession, item: Extend | Verification) -> Short | None:
+        """Holds committed tokens, or reports evidence."""
+        return self._sessions.extend(held, item) if isinstance(item, Extend) else self._verify(held, item)
 
-    def handle(self, stream: object, items: list[TargetAsk], reply: Reply) -> None:
-        """Carries out the items of one message in order; answers come through `reply`, some of them later."""
-        for item in items:
-            answer(item, reply, lambda item=item: self._handle(stream, item, reply))
-
-    def close_stream(self, stream: object) -> None:
-        """Ends all sessions of a stream that is gone."""
-        self._sessions.close_stream(stream)
-
-    def _handle(self, stream: object, item: TargetAsk, reply: Reply) -> Short | None:
-        if isinstance(item, Open):
-            self._open(stream, item, reply)
-            return None
-        if isinstance(item, Close):
-            self._sessions.close(stream, item)
-            return None
-        held = self._sessions.find(stream, item)
-        if held is None or isinstance(held, Short):
-            return held
-        if isinstance(item, Extend):
-            return self._sessions.extend(held, item)
-        return self._verify(held, item)
-
-    def _open(self, stream: object, item: Open, reply: Reply) -> None:
-        description = self._sessions.description
-        check_law_tokens(item.law, self._vocabulary_size)
-        if item.vocabulary_size != self._vocabulary_size:
-            raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {self._vocabulary_size}")
-        if item.length_max > description.positions_max:
-            raise InvalidRequest("length_max", item.length_max, f"at most the model's {description.positions_max}")
+    def open(self, stream: object, item: Open, reply: Reply) -> None:
+        """Checks what does not depend on room, then reserves it. Raises SpecdecError."""
+        size, positions_max = self._description.vocabulary_size, self._description.positions_max
+        check_law_tokens(item.law, size)
+        if item.vocabulary_size != size:
+            raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {size}")
+        if item.length_max > positions_max:
+            raise InvalidRequest("length_max", item.length_max, f"at most the model's {positions_max}")
         self._sessions.open(stream, item, reply, VerifiedSession)
 
     def _verify(self, held: VerifiedSession, item: Verification) -> Short | None:
@@ -84,9 +63,9 @@ class Verifier:
         return None
 
     def _check(self, held: VerifiedSession, item: Verification) -> None:
-        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._vocabulary_size)
-        check_token_ids("draft_token_ids", item.draft_token_ids, self._vocabulary_size)
-        item.check_rows(held.opened.law.rule, self._vocabulary_size)
+        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
+        check_token_ids("draft_token_ids", item.draft_token_ids, self._description.vocabulary_size)
+        item.check_rows(held.opened.law.rule, self._description.vocabulary_size)
         length = item.base_position + len(item.draft_token_ids)
         if length > held.opened.length_max:
             limit = f"with its draft tokens at most length_max {held.opened.length_max}"
@@ -115,9 +94,3 @@ class Verifier:
             step_rows=timing.row_count,
         )
         held.reply(held.last_answer)
-
-
-def check_law_tokens(law: Law, vocabulary_size: int) -> None:
-    """Raises InvalidRequest for a token id in a law that the model does not have."""
-    check_token_ids("law.stop_token_ids", law.stop_token_ids, vocabulary_size)
-    check_token_ids("law.logit_bias", tuple(token_id for token_id, _ in law.logit_bias), vocabulary_size)

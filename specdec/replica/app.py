@@ -23,8 +23,9 @@ from specdec.engine.scheduler import Engine
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import Description
+from specdec.replica.handler import ItemHandler
 from specdec.replica.sessions import HeldSessions
-from specdec.replica.stream import Handler, ReplicaStream, StreamMessages
+from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
@@ -48,7 +49,7 @@ class ReplicaKind:
     stream_method: str
     messages: StreamMessages
     evidence: Evidence
-    make_handler: Callable[[HeldSessions], Handler]
+    make_handler: Callable[[HeldSessions], ItemHandler]
 
 
 class ReplicaApp:
@@ -58,7 +59,7 @@ class ReplicaApp:
         self._kind = kind
         self._settings = settings
         self._engine: Engine | None = None
-        self._handler: Handler | None = None
+        self._handler: ItemHandler | None = None
         self._description: Description | None = None
 
     async def run(self, on_ready: OnReady | None = None) -> None:

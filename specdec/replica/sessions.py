@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.scheduler import Engine, Feed, StepTiming
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.items import Close, Extend, Failure, Open, Short
+from specdec.protocol.items import Close, Extend, Open, Short
 from specdec.protocol.types import Description, check_token_ids
 from specdec.rpc.status import failure_from_error
-from specdec.telemetry.logs import get_logger
 
 Reply = Callable[[object], None]
 
@@ -153,17 +152,3 @@ class HeldSessions:
         )
         held.feed = feed
         self.engine.submit(feed)
-
-
-def answer(item, reply: Reply, work: Callable[[], object]) -> None:
-    """Runs one item's work; its error becomes the item's answer and costs nobody else anything."""
-    try:
-        result = work()
-    except SpecdecError as error:
-        result = failure_from_error(error, item.session, item.incarnation)
-    except Exception:
-        get_logger().exception("an item failed", session=item.session)
-        defect = SpecdecError("the replica failed at this item; its log says why")
-        result = failure_from_error(defect, item.session, item.incarnation)
-    if isinstance(result, (Short, Failure)):
-        reply(result)

@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
+from specdec.replica.handler import ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
@@ -23,14 +23,6 @@ from specdec.rpc.status import failure_from_error
 
 MESSAGE_BYTES_SOFT = 64 << 10  # answers beyond this go into the next message
 ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
-
-
-class Handler(Protocol):
-    """What a replica does with items; every method runs on the engine thread."""
-
-    def handle(self, stream: object, items: list, reply) -> None: ...
-
-    def close_stream(self, stream: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +37,7 @@ class StreamMessages:
 class ReplicaStream:
     """The state of one stream. `reply` may be called from any thread; `run` is awaited once."""
 
-    def __init__(self, engine: Engine, handler: Handler, messages: StreamMessages) -> None:
+    def __init__(self, engine: Engine, handler: ItemHandler, messages: StreamMessages) -> None:
         self._engine = engine
         self._handler = handler
         self._messages = messages

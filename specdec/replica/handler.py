@@ -1,0 +1,67 @@
+"""What a replica does with the items of a stream, as far as draft and target do the same.
+
+Items of one message are carried out in order; what goes wrong with one is answered and costs nobody else anything. All
+of it runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from specdec.errors import SpecdecError
+from specdec.protocol.items import Close, DraftAsk, Open, Short, TargetAsk
+from specdec.protocol.types import Law, check_token_ids
+from specdec.replica.sessions import HeldSessions, Reply
+from specdec.rpc.status import failure_from_error
+from specdec.telemetry.logs import get_logger
+
+
+class ItemHandler(ABC):
+    """All sessions of a replica. A subclass says how one is opened and what is done for it."""
+
+    def __init__(self, sessions: HeldSessions) -> None:
+        self._sessions = sessions
+        self._description = sessions.description
+
+    def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply) -> None:
+        """Carries out the items of one message in order; answers come through `reply`, some of them later."""
+        for item in items:
+            try:
+                short = self._handle(stream, item, reply)
+                if short is not None:
+                    reply(short)
+            except SpecdecError as error:
+                reply(failure_from_error(error, item.session, item.incarnation))
+            except Exception:
+                get_logger().exception("an item failed", session=item.session)
+                defect = SpecdecError("the replica failed at this item; its log says why")
+                reply(failure_from_error(defect, item.session, item.incarnation))
+
+    def close_stream(self, stream: object) -> None:
+        """Ends all sessions of a stream that is gone."""
+        self._sessions.close_stream(stream)
+
+    def _handle(self, stream: object, item: Any, reply: Reply) -> Short | None:
+        if isinstance(item, Open):
+            self.open(stream, item, reply)
+            return None
+        if isinstance(item, Close):
+            self._sessions.close(stream, item)
+            return None
+        held = self._sessions.find(stream, item)
+        return held if held is None or isinstance(held, Short) else self.work(held, item)
+
+    @abstractmethod
+    def open(self, stream: object, item: Open, reply: Reply) -> None:
+        """Opens a session. Raises SpecdecError; then nothing was allocated."""
+
+    @abstractmethod
+    def work(self, held: Any, item: Any) -> Short | None:
+        """Does what any other item asks of an open session; Short when tokens before it are missing."""
+
+
+def check_law_tokens(law: Law, vocabulary_size: int) -> None:
+    """Raises InvalidRequest for a token id in a law that the vocabulary does not have."""
+    check_token_ids("law.stop_token_ids", law.stop_token_ids, vocabulary_size)
+    check_token_ids("law.logit_bias", tuple(token_id for token_id, _ in law.logit_bias), vocabulary_size)
