@@ -69,7 +69,7 @@ def generate(
 def table_of(runs: list[Run]) -> Table:
     """One line per prompt: tokens/s with and without, their ratio, and how speculation went."""
     table = Table(title="speculation on and off, in turn, on the same services and prompts (medians)")
-    for name in ("prompt", "on tok/s", "off tok/s", "on/off", "acceptance", "mean length", "draft link B/token"):
+    for name in ("prompt", "on tok/s", "off tok/s", "on/off", "acceptance", "mean length", "link B/tok"):
         table.add_column(name, justify="right")
     for prompt_id in dict.fromkeys(run.prompt_id for run in runs):
         add_line(table, str(prompt_id), [run for run in runs if run.prompt_id == prompt_id])
