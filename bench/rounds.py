@@ -7,9 +7,11 @@ round takes at the target beyond its queue, forward and evidence: both ways on t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -77,18 +79,30 @@ def table_of(results: dict[str, dict[int, dict[str, float]]]) -> Table:
     return table
 
 
+def table_models(folder: Path) -> tuple[Path, Path]:
+    """Target and draft of the protocol tests: table models with different laws."""
+    from specdec.engine.table_model import write_table_model
+
+    for seed, name in enumerate(("target", "draft")):
+        write_table_model(folder / name, vocabulary_size=7, seed=seed)
+    return folder / "target", folder / "draft"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rounds", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=8, help="held-out prompts (8)")
     parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of each generation (64)")
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="beside 0, which is off")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
+    parser.add_argument("--table", action="store_true", help="models that compute nothing: what the rest takes")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     asked = parser.parse_args()
     runs: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     draft_lengths = sorted({0, *asked.draft_lengths})
-    prompts = list(heldout_prompts().values())[: asked.prompts]
-    with running(threads=1, dtype=asked.dtype) as services:
+    prompts = ["<1><2>"] if asked.table else list(heldout_prompts().values())[: asked.prompts]
+    with contextlib.ExitStack() as stack:
+        models = table_models(Path(stack.enter_context(tempfile.TemporaryDirectory()))) if asked.table else ()
+        services = stack.enter_context(running(*models, threads=1, dtype=asked.dtype))
         with grpc.insecure_channel(services.coordinator.address) as channel:
             stub = pb_grpc.CoordinatorServiceStub(channel)
             measure(stub, prompts[0], next(iter(RULES)), 4, 16)
