@@ -222,13 +222,24 @@ def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, P
 
 
 def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
-    """Claim: work for a client that is gone stops; slots (8 here) are free for others at once."""
+    """Claim: work for a client that is gone stops; all 8 slots and their blocks are free for others."""
     client = services.client
     for _ in range(40):
         call = client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60)
         next(call)
         call.cancel()
-    wait_until(lambda: len(client.generate(PROMPT, **ASKED).token_ids) == ASKED["max_tokens"])
+
+
+    def all_slots_are_free() -> bool:
+        try:
+            outcomes = client.generate_all([{"prompt": PROMPT, **ASKED, "max_tokens": 40}] * 8, width=8)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            return False
+        return all(len(outcome.token_ids) == 40 for outcome in outcomes)
+
+    wait_until(all_slots_are_free)
+    assert all_slots_are_free()
 
 
 def test_sigterm_lets_running_generations_finish(services: Services):
