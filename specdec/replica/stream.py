@@ -17,11 +17,11 @@ from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.replica.handler import ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
 
-MESSAGE_BYTES_SOFT = 64 << 10  # answers beyond this go into the next message
 ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
 
 

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import SpecdecError
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
 from specdec.telemetry.logs import get_logger
@@ -24,7 +25,6 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
 TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
 SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer is taken for dead
-MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
 CLOSED = "closed"  # by this side
 QUEUE_ITEM_COUNT_MAX = 65536  # a peer that leaves so many untaken is as good as dead
 
