@@ -39,7 +39,7 @@ def measure(stub, prompt: str, rule: str, draft_length: int, max_tokens: int) ->
     request = pb.GenerateRequest(
         text=prompt,
         sampling=pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule]),
-        speculative=pb.SpeculativePolicy(num_speculative_tokens=draft_length),
+        speculative=pb.SpeculativePolicy(policy=pb.POLICY_FIXED, num_speculative_tokens=draft_length),
     )
     *_, last = stub.Generate(request, timeout=300)
     counts = last.finished.statistics

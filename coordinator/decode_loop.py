@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from coordinator.output import Ending, OutputWalker
 from coordinator.rejection import decide
 from coordinator.replicas import Replica
+from coordinator.speculation import Speculation
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
@@ -36,16 +37,19 @@ class Generation:
         started: Started,
         target: Replica,
         draft: Replica | None,
-        draft_wait_s: float,
+        speculation: Speculation,
     ) -> None:
         self._session = session
         self._walker = walker
+        self._first_output_index = walker.count
         self._target = target
         self._draft = draft
-        self._draft_wait_s = draft_wait_s
+        self._speculation = speculation
         self._loop = asyncio.get_running_loop()
         self._born_s = self._loop.time()
-        self._sent_s = self._wait_began_s = self._born_s
+        self._sent_s = self._verdict_s = self._born_s
+        self._wait_began_s: float | None = None
+        self._waited_s = 0.0  # for draft tokens, since the last verdict
         self.statistics = Statistics()
         self._started = started
         self._undelivered: deque[Event | SpecdecError] = deque([started])
@@ -121,6 +125,8 @@ class Generation:
 
     def _on_draft_item(self, item) -> None:
         if isinstance(item, Nodes):
+            self.statistics.count_nodes(item)
+            self._speculation.on_draft_step(item.step_rows, item.step_us / 1e6)
             self._perform(self._session.on_nodes(item))
         elif isinstance(item, Short):
             self._perform(self._session.on_draft_short(item))
@@ -146,11 +152,16 @@ class Generation:
         except SpecdecError as error:
             self._fail(error)
             return
-        self._count(answer, len(flying.draft_token_ids), verdict)
         tokens = (*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id)
         first_output_index = self._walker.count
         walked = self._walker.walk(tokens)
-        actions = session.on_verdict(verdict, walked.kept_count, ends=walked.ending is not None)
+        now_s = self._loop.time()
+        round_s, waited_s = now_s - self._verdict_s, self._waited_s
+        self._verdict_s, self._waited_s = now_s, 0.0
+        is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
+        self._measure(answer, round_s - waited_s)
+        actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None, round_s, waited_s)
+        self._count(answer, now_s, is_after_hit)
         self._perform(actions)
         kept = walked.kept_count
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
@@ -177,10 +188,21 @@ class Generation:
             return ()
         return *evidence.draft_logprobs[:accepted_count], evidence.replacement_logprobs[accepted_count]
 
-    def _count(self, answer: EvidenceAnswer, draft_length: int, verdict: Verdict) -> None:
-        now_s = self._loop.time()
-        statistics = self.statistics
-        statistics.count_round(draft_length, verdict.accepted_count)
+    def _measure(self, answer: EvidenceAnswer, round_s: float) -> None:
+        """Tells what the service has learnt from a round: the target's step, and what a round takes beside it."""
+        step_s = (answer.forward_us + answer.evidence_us) / 1e6
+        is_prefill = self.statistics.rounds == 0
+        self._speculation.on_target_step(answer, step_s)
+        if not is_prefill:
+            self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
+
+    def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
+        statistics, outcome = self.statistics, self._session.outcome
+        assert outcome is not None
+        statistics.count_round(outcome, follows_branch_hit)
+        statistics.num_rounds_off += not self._session.policy.is_speculating
+        statistics.step_sessions += answer.step_sessions
+        statistics.active_sessions += answer.active_sessions
         at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
         statistics.target_queue_s += answer.queue_us / 1e6
         statistics.target_forward_s += answer.forward_us / 1e6
@@ -201,13 +223,14 @@ class Generation:
                 self._draft.send(action.item)
             elif isinstance(action, AwaitDraft):
                 self._wait_began_s = self._loop.time()
-                self._loop.call_later(self._draft_wait_s, self._on_timer, action.wait_index)
+                self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
 
     def _note_verification(self) -> None:
         self._sent_s = self._loop.time()
-        if self._wait_began_s > self._born_s:
+        if self._wait_began_s is not None:
+            self._waited_s += self._sent_s - self._wait_began_s
             self.statistics.draft_wait_s += self._sent_s - self._wait_began_s
-            self._wait_began_s = self._born_s
+            self._wait_began_s = None
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
@@ -224,7 +247,11 @@ class Generation:
         self._news.set()
 
     def _finish(self, ending: Ending) -> None:
-        session = self._session
+        session, statistics = self._session, self.statistics
+        prediction = session.policy.prediction
+        statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
+        statistics.policy_reason = prediction.reason
+        statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", session=session.number, count=session.malformed_node_count)
         self._emit(
@@ -234,7 +261,7 @@ class Generation:
                 ending.stop_token_id,
                 session.law.prompt_length,
                 self._walker.count,
-                self.statistics,
+                statistics,
                 session.trace.trace_id.hex(),
             )
         )

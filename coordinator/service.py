@@ -16,11 +16,11 @@ from contextlib import aclosing
 from coordinator.decode_loop import Generation
 from coordinator.output import OutputWalker, Walked
 from coordinator.replicas import DRAFT, TARGET, Replica
+from coordinator.speculation import Speculation
 from coordinator.tokenizer import Tokenizer
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable
 from specdec.protocol.items import Trace
-from specdec.protocol.policy import FixedPolicy
 from specdec.protocol.report import Started
 from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
@@ -46,6 +46,7 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings, tokenizer: Tokenizer, changed: Callable[[], None]) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
+        self._speculation = Speculation(settings)
         self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
         self.draft: Replica | None = None
         if settings.draft is not None:
@@ -116,22 +117,13 @@ class Coordinator:
             law,
             len(prompt) + walker.max_tokens,
             target.vocabulary_size,
-            FixedPolicy(self._draft_length(ask)),
+            self._speculation.policy(ask),
             [*prompt, *ask.resumed_token_ids],
             trace,
         )
         started = Started(secrets.token_hex(16), law.seed, law.rule, len(prompt), walker.max_tokens)
         get_logger().info("generation", request_id=started.request_id, session=session.number, rule=law.rule.name)
-        return Generation(session, walker, started, self.target, self.draft, self._settings.draft_wait_ms / 1000)
-
-    def _draft_length(self, ask: Ask) -> int:
-        """Draft tokens a round may carry. Raises InvalidRequest above the server's maximum."""
-        asked, limit = ask.speculative.num_speculative_tokens, self._settings.num_speculative_tokens_max
-        if asked is not None and asked > limit:
-            raise InvalidRequest("speculative.num_speculative_tokens", asked, f"at most this server's maximum, {limit}")
-        if not ask.speculative.enabled:
-            return 0
-        return self._settings.num_speculative_tokens if asked is None else asked
+        return Generation(session, walker, started, self.target, self.draft, self._speculation)
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

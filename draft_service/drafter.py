@@ -1,67 +1,68 @@
 """Grows each session's tree of draft tokens, without being asked per round.
 
-The tree is a chain here: every step evaluates the deepest proposal child of every session, so all sessions advance
-together, one token a step, up to their windows. A commit inside the tree re-roots it; one outside restarts it there in
-a new epoch. It runs on the engine thread.
+Before every step it takes the places likeliest to be committed, over all sessions together, and feeds their paths; what
+comes of them leaves as one item per session. A commit inside a tree re-roots it; one outside restarts it there in a
+new epoch. It runs on the engine thread.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, field
 
+from draft_service.lanes import drop, lane_for, settle
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.engine.scheduler import StepTiming
 from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import Candidate, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
-from specdec.protocol.noise import Lane, uniform_bits
-from specdec.protocol.tree import DraftTree, Place
+from specdec.protocol.noise import Lane as NoiseLane
+from specdec.protocol.noise import uniform_bits
+from specdec.protocol.tree import Guess
 from specdec.protocol.types import check_token_ids
 from specdec.replica.handler import ItemHandler, check_law_tokens
-from specdec.replica.sessions import HeldSession, Reply
+from specdec.replica.sessions import HeldSession, HeldSessions, Reply
+
+BRANCH_COUNT = 3  # guesses beside the proposal child; the fourth comes true once in thirty misses
+STEP_LEAVES_MAX = 64  # of all sessions together: a wider step would keep the likeliest places waiting
 
 
 @dataclass(slots=True, eq=False)
 class DraftedSession(HeldSession):
     """A held session and its tree. `secret` keys the draft's own draws, so no other noise meets them.
 
-    `epoch` counts restarts of the tree, `root_length` is where it began, `node_count` names its nodes.
+    `grown` are nodes to be sent when the step is over.
     """
 
+    growth: Growth = field(kw_only=True)
     secret: int = field(default_factory=lambda: secrets.randbits(64))
-    tree: DraftTree | None = None
     window: int = 0
-    epoch: int = 0
-    root_length: int = 0
-    node_count: int = 0
+    leaves: int = 1
+    grown: list[DraftNode] = field(default_factory=list)
 
     @property
     def reach(self) -> int:
         """Longest path the tree may have: the window's end, or the end of the draft's own context."""
-        return min(len(self.tokens) + self.window, self.table.capacity)
-
-    def leaf(self) -> Place | None:
-        """The place to evaluate next: the end of the proposal path, when its child stays within reach."""
-        assert self.tree is not None
-        path = self.tree.proposal_path(self.window)
-        place = path[-1] if path else self.tree.root
-        return place if place.length < self.reach else None
-
-    def restart(self) -> None:
-        """A new epoch, rooted at the tokens held."""
-        self.tree = DraftTree(self.tokens)
-        self.epoch += 1
-        self.root_length = len(self.tokens)
-        self.node_count = 0
+        return min(len(self.tokens) + self.window, self.capacity)
 
 
 class Drafter(ItemHandler):
     """All sessions of a draft replica. Every method runs on the engine thread."""
 
+    def __init__(self, sessions: HeldSessions) -> None:
+        super().__init__(sessions)
+        self._calibration = Calibration()
+        self._growing: dict[DraftedSession, None] = {}  # sessions that may have places to evaluate, in order of arrival
+        self._in_step: list[DraftedSession] = []
+        self._step_began_s = 0.0
+        self._step_row_count = 0
+
     def work(self, held: DraftedSession, item: Extend | Commit) -> Short | None:
         """Holds committed tokens, or drafts on below newly committed ones."""
         if isinstance(item, Extend):
-            held.tree = held.feed = None
+            self._stop(held)
             return self._sessions.extend(held, item)
         return self._commit(held, item)
 
@@ -71,63 +72,129 @@ class Drafter(ItemHandler):
         if item.law.prompt_length >= positions_max:
             raise CacheExhausted(f"the prompt has {item.law.prompt_length} tokens, the draft {positions_max} positions")
         check_law_tokens(item.law, item.vocabulary_size)
-        self._sessions.open(stream, item, reply, DraftedSession)
+
+        def make(opened: Open, lanes: list, answer: Reply) -> DraftedSession:
+            return DraftedSession(opened, lanes, answer, growth=Growth(opened.law.rule, self._calibration))
+
+        try:
+            self._sessions.open(stream, item, reply, make)
+        except CacheExhausted:
+            if not self._give_up_branches():
+                raise
+            self._sessions.open(stream, item, reply, make)
+
+    def _give_up_branches(self) -> int:
+        """Releases every idle branch lane: a new session is worth more. Returns how many there were."""
+        count = 0
+        for held in self._sessions.all():
+            for lane in [lane for lane in held.lanes[1:] if lane.feed is None]:
+                drop(held, lane, self._sessions.engine.cache)
+                count += 1
+        return count
 
     def _commit(self, held: DraftedSession, item: Commit) -> Short | None:
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
         if item.committed_length > held.opened.length_max:
             limit = f"at most length_max {held.opened.length_max}"
             raise InvalidRequest("committed_length", item.committed_length, limit)
-        if item.committed_length >= held.table.capacity < held.opened.length_max:
-            raise CacheExhausted(f"the draft's {held.table.capacity} positions are used up")
-        if held.tree is not None and item.committed_length <= len(held.tokens):
+        if item.committed_length >= held.capacity < held.opened.length_max:
+            raise CacheExhausted(f"the draft's {held.capacity} positions are used up")
+        if held.growth.tree is not None and item.committed_length <= len(held.tokens):
             return None
         if item.suffix_start > len(held.tokens):
             return Short(*held.name, len(held.tokens))
         self._follow(held, item)
-        held.window = item.window
-        self._grow(held)
+        held.window, held.leaves = item.window, item.leaves
+        self._growing[held] = None
         return None
 
-    @staticmethod
-    def _follow(held: DraftedSession, item: Commit) -> None:
+    def _follow(self, held: DraftedSession, item: Commit) -> None:
         """Brings tokens and tree to the commit: re-roots inside the tree, else restarts there."""
         known_count = len(held.tokens) - item.suffix_start
         agrees = held.tokens[item.suffix_start :] == list(item.suffix_token_ids[:known_count])
-        if held.tree is not None and agrees and held.tree.commit(item.suffix_token_ids[known_count:]):
-            return
-        held.hold(item.suffix_start, item.suffix_token_ids)
-        held.restart()
+        growth = held.growth
+        if not (growth.tree is not None and agrees and growth.commit(item.suffix_token_ids[known_count:])):
+            self._stop(held)
+            held.hold(item.suffix_start, item.suffix_token_ids)
+            growth.restart(held.tokens)
+        settle(held, self._sessions.engine.cache)
 
-    def _grow(self, held: DraftedSession) -> None:
-        """Feeds the path to the leaf, so that the leaf's own proposal child can be drawn."""
-        leaf = held.leaf()
-        if leaf is None:
-            held.feed = None
+    def _stop(self, held: DraftedSession) -> None:
+        """Ends the growth of this epoch; feeds that have not run never will."""
+        held.growth.drop()
+        held.grown.clear()
+        for lane in held.lanes:
+            lane.feed = None
+
+    def before_step(self) -> float:
+        """Sends what the last step made, and feeds the likeliest places of all sessions."""
+        self._send()
+        chosen: list[tuple[float, DraftedSession, Candidate]] = []
+        for held in list(self._growing):
+            taken = self._take(held)
+            if not taken:
+                del self._growing[held]
+            chosen += taken
+        chosen.sort(key=lambda entry: -entry[0])
+        for _, held, candidate in chosen[STEP_LEAVES_MAX:]:
+            held.growth.give_back(candidate)
+        self._step_began_s = time.perf_counter()
+        for _, held, candidate in chosen[:STEP_LEAVES_MAX]:
+            self._evaluate(held, candidate)
+        return 0.0
+
+    def _take(self, held: DraftedSession) -> list[tuple[float, DraftedSession, Candidate]]:
+        if held.lanes[0].table.is_released or held.growth.tree is None:
+            return []
+        taken = held.growth.take(held.leaves, held.reach)
+        return [(held.growth.likelihood(candidate), held, candidate) for candidate in taken]
+
+    def _evaluate(self, held: DraftedSession, candidate: Candidate) -> None:
+        """Feeds the path to a place, so that its children can be guessed."""
+        growth = held.growth
+        path = [*held.tokens, *growth.path(candidate)]
+        lane = lane_for(held, path, self._sessions.engine.cache)
+        if lane is None:
+            growth.give_back(candidate)
             return
-        assert held.tree is not None
-        path = [*held.tokens, *(place.token_id for place in held.tree.proposal_path(held.window))]
-        node = held.node_count + 1
+        place, filed = growth.place(candidate)
+        epoch, node = growth.epoch, growth.reserve_node()
         request = ProposalRequest(
             law=held.opened.law,
             path=path,
             vocabulary_size=held.opened.vocabulary_size,
-            draw_bits=uniform_bits(held.secret, Lane.DRAFT, held.epoch, node),
+            draw_bits=uniform_bits(held.secret, NoiseLane.DRAFT, epoch, node),
+            branch_count=0 if held.leaves == 1 else BRANCH_COUNT,
         )
-        epoch = held.epoch
 
         def done(proposal: Proposal, timing: StepTiming) -> None:
-            if held.epoch == epoch and leaf.alive:
-                held.reply(self._add(held, leaf, proposal, timing))
-            self._grow(held)
+            self._growing[held] = None
+            if growth.epoch != epoch or growth.tree is None or not growth.is_below_root(place):
+                return
+            guesses = [
+                Guess(token_id, rank, confidence) for rank, (token_id, confidence) in enumerate(proposal.guesses)
+            ]
+            filed_nodes = [] if filed is None else [filed]
+            self._keep(held, [*filed_nodes, growth.evaluated(place, node, guesses, proposal.row)], timing)
 
-        self._sessions.submit(held, path, 1, request, done)
+        self._sessions.submit(held, lane, path, 1, request, done)
 
-    @staticmethod
-    def _add(held: DraftedSession, leaf: Place, proposal: Proposal, timing: StepTiming) -> Nodes:
-        assert held.tree is not None
-        held.node_count += 1
-        node = DraftNode(held.node_count, leaf.node, proposal.token_id, True, proposal.row)
-        held.tree.add(held.epoch, held.root_length, node)
-        step_us = round((timing.forward_s + timing.evidence_s) * 1e6)
-        return Nodes(*held.name, held.epoch, held.root_length, (node,), step_us, timing.row_count)
+    def _keep(self, held: DraftedSession, nodes: list[DraftNode], timing: StepTiming) -> None:
+        """Keeps what one place brought until the step is over."""
+        if not held.grown:
+            self._in_step.append(held)
+        held.grown += nodes
+        self._step_row_count = timing.row_count
+
+    def _send(self) -> None:
+        """One item for each session the last step served; its time is all of the step's, until here."""
+        step_us = round((time.perf_counter() - self._step_began_s) * 1e6)
+        for held in self._in_step:
+            if held.grown:
+                growth = held.growth
+                nodes = Nodes(
+                    *held.name, growth.epoch, growth.root_length, tuple(held.grown), step_us, self._step_row_count
+                )
+                held.reply(nodes)
+                held.grown = []
+        self._in_step.clear()

@@ -188,15 +188,21 @@ class DraftSettings(ModelSettings):
 class SpeculationSettings(Settings):
     """How much is guessed."""
 
+    speculation_policy: Literal["auto", "fixed", "off"] = setting(
+        "auto",
+        SPECULATION,
+        "Who chooses how much to speculate when a request does not say: a cost model fed with what is measured, the "
+        "settings below, or nobody (plain decoding).",
+    )
     num_speculative_tokens: int = setting(
         3,
         SPECULATION,
-        "Draft tokens in one verification when a request does not say; 0 is plain decoding.",
+        "With policy fixed: draft tokens in one verification when a request does not say; 0 is plain decoding.",
         ge=0,
         le=64,
     )
     num_speculative_tokens_max: int = setting(
-        16, SPECULATION, "Most draft tokens in one verification that a request may ask for.", ge=0, le=64
+        16, SPECULATION, "Most draft tokens in one verification, whoever chooses.", ge=0, le=64
     )
     draft_wait_ms: float = setting(
         50.0, SPECULATION, "Milliseconds a verification waits for draft tokens before it goes without.", ge=0, le=60000

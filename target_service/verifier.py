@@ -55,6 +55,7 @@ class Verifier(ItemHandler):
         wanted = [*held.tokens, *item.draft_token_ids]
         self._sessions.submit(
             held,
+            held.lanes[0],
             wanted,
             len(item.draft_token_ids) + 1,
             request,

@@ -91,6 +91,18 @@ class GenerateSettings(ClientSettings):
     num_speculative_tokens: int | None = option(
         SPECULATION, "Most draft tokens in one verification; absent: as the server is set.", ge=0, le=UINT32_MAX
     )
+    policy: Literal["auto", "fixed", "off"] | None = option(
+        SPECULATION, "Who chooses how much to speculate: a cost model, these flags, or nobody; absent: the server's."
+    )
+    draft_window: int | None = option(
+        SPECULATION, "With --policy fixed: positions the draft may run ahead.", ge=0, le=UINT32_MAX
+    )
+    draft_leaves: int | None = option(
+        SPECULATION, "With --policy fixed: places the draft evaluates per step; 1 is a chain.", ge=0, le=UINT32_MAX
+    )
+    draft_wait_ms: float | None = option(
+        SPECULATION, "With --policy fixed: longest wait for draft tokens before a verification; 0: none."
+    )
     rule: Literal["greedy", "rejection", "coupled"] | None = option(
         SPECULATION, "Verification rule; absent: by sampling."
     )
@@ -113,6 +125,10 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
         "enabled": settings.speculative,
         "num_speculative_tokens": settings.num_speculative_tokens,
         "rule": f"RULE_{settings.rule.upper()}" if settings.rule else None,
+        "policy": f"POLICY_{settings.policy.upper()}" if settings.policy else None,
+        "draft_window": settings.draft_window,
+        "draft_leaves": settings.draft_leaves,
+        "draft_wait_ms": settings.draft_wait_ms,
     }
     try:
         request = coordinator_pb.GenerateRequest(

@@ -7,7 +7,7 @@ decides nothing: `coordinator.rejection` does. With no draft tokens this is plai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,14 +116,21 @@ def logprobs_of(
 
 def coupled_token_ids(supports: list[Support], contexts: Sequence[PathContext], logits: Tensor) -> Tensor:
     """argmax(score + G) over the support, ties to the lowest id: the same token whoever proposes.  # [rows] int64"""
-    seeds = [context.law.seed for context in contexts for _ in range(context.row_count)]
-    positions = [context.base_position + offset for context in contexts for offset in range(context.row_count)]
-    keys = gumbel_keys(seeds, positions, logits.device)
-    chosen = torch.empty(len(seeds), dtype=torch.int64, device=logits.device)
-    for support in supports:
-        perturbed = gumbel(keys[support.rows], support.ids).add_(support.scores)
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for support, perturbed in perturbed_scores(supports, contexts, logits.device):
         chosen[support.rows] = support.token_ids_at(first_argmax(perturbed))
     return chosen
+
+
+def perturbed_scores(
+    supports: list[Support], contexts: Sequence[PathContext], device: torch.device
+) -> Iterator[tuple[Support, Tensor]]:
+    """Each support with its scores plus the Gumbel noise of seed, position and token.  # [n, columns] float64"""
+    seeds = [context.law.seed for context in contexts for _ in range(context.row_count)]
+    positions = [context.base_position + offset for context in contexts for offset in range(context.row_count)]
+    keys = gumbel_keys(seeds, positions, device)
+    for support in supports:
+        yield support, gumbel(keys[support.rows], support.ids).add_(support.scores)
 
 
 def rejection_evidence(supports: list[Support], requests: Sequence[EvidenceRequest]) -> tuple[list[int], list[float]]:

@@ -8,6 +8,7 @@ token the target would take if it had these logits.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from specdec.decoding.distribution import (
     Support,
-    greedy_token_ids,
+    first_argmax,
     likeliest,
     row_totals,
     sampled_law,
     taken,
 )
-from specdec.decoding.edits import PathContext
-from specdec.decoding.evidence import chunks, coupled_token_ids
+from specdec.decoding.edits import PathContext, edited_logits
+from specdec.decoding.evidence import chunks, perturbed_scores
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ROW_WEIGHT_MAX, Law, Row, Rule
 
@@ -45,19 +46,26 @@ class ProposalRequest:
     path: Sequence[int]
     vocabulary_size: int
     draw_bits: int = 0
+    branch_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A proposed token. `row` under REJECTION: what it was drawn from. `probability`: in the draft's own law.
+    """What the draft says of a place: tokens it thinks of and its confidence in each, the proposed token first.
 
-    For GREEDY, whose law is a single token, `probability` is that of the softmax at temperature 1. It may order which
-    places are evaluated next; it may not decide whether a token already drawn is offered.
+    The others are the likeliest beside it, best first, at most as many as were asked for. `row` under REJECTION: what
+    the proposed token was drawn from. Confidences are probabilities of the softmax (GREEDY), of the law after the noise
+    (COUPLED) or of the law (REJECTION). They may order which places are evaluated next; they may not decide whether a
+    token already drawn is offered.
     """
 
-    token_id: int
-    row: Row | None
-    probability: float
+    guesses: tuple[tuple[int, float], ...]
+    row: Row | None = None
+
+    @property
+    def token_id(self) -> int:
+        """The proposed token."""
+        return self.guesses[0][0]
 
 
 def propose(requests: Sequence[ProposalRequest], row_counts: Sequence[int], logits: Tensor) -> list[Proposal]:
@@ -81,38 +89,48 @@ def proposals_of_rule(rule: Rule, requests: Sequence[ProposalRequest], logits: T
     """Proposals for requests that share a rule and a vocabulary."""
     contexts = [PathContext(request.law, request.path) for request in requests]
     if rule is Rule.GREEDY:
-        token_ids = greedy_token_ids(logits, contexts)
-        return plain_proposals(token_ids.tolist(), softmax_at(logits, token_ids))
+        values = edited_logits(logits, contexts).to(torch.float64)
+        support = Support(torch.arange(len(requests), device=logits.device), None, values)
+        return [Proposal(guesses) for guesses in guesses_of([(support, values)], requests)]
     supports = sampled_law(logits, contexts)
     if rule is Rule.COUPLED:
-        token_ids = coupled_token_ids(supports, contexts, logits)
-        return plain_proposals(token_ids.tolist(), probabilities_at(supports, token_ids))
+        perturbed = list(perturbed_scores(supports, contexts, logits.device))
+        return [Proposal(guesses) for guesses in guesses_of(perturbed, requests)]
     rows = encoded_rows(supports, len(requests))
-    drawn = [draw(row, request.draw_bits) for row, request in zip(rows, requests)]
-    probabilities = probabilities_at(supports, torch.tensor(drawn, device=logits.device))
-    return [Proposal(*entry) for entry in zip(drawn, rows, probabilities)]
+    return [Proposal(guesses_of_row(row, request), row) for row, request in zip(rows, requests)]
 
 
-def plain_proposals(token_ids: list[int], probabilities: list[float]) -> list[Proposal]:
-    """Proposals without rows."""
-    return [Proposal(token_id, None, probability) for token_id, probability in zip(token_ids, probabilities)]
+def guesses_of(
+    scored: Sequence[tuple[Support, Tensor]], requests: Sequence[ProposalRequest]
+) -> list[tuple[tuple[int, float], ...]]:
+    """The tokens of highest score in each row and their shares of the softmax; the first is the argmax, ties to the
+    lowest id.  scores: [n, columns] float64"""
+    found: list[tuple[tuple[int, float], ...]] = [()] * len(requests)
+    for support, scores in scored:
+        weights = (scores - scores.amax(dim=1, keepdim=True)).exp_()
+        shares = weights.div_(row_totals(weights))
+        first = first_argmax(scores)
+        rows = support.rows.tolist()
+        count = min(1 + max(requests[row].branch_count for row in rows), scores.shape[1])
+        others = scores.topk(count, dim=1).indices
+        columns = torch.cat([first.unsqueeze(1), others], dim=1)
+        token_ids = support.ids.expand(scores.shape).gather(1, columns).tolist()
+        confidences = shares.gather(1, columns).tolist()
+        for row, ids, values in zip(rows, token_ids, confidences):
+            guesses = dict(zip(ids[::-1], values[::-1]))  # the argmax once, in its first place
+            ordered = [(ids[0], guesses.pop(ids[0])), *((t, guesses[t]) for t in ids[1:] if guesses.get(t, 0) > 0)]
+            found[row] = tuple(ordered[: 1 + requests[row].branch_count])
+    return found
 
 
-def softmax_at(logits: Tensor, token_ids: Tensor) -> list[float]:
-    """The softmax of the raw logits at one token per row."""
-    weights = (logits - logits.amax(dim=1, keepdim=True)).exp_().to(torch.float64)
-    return (weights.gather(1, token_ids.unsqueeze(1)) / row_totals(weights)).squeeze(1).tolist()
-
-
-def probabilities_at(supports: list[Support], token_ids: Tensor) -> list[float]:
-    """The draft law's probability of one token per row."""
-    found = torch.zeros(len(token_ids), dtype=torch.float64, device=token_ids.device)
-    for support in supports:
-        probabilities = support.probabilities()
-        line = torch.arange(len(support.rows), device=token_ids.device)
-        columns, inside = support.columns_of(line, token_ids[support.rows])
-        found[support.rows] = torch.where(inside, probabilities[line, columns], 0.0)
-    return found.tolist()
+def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float], ...]:
+    """The token drawn from a row, and the likeliest others of it, with their probabilities in it."""
+    drawn = draw(row, request.draw_bits)
+    total = row.total
+    weights = dict(zip(row.token_ids, row.weights))
+    first = (drawn, weights.pop(drawn) / total)
+    likeliest_others = heapq.nlargest(request.branch_count, weights.items(), key=lambda entry: entry[1])
+    return first, *((token_id, weight / total) for token_id, weight in likeliest_others)
 
 
 def encoded_rows(supports: list[Support], count: int) -> list[Row]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable, KVCache
@@ -23,19 +24,25 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
+BeforeStep = Callable[[], float]
+
 CHUNK_SIZE_DEFAULT = 64
 ROWS_MAX_DEFAULT = 512  # rows of one step: bounds how long a decode waits behind other sessions' prompts
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where a feed's time went, in seconds: `forward_s` sums over its steps, `row_count` is of its last step."""
+    """Where a feed's time went, in seconds: `forward_s` sums over its steps.
+
+    `row_count` and `feed_count`, rows and feeds of all sequences together, are of its last step.
+    """
 
     queue_s: float
     forward_s: float
     evidence_s: float
     row_count: int
     step_count: int
+    feed_count: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -110,10 +117,16 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Feed] = deque()
         self._is_stopping = False
+        self._before_step: BeforeStep = lambda: 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread and returns after one warm-up step on it; raises what that step raised."""
+    def start(self, before_step: BeforeStep = lambda: 0.0) -> None:
+        """Starts the thread and returns after one warm-up step on it; raises what that step raised.
+
+        `before_step` is the service's turn on the engine thread, after everything posted and before every step: it may
+        submit feeds, and returns the seconds the step is to be held for more work, 0 for none.
+        """
+        self._before_step = before_step
         self._thread.start()
         warm: Future[None] = Future()
 
@@ -162,22 +175,27 @@ class Engine:
 
     def _run(self) -> None:
         while True:
-            self._drain(wait=not self._waiting)
+            self._drain(timeout_s=0.0)
             if self._is_stopping:
                 break
-            if self._waiting:
+            hold_s = self._call(self._before_step) or 0.0
+            if not self._waiting:
+                self._drain(timeout_s=None)
+            elif hold_s > 0:
+                self._drain(timeout_s=hold_s)
+            else:
                 self._step()
         while self._waiting:
             self._call(self._waiting.popleft().failed, ReplicaUnavailable("the engine has stopped"))
 
-    def _drain(self, wait: bool) -> None:
-        """Runs what was posted; with `wait` sleeps until something is."""
+    def _drain(self, timeout_s: float | None) -> None:
+        """Runs what was posted; sleeps until something is, `timeout_s` at most (None: without end)."""
         while True:
             try:
-                function = self._inbox.get(block=wait)
+                function = self._inbox.get(block=timeout_s != 0, timeout=timeout_s)
             except queue.Empty:
                 return
-            wait = False
+            timeout_s = 0.0
             self._call(function)
 
     def _step(self) -> None:
@@ -204,7 +222,9 @@ class Engine:
             elif piece.logit_count == 0:
                 self._waiting.append(feed)
             else:
-                timing = StepTiming(feed.queue_s, feed.forward_s, report.evidence_s, report.row_count, feed.step_count)
+                timing = StepTiming(
+                    feed.queue_s, feed.forward_s, report.evidence_s, report.row_count, feed.step_count, len(feeds)
+                )
                 self._call(feed.done, outcome, timing)
 
     def _gather(self) -> tuple[list[Feed], list[Piece]]:
@@ -236,9 +256,10 @@ class Engine:
         self._waiting.extendleft(reversed(later))
         return feeds, pieces
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Calls back into a service; its exceptions are logged, the thread goes on."""
         try:
-            function(*arguments)
+            return function(*arguments)
         except Exception:
             logger.exception("a callback of the engine failed")
+            return None

@@ -23,9 +23,10 @@ class ToDraft:
 
 @dataclass(frozen=True, slots=True)
 class AwaitDraft:
-    """Start a timer; when it ends, call `on_wait_expired(wait_index)`. It need not be cancelled."""
+    """Start a timer; after `wait_s` seconds, call `on_wait_expired(wait_index)`. It need not be cancelled."""
 
     wait_index: int
+    wait_s: float
 
 
 Action = ToTarget | ToDraft | AwaitDraft

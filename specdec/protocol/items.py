@@ -6,12 +6,14 @@ session state machine produces and consumes these; only `specdec.rpc.convert` kn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     EXTEND_TOKEN_COUNT_MAX,
+    LEAVES_LIMIT,
     TOKENS_MAX,
     Evidence,
     Law,
@@ -136,13 +138,17 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens became final up to `committed_length`; the tree may reach `window` positions further."""
+    """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
+
+    `leaves`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
+    """
 
     session: int
     incarnation: int
     committed_length: int
     suffix_token_ids: tuple[int, ...]
     window: int
+    leaves: int = 1
     trace: Trace = NO_TRACE
 
     def __post_init__(self) -> None:
@@ -150,6 +156,7 @@ class Commit:
         check_integer("committed_length", self.committed_length, 1, TOKENS_MAX)
         check_suffix(self.committed_length, self.suffix_token_ids)
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
+        check_integer("leaves", self.leaves, 1, LEAVES_LIMIT)
 
     @property
     def suffix_start(self) -> int:
@@ -193,7 +200,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EvidenceAnswer:
-    """Evidence of one verification, and where its time went."""
+    """Evidence of one verification, and where its time went.
+
+    `step_sessions` were in the same forward pass, of `active_sessions` with work to do or just answered.
+    """
 
     session: int
     incarnation: int
@@ -203,6 +213,8 @@ class EvidenceAnswer:
     forward_us: int = 0
     evidence_us: int = 0
     step_rows: int = 0
+    step_sessions: int = 0
+    active_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +253,18 @@ TargetAsk = Open | Extend | Verification | Close
 TargetAnswer = EvidenceAnswer | Short | Failure
 DraftAsk = Open | Extend | Commit | Close
 DraftAnswer = Nodes | Short | Failure
+
+
+def catch_up(
+    session: int, incarnation: int, committed: Sequence[int], known_length: int
+) -> tuple[list[Extend], tuple[int, ...]]:
+    """What a replica that knows `known_length` committed tokens lacks: items for all but the last piece, and that one.
+
+    The last piece is a committed suffix, never empty: `known_length` is below the committed length.
+    """
+    starts = range(known_length, len(committed), EXTEND_TOKEN_COUNT_MAX)
+    extends = [
+        Extend(session, incarnation, start, tuple(committed[start : start + EXTEND_TOKEN_COUNT_MAX]))
+        for start in starts[:-1]
+    ]
+    return extends, tuple(committed[starts[-1] :])

@@ -1,45 +1,104 @@
-"""How much to speculate: how many draft tokens a verification may carry, how far the draft may run, whether to wait.
+"""How much to speculate: the plan of a round, and the policies that make one.
 
-Pure: it sees counts and answers with a plan. The fixed policy asks for one draft length and waits for it; the session
-bounds that wait (`Session.on_wait_expired`), so a silent draft costs one wait and not one per round.
+Pure: a policy sees counts and seconds it is told and answers with a plan. It knows neither tokens nor messages, so what
+it decides under REJECTION cannot depend on the tokens just drawn (docs/exactness.md). `FixedPolicy` does what it was
+told; `AutoPolicy` (auto_policy.py) chooses by the cost model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, check_integer
+from specdec.protocol.plan import PLAIN, Plan, Prediction
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, check_integer, check_number
+
+LEAVES_MAX = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that can come true
+WAIT_S_MAX = 60.0  # a draft that is silent for longer is not worth a verification held back
+WAIT_S = 0.05  # where nobody says: a slow draft's tokens over a slow link come within it; the service's default too
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the next round is to do.
+class Policy(Protocol):
+    """What a session asks and tells, once a round. One policy object per session."""
 
-    `draft_length_max`: most draft tokens it may carry; 0 is plain decoding. `window`: positions past the committed
-    length the draft tree may reach. `wait`: hold the verification until `draft_length_max` tokens are in hand.
-    """
+    @property
+    def draft_length_cap(self) -> int:
+        """Most draft tokens any plan of this policy offers; 0: the session needs no draft at all."""
 
-    draft_length_max: int
-    window: int
-    wait: bool
+    @property
+    def is_speculating(self) -> bool:
+        """Whether the plan in force drafts."""
+
+    @property
+    def prediction(self) -> Prediction:
+        """What is expected of the plan in force."""
+
+    def plan(self, room: int) -> Plan:
+        """The plan for a session that can still hold `room` tokens; the same until `on_round` is told of a round."""
+
+    def on_round(
+        self,
+        offered_count: int,
+        accepted_count: int,
+        in_hand_after: int,
+        branch_hit: bool | None,
+        round_s: float,
+        waited_s: float,
+    ) -> None:
+        """One round ended: `accepted_count` of `offered_count` draft tokens passed, and `in_hand_after` tokens were in
+        hand once its tokens were committed. `branch_hit`: whether the next token was in the tree; None where the tree
+        had no child for its place. `round_s`: seconds from verdict to verdict, `waited_s` of them held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
-    """`draft_length` tokens a round, and a draft that runs one ahead of them.
+    """Offers up to `draft_length` tokens and waits for all of them, `wait_s` at most; `wait_s` 0 never waits.
 
-    Should all pass and the bonus token be the guess after them, the next round's tokens are under way already.
-
-    The draft length of a round depends on counts alone, never on the tokens drawn (docs/exactness.md).
+    `window` defaults to one more than the draft length: should all pass and the bonus token be the guess after them,
+    the next round's tokens are under way already. `leaves` above 1 lets the draft grow branches.
     """
 
     draft_length: int
+    window: int | None = None
+    leaves: int = 1
+    wait_s: float = WAIT_S
 
     def __post_init__(self) -> None:
         check_integer("num_speculative_tokens", self.draft_length, 0, DRAFT_LENGTH_LIMIT)
+        if self.window is not None:
+            check_integer("draft_window", self.window, self.draft_length, DRAFT_LENGTH_LIMIT)
+        check_integer("draft_leaves", self.leaves, 1, LEAVES_MAX)
+        check_number("draft_wait_s", self.wait_s, 0, WAIT_S_MAX)
+
+    @property
+    def draft_length_cap(self) -> int:
+        return self.draft_length
+
+    @property
+    def is_speculating(self) -> bool:
+        return self.draft_length > 0
+
+    @property
+    def prediction(self) -> Prediction:
+        return Prediction(None, f"fixed: {self.draft_length} tokens" if self.draft_length else "off")
 
     def plan(self, room: int) -> Plan:
-        """The plan for a session that can still hold `room` tokens; a round commits one more than it accepts."""
-        draft_length_max = max(0, min(self.draft_length, room - 1))
-        window = min(self.draft_length + 1, room - 1, DRAFT_LENGTH_LIMIT) if draft_length_max else 0
-        return Plan(draft_length_max, window, wait=draft_length_max > 0)
+        if not self.draft_length:
+            return PLAIN
+        window = min(self.draft_length + 1, DRAFT_LENGTH_LIMIT) if self.window is None else self.window
+        wait_length = self.draft_length if self.wait_s else 0
+        return Plan(self.draft_length, window, self.leaves, wait_length, self.wait_s).within(room)
+
+    def on_round(
+        self,
+        offered_count: int,
+        accepted_count: int,
+        in_hand_after: int,
+        branch_hit: bool | None,
+        round_s: float,
+        waited_s: float,
+    ) -> None:
+        """A fixed policy learns nothing."""
+
+
+OFF_POLICY = FixedPolicy(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.protocol.items import Nodes
 from specdec.protocol.types import FinishReason, PositionLogprobs, Rule, TokenKind
 
 
@@ -41,6 +42,32 @@ class Delta:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What a verdict came to: `next_kind` is that of its correction or bonus token.
+
+    `was_looked_up`: the draft tree had a child for the next token's place. `was_found`: the next token was that child
+    or another of them. `in_hand_count`: draft tokens in hand for the next round at once, without a round trip.
+    """
+
+    offered_count: int
+    accepted_count: int
+    next_kind: TokenKind
+    was_looked_up: bool
+    was_found: bool
+    in_hand_count: int
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether the next round starts with draft tokens below a next token that was foreseen."""
+        return self.was_found and self.in_hand_count > 0
+
+    @property
+    def is_branch_hit(self) -> bool:
+        """Whether that next token was a correction: a branch child came true."""
+        return self.is_hit and self.next_kind is TokenKind.CORRECTION
+
+
 @dataclass(slots=True)
 class Statistics:
     """How speculation went in one stream, counted round by round. Times in seconds, summed over rounds."""
@@ -53,6 +80,19 @@ class Statistics:
     draft_link_bytes: int = 0
     target_link_bytes: int = 0
     draft_waits_expired: int = 0
+    num_evaluated_leaves: int = 0
+    num_branch_leaves: int = 0
+    num_correction_lookups: int = 0
+    num_correction_hits: int = 0
+    num_bonus_lookups: int = 0
+    num_bonus_hits: int = 0
+    num_branch_tokens_accepted: int = 0
+    num_rounds_off: int = 0
+    predicted_tokens_per_s: float = 0.0
+    observed_tokens_per_s: float = 0.0
+    policy_reason: str = ""
+    step_sessions: int = 0
+    active_sessions: int = 0
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
     draft_wait_s: float = 0.0
@@ -61,9 +101,24 @@ class Statistics:
     target_evidence_s: float = 0.0
     target_link_s: float = 0.0
 
-    def count_round(self, draft_length: int, accepted_count: int) -> None:
-        """Counts one verdict."""
+    def count_nodes(self, nodes: Nodes) -> None:
+        """Counts what one draft step sent: every evaluated place brings one proposal child."""
+        evaluated_count = sum(node.proposal for node in nodes.nodes)
+        self.num_evaluated_leaves += evaluated_count
+        self.num_branch_leaves += len(nodes.nodes) - evaluated_count
+
+    def count_round(self, outcome: RoundOutcome, follows_branch_hit: bool) -> None:
+        """Counts one verdict. `follows_branch_hit`: the verdict before was a correction that was found in the tree."""
         self.rounds += 1
+        draft_length, accepted_count = outcome.offered_count, outcome.accepted_count
+        if outcome.was_looked_up and outcome.next_kind is TokenKind.CORRECTION:
+            self.num_correction_lookups += 1
+            self.num_correction_hits += outcome.is_hit
+        elif outcome.was_looked_up:
+            self.num_bonus_lookups += 1
+            self.num_bonus_hits += outcome.is_hit
+        if follows_branch_hit:
+            self.num_branch_tokens_accepted += accepted_count
         if draft_length == 0:
             return
         self.num_spec_steps += 1
@@ -72,6 +127,11 @@ class Statistics:
         missing = accepted_count + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[accepted_count] += 1
+
+    def count_rate(self, output_count: int) -> None:
+        """Works out the observed rate of a stream of so many output tokens, from the first of them on."""
+        seconds = self.total_s - self.time_to_first_token_s
+        self.observed_tokens_per_s = (output_count - 1) / seconds if seconds > 0 else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

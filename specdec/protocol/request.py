@@ -5,11 +5,13 @@ Checked at construction for everything that does not depend on the model; `Ask.l
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
+    LEAVES_LIMIT,
     SEED_LIMIT,
     STOP_STRING_BYTES_MAX,
     STOP_STRING_COUNT_MAX,
@@ -19,6 +21,7 @@ from specdec.protocol.types import (
     Law,
     Rule,
     check_integer,
+    check_number,
     check_shaping,
     check_temperature,
     check_token_ids,
@@ -26,6 +29,7 @@ from specdec.protocol.types import (
 
 MAX_TOKENS_DEFAULT = 256
 LABEL_LENGTH_MAX = 128
+DRAFT_WAIT_MS_MAX = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +82,42 @@ class SamplingPolicy:
             raise InvalidRequest("sampling.stop_token_ids", len(self.stop_token_ids), limit)
 
 
+class SpeculationMode(enum.Enum):
+    """Who chooses how much to speculate: the cost model, the request and the settings, or nobody."""
+
+    AUTO = 1
+    FIXED = 2
+    OFF = 3
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativePolicy:
-    """How a request speculates; never changes the law of its text."""
+    """How a request speculates; never changes the law of its text. None leaves it to the server.
+
+    `draft_window`, `draft_leaves` and `draft_wait_ms` belong to mode FIXED, which must be named with them.
+    """
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
     rule: Rule | None = None
+    mode: SpeculationMode | None = None
+    draft_window: int | None = None
+    draft_leaves: int | None = None
+    draft_wait_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None:
             field_name = "speculative.num_speculative_tokens"
             check_integer(field_name, self.num_speculative_tokens, 0, DRAFT_LENGTH_LIMIT)
+        if self.draft_window is not None:
+            check_integer("speculative.draft_window", self.draft_window, 0, DRAFT_LENGTH_LIMIT)
+        if self.draft_leaves is not None:
+            check_integer("speculative.draft_leaves", self.draft_leaves, 1, LEAVES_LIMIT)
+        if self.draft_wait_ms is not None:
+            check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
+        for name in ("draft_window", "draft_leaves", "draft_wait_ms"):
+            if getattr(self, name) is not None and self.mode is not SpeculationMode.FIXED:
+                raise InvalidRequest(f"speculative.{name}", getattr(self, name), "absent, or policy FIXED with it")
 
 
 @dataclass(frozen=True, slots=True)

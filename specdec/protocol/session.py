@@ -8,7 +8,6 @@ the evidence the session lets through, and says when a wait is over.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
@@ -16,18 +15,20 @@ from specdec.protocol.items import (
     NO_TRACE,
     Close,
     Commit,
+    DraftNode,
     EvidenceAnswer,
-    Extend,
     Failure,
     Nodes,
     Open,
     Short,
     Trace,
     Verification,
+    catch_up,
 )
-from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.policy import Policy
+from specdec.protocol.report import RoundOutcome
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import EXTEND_TOKEN_COUNT_MAX, Law, Rule, Verdict
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
 
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
@@ -59,7 +60,7 @@ class Session:
     law: Law
     length_max: int
     vocabulary_size: int
-    policy: FixedPolicy
+    policy: Policy
     committed: list[int]
     trace: Trace = Trace()
     round_index: int = 0
@@ -71,8 +72,10 @@ class Session:
     draft_incarnation: int = 0
     target_incarnation: int = 0
     malformed_node_count: int = 0
+    outcome: RoundOutcome | None = None
     tree: DraftTree = field(init=False)
     _draft_known_length: int = 0
+    _draft_window: int = 0
     _target_known_length: int = 0
 
     def __post_init__(self) -> None:
@@ -120,7 +123,7 @@ class Session:
         close: list[Action] = [ToDraft(Close(self.number, self.draft_incarnation))]
         return close + (self._verify_when_ready() if self.waiting else [])
 
-    def _is_sound(self, node) -> bool:
+    def _is_sound(self, node: DraftNode) -> bool:
         if not 0 <= node.token_id < self.vocabulary_size:
             return False
         if self.law.rule is not Rule.REJECTION or not node.proposal:
@@ -136,8 +139,13 @@ class Session:
             flying.round_index,
         )
 
-    def on_verdict(self, verdict: Verdict, kept_count: int, ends: bool) -> list[Action]:
-        """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on."""
+    def on_verdict(
+        self, verdict: Verdict, kept_count: int, ends: bool, round_s: float = 0.0, waited_s: float = 0.0
+    ) -> list[Action]:
+        """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on.
+
+        `round_s`: seconds since the verdict before, `waited_s` of them spent on draft tokens; for the policy only.
+        """
         flying = self.in_flight
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
@@ -145,9 +153,18 @@ class Session:
         self._target_known_length = flying.base_position
         self.in_flight = None
         self.round_index += 1
-        self.tree.commit(tokens[:kept_count])
+        last = self.tree.place(tokens[:-1])
+        was_looked_up = last is not None and bool(last.children)
+        was_found = self.tree.commit(tokens[:kept_count])
+        in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
+        offered_count, accepted_count = len(flying.draft_token_ids), verdict.accepted_count
+        self.outcome = RoundOutcome(
+            offered_count, accepted_count, verdict.next_kind, was_looked_up, was_found, in_hand_count
+        )
         if ends:
             return self.end()
+        branch_hit = was_found if was_looked_up else None
+        self.policy.on_round(offered_count, accepted_count, in_hand_count, branch_hit, round_s, waited_s)
         return self._commit_to_draft() + self._verify_when_ready()
 
     def on_target_short(self, short: Short) -> list[Action]:
@@ -164,11 +181,11 @@ class Session:
 
     def on_draft_up(self) -> list[Action]:
         """A draft is connected: open the session there and let it draft from here on."""
-        if self.finished or self.policy.draft_length == 0:
+        if self.finished or self.policy.draft_length_cap == 0:
             return []
         self.draft_incarnation += 1
         self.draft_state = DraftState.COLD
-        self._draft_known_length = 0
+        self._draft_known_length = self._draft_window = 0
         self.tree.clear()
         actions = [ToDraft(self._open(self.draft_incarnation)), *self._commit_to_draft()]
         return actions + (self._verify_now() if self.waiting else [])
@@ -219,14 +236,14 @@ class Session:
         """Verifies at once, or waits when the plan says so and a READY draft still owes tokens."""
         plan = self.policy.plan(self.room)
         in_hand = len(self.tree.proposal_path(plan.draft_length_max))
-        if self.draft_state is DraftState.LATE and 0 < plan.draft_length_max <= in_hand:
+        if self.draft_state is DraftState.LATE and 0 < plan.wait_length <= in_hand:
             self.draft_state = DraftState.READY
-        if plan.wait and self.draft_state is DraftState.READY and in_hand < plan.draft_length_max:
+        if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
             if self.waiting:
                 return []
             self.waiting = True
             self.wait_index += 1
-            return [AwaitDraft(self.wait_index)]
+            return [AwaitDraft(self.wait_index, plan.wait_s)]
         return self._verify_now()
 
     def _verify_now(self) -> list[Action]:
@@ -237,7 +254,7 @@ class Session:
 
     def _send_verification(self, draft_token_ids: tuple[int, ...], rows) -> list[Action]:
         base_position = len(self.committed)
-        extends, suffix = self._suffix(self._target_known_length, self.target_incarnation)
+        extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self.in_flight = Verification(
             self.number,
             self.target_incarnation,
@@ -251,23 +268,15 @@ class Session:
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
-        if self.draft_state in (DraftState.ABSENT, DraftState.PAUSED):
+        plan = self.policy.plan(self.room)
+        is_idle = plan.window == self._draft_window == 0
+        if self.draft_state in (DraftState.ABSENT, DraftState.PAUSED) or is_idle:
             return []
-        extends, suffix = self._suffix(self._draft_known_length, self.draft_incarnation)
-        window = self.policy.plan(self.room).window
+        extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
-        commit = Commit(*name, len(self.committed), suffix, window, self._item_trace)
-        self._draft_known_length = len(self.committed)
+        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves), self._item_trace)
+        self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
-
-    def _suffix(self, known_length: int, incarnation: int) -> tuple[list[Extend], tuple[int, ...]]:
-        """What a replica lacks: items for all but the last piece, and the committed suffix; never empty."""
-        pieces: Sequence[int] = range(known_length, len(self.committed), EXTEND_TOKEN_COUNT_MAX)
-        extends = [
-            Extend(self.number, incarnation, start, tuple(self.committed[start : start + EXTEND_TOKEN_COUNT_MAX]))
-            for start in pieces[:-1]
-        ]
-        return extends, tuple(self.committed[pieces[-1] :])
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
@@ -275,7 +284,8 @@ class Session:
         flying = self.in_flight
         if flying is not None:
             assert flying.base_position == len(self.committed), "2: the base position is the committed length"
-            assert len(flying.draft_token_ids) <= max(0, min(self.policy.draft_length, self.room - 1)), "3: fits"
+            cap = self.policy.draft_length_cap
+            assert len(flying.draft_token_ids) <= max(0, min(cap, self.room - 1)), "3: fits"
             if self.law.rule is Rule.REJECTION:
                 assert len(flying.rows) == len(flying.draft_token_ids), "3: one row per draft token"
         self.tree.check()

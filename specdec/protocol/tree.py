@@ -1,8 +1,8 @@
 """The draft tree: all draft tokens below the committed ones, on both sides of the draft link.
 
 A node is named (epoch, node) and is usable while the path from its root agrees with the committed tokens, whenever it
-arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of likelihood,
-models or messages.
+arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of models or of
+messages, and only carries the likelihoods the draft grows it by.
 """
 
 from __future__ import annotations
@@ -16,20 +16,34 @@ from specdec.protocol.types import Row
 LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are forgotten; later nodes below them are dropped
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One child the draft thinks of: its rank (0 is the proposal child), and the confidence the draft puts in it."""
+
+    token_id: int
+    rank: int
+    confidence: float
+
+
 @dataclass(slots=True, eq=False)
 class Place:
     """One token at one position with one path before it. `length` is the length of the path that ends with it.
 
-    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only).
+    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only). The
+    draft alone keeps a `score`, the logarithm of the path's likelihood up to a constant of the tree, and what it
+    guessed when it evaluated the place (growth.py).
     """
 
     length: int
     token_id: int
     node: int = 0
+    parent: Place | None = None
     children: dict[int, Place] = field(default_factory=dict)
     proposal: Place | None = None
     row: Row | None = None
     alive: bool = True
+    score: float = 0.0
+    guesses: tuple[Guess, ...] = ()
 
     def below(self) -> Iterator[Place]:
         """This place and every place below it."""
@@ -93,7 +107,7 @@ class DraftTree:
     def _attach(parent: Place, node: DraftNode) -> Place:
         place = parent.children.get(node.token_id)
         if place is None:
-            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, node.node)
+            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, node.node, parent)
         if node.proposal and parent.proposal is None:
             parent.proposal = place
             parent.row = node.row
@@ -114,6 +128,7 @@ class DraftTree:
             self.root.children = {}
             self.root.proposal = None
             self.root.row = None
+            child.parent = None
             self.root = child
         self._forget()
         return inside
@@ -124,12 +139,28 @@ class DraftTree:
         for name in gone:
             del self._named[name]
 
+    def place(self, token_ids: Sequence[int]) -> Place | None:
+        """The place at the end of a path below the committed tokens; None where the tree does not hold it."""
+        place: Place | None = self.root
+        for token_id in token_ids:
+            place = None if place is None else place.children.get(token_id)
+        return place
+
     def clear(self) -> None:
         """Drops every place below the committed tokens, and every name."""
         for place in self.root.below():
             place.alive = False
         self._named.clear()
         self.root = Place(len(self.committed), self.committed[-1])
+
+    def tokens_to(self, place: Place) -> list[int]:
+        """The tokens of a living place's path that are not committed yet, its own the last."""
+        tokens: list[int] = []
+        walker: Place | None = place
+        while walker is not None and walker is not self.root:
+            tokens.append(walker.token_id)
+            walker = walker.parent
+        return tokens[::-1]
 
     def proposal_path(self, length_max: int) -> list[Place]:
         """The places from the root down along proposal children, at most `length_max` of them."""
@@ -157,6 +188,6 @@ class DraftTree:
             assert place.alive, "4: places below the root are alive"
             for token_id, child in place.children.items():
                 assert child.length == place.length + 1, "2: a child is one longer than its parent"
-                assert child.token_id == token_id, "2: a child is filed under its token"
+                assert child.token_id == token_id and child.parent is place, "2: a child is filed under its token"
             if place.proposal is not None:
                 assert place.children.get(place.proposal.token_id) is place.proposal, "3: a proposal is a child"

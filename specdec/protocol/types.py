@@ -26,6 +26,7 @@ TOKENS_MAX = 1 << 24  # no model has more positions; a bound before the model's 
 ROW_TOKEN_COUNT_MAX = 1024
 ROW_WEIGHT_MAX = 0xFFFF
 DRAFT_LENGTH_LIMIT = 64
+LEAVES_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that come true
 EXTEND_TOKEN_COUNT_MAX = 2048
 PROTOCOL_VERSION = 1
 

@@ -94,9 +94,9 @@ class ReplicaApp:
         engine = Engine(
             model, block_count, settings.block_size, self._kind.evidence, rows_max=settings.max_num_batched_tokens
         )
-        engine.start()
-        self._engine, self._description = engine, description
-        self._handler = self._kind.make_handler(HeldSessions(engine, description, settings.max_num_seqs))
+        handler = self._kind.make_handler(HeldSessions(engine, description, settings.max_num_seqs))
+        engine.start(handler.before_step)
+        self._engine, self._description, self._handler = engine, description, handler
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:
         if self._description is None:

@@ -38,6 +38,10 @@ class ItemHandler(ABC):
                 defect = SpecdecError("the replica failed at this item; its log says why")
                 reply(failure_from_error(defect, item.session, item.incarnation))
 
+    def before_step(self) -> float:
+        """Its turn before every step of the engine: it may submit feeds. Seconds to hold the step, 0 for none."""
+        return 0.0
+
     def close_stream(self, stream: object) -> None:
         """Ends all sessions of a stream that is gone."""
         self._sessions.close_stream(stream)

@@ -7,7 +7,7 @@ stream can name it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.kv_cache import BlockTable
@@ -21,24 +21,38 @@ Reply = Callable[[object], None]
 
 
 @dataclass(slots=True, eq=False)
-class HeldSession:
-    """One session: `tokens` are the committed ones it knows; `fed[:table.length]` is what the cache holds.
+class Lane:
+    """One sequence of a session in the cache: `fed[:table.length]` is what it holds.
 
-    `agreed`: `fed[:agreed]` is known to equal `tokens[:agreed]`, so comparisons start there.
+    `agreed`: `fed[:agreed]` is known to equal the session's tokens, so comparisons start there. `fed` is replaced and
+    never changed, so lanes may share it.
     """
 
-    opened: Open
     table: BlockTable
-    reply: Reply
-    tokens: list[int] = field(default_factory=list)
     fed: list[int] = field(default_factory=list)
     agreed: int = 0
     feed: Feed | None = None
+
+
+@dataclass(slots=True, eq=False)
+class HeldSession:
+    """One session: `tokens` are the committed ones it knows. The first lane has room for all of it; a draft has more,
+    one for each branch, forked where they part."""
+
+    opened: Open
+    lanes: list[Lane]
+    reply: Reply
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> tuple[int, int]:
         """(session, incarnation), as every item names it."""
         return self.opened.session, self.opened.incarnation
+
+    @property
+    def capacity(self) -> int:
+        """Positions reserved for it."""
+        return self.lanes[0].table.capacity
 
     def hold(self, start_position: int, token_ids: Sequence[int]) -> bool:
         """Takes committed tokens from `start_position` on; False when tokens before it are missing.
@@ -51,16 +65,17 @@ class HeldSession:
         if self.tokens[start_position:end] != list(token_ids):
             del self.tokens[start_position:]
             self.tokens.extend(token_ids)
-            self.agreed = min(self.agreed, start_position)
+            for lane in self.lanes:
+                lane.agreed = min(lane.agreed, start_position)
         return True
 
-    def agreement(self, wanted: Sequence[int]) -> int:
-        """How many tokens of `wanted`, which begins with `tokens`, the cache holds already."""
-        length = min(self.agreed, self.table.length)
-        end = min(len(wanted), self.table.length)
-        while length < end and self.fed[length] == wanted[length]:
+    def agreement(self, lane: Lane, wanted: Sequence[int]) -> int:
+        """How many tokens of `wanted`, which begins with `tokens`, a lane holds already."""
+        length = min(lane.agreed, lane.table.length)
+        end = min(len(wanted), lane.table.length)
+        while length < end and lane.fed[length] == wanted[length]:
             length += 1
-        self.agreed = min(length, len(self.tokens))
+        lane.agreed = min(length, len(self.tokens))
         return length
 
 
@@ -84,7 +99,7 @@ class HeldSessions:
         if len(self._sessions) >= self.session_count_max:
             raise CacheExhausted(f"all {self.session_count_max} session slots are taken; raise --max-num-seqs")
         table = self.engine.cache.reserve(min(item.length_max, self.description.positions_max))
-        session = self._sessions[key] = make(item, table, reply)
+        session = self._sessions[key] = make(item, [Lane(table)], reply)
         return session
 
     def find(self, stream: object, item) -> HeldSession | Short | None:
@@ -102,6 +117,10 @@ class HeldSessions:
             raise InvalidRequest("start_position", end, f"with its tokens at most length_max {held.opened.length_max}")
         return None if held.hold(item.start_position, item.token_ids) else Short(*held.name, len(held.tokens))
 
+    def all(self) -> Iterable[HeldSession]:
+        """The sessions of all streams."""
+        return self._sessions.values()
+
     def close(self, stream: object, item: Close) -> None:
         """Ends a session of this or an older incarnation; nothing for one that is not open."""
         held = self._sessions.get((stream, item.session))
@@ -115,40 +134,49 @@ class HeldSessions:
 
     def _drop(self, key: tuple[object, int]) -> None:
         held = self._sessions.pop(key)
-        held.feed = None
-        self.engine.cache.release(held.table)
+        for lane in held.lanes:
+            self.release(lane)
+
+    def release(self, lane: Lane) -> None:
+        """Gives a lane's blocks back; a feed of it that has not run never will."""
+        lane.feed = None
+        self.engine.cache.release(lane.table)
 
     def submit(
         self,
         held: HeldSession,
+        lane: Lane,
         wanted: list[int],
         logit_count: int,
         payload: object,
         done: Callable[[object, StepTiming], None],
     ) -> None:
-        """Feeds what the cache lacks of `wanted`, the last `logit_count` tokens at least; supersedes an older feed."""
-        start = min(held.agreement(wanted), len(wanted) - logit_count)
-        self.engine.cache.truncate(held.table, start)
-        held.fed = wanted
-        held.agreed = min(held.agreed, start)
+        """Feeds what the lane lacks of `wanted`, the last `logit_count` tokens at least; supersedes an older feed.
+
+        `wanted` begins with the session's tokens and is the lane's from here on.
+        """
+        start = min(held.agreement(lane, wanted), len(wanted) - logit_count)
+        self.engine.cache.truncate(lane.table, start)
+        lane.fed = wanted
+        lane.agreed = min(lane.agreed, start)
 
         def failed(error: SpecdecError) -> None:
-            held.feed = None
+            lane.feed = None
             held.reply(failure_from_error(error, *held.name))
 
         def finished(result: object, timing: StepTiming) -> None:
-            held.feed = None
+            lane.feed = None
             done(result, timing)
 
         feed = Feed(
-            table=held.table,
+            table=lane.table,
             start_position=start,
             token_ids=wanted[start:],
             logit_count=logit_count,
             payload=payload,
             done=finished,
             failed=failed,
-            is_current=lambda: held.feed is feed,
+            is_current=lambda: lane.feed is feed,
         )
-        held.feed = feed
+        lane.feed = feed
         self.engine.submit(feed)

@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.request import Ask, SamplingPolicy, SpeculativePolicy
+from specdec.protocol.request import Ask, SamplingPolicy, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Description, PositionLogprobs, Rule
 from specdec.rpc.convert import description_to_message, numerics_to_message, rule_from_number
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
@@ -62,8 +62,14 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
             rule = rule_from_number(message.rule)
         except InvalidRequest as error:
             raise InvalidRequest("speculative.rule", message.rule, error.limit) from None
-    count = message.num_speculative_tokens if message.HasField("num_speculative_tokens") else None
-    return SpeculativePolicy(message.enabled if message.HasField("enabled") else True, count, rule)
+    try:
+        mode = SpeculationMode(message.policy) if message.policy else None
+    except ValueError:
+        limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
+        raise InvalidRequest("speculative.policy", message.policy, limit) from None
+    names = ("enabled", "num_speculative_tokens", "draft_window", "draft_leaves", "draft_wait_ms")
+    given = {name: getattr(message, name) for name in names if message.HasField(name)}
+    return SpeculativePolicy(rule=rule, mode=mode, **given)
 
 
 def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
@@ -146,6 +152,19 @@ def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
             "draft_link_bytes",
             "target_link_bytes",
             "draft_waits_expired",
+            "num_evaluated_leaves",
+            "num_branch_leaves",
+            "num_correction_lookups",
+            "num_correction_hits",
+            "num_bonus_lookups",
+            "num_bonus_hits",
+            "num_branch_tokens_accepted",
+            "num_rounds_off",
+            "predicted_tokens_per_s",
+            "observed_tokens_per_s",
+            "policy_reason",
+            "step_sessions",
+            "active_sessions",
         )
     }
     names = [descriptor.name for descriptor in coordinator_pb.TimeSplit.DESCRIPTOR.fields]

@@ -85,6 +85,7 @@ def _commit_to_message(item: items.Commit) -> draft_pb.CommitItem:
         committed_length=item.committed_length,
         suffix_token_ids=item.suffix_token_ids,
         window=item.window,
+        leaves=item.leaves,
         trace=trace_to_message(item.trace),
     )
 
@@ -96,6 +97,7 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         message.committed_length,
         tuple(message.suffix_token_ids),
         message.window,
+        message.leaves or 1,
         trace_from_message(message.trace),
     )
 
@@ -211,6 +213,8 @@ def _evidence_to_message(item: items.EvidenceAnswer) -> target_pb.EvidenceItem:
         forward_us=item.forward_us,
         evidence_us=item.evidence_us,
         step_rows=item.step_rows,
+        step_sessions=item.step_sessions,
+        active_sessions=item.active_sessions,
     )
 
 
@@ -231,6 +235,8 @@ def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAns
         message.forward_us,
         message.evidence_us,
         message.step_rows,
+        message.step_sessions,
+        message.active_sessions,
     )
 
 

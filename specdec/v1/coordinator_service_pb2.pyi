@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POLICY_UNSPECIFIED: _ClassVar[Policy]
+    POLICY_AUTO: _ClassVar[Policy]
+    POLICY_FIXED: _ClassVar[Policy]
+    POLICY_OFF: _ClassVar[Policy]
+
 class TokenKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_KIND_UNSPECIFIED: _ClassVar[TokenKind]
@@ -20,6 +27,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+POLICY_UNSPECIFIED: Policy
+POLICY_AUTO: Policy
+POLICY_FIXED: Policy
+POLICY_OFF: Policy
 TOKEN_KIND_UNSPECIFIED: TokenKind
 TOKEN_KIND_ACCEPTED: TokenKind
 TOKEN_KIND_CORRECTION: TokenKind
@@ -87,14 +98,22 @@ class SamplingPolicy(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "rule")
+    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_leaves", "draft_wait_ms")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     rule: _types_pb2.Rule
-    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ...) -> None: ...
+    policy: Policy
+    draft_window: int
+    draft_leaves: int
+    draft_wait_ms: float
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_leaves: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("output_token_ids",)
@@ -181,7 +200,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_leaves", "num_branch_leaves", "num_correction_lookups", "num_correction_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +212,19 @@ class Statistics(_message.Message):
     TARGET_LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAITS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVALUATED_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BRANCH_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRECTION_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRECTION_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BONUS_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BONUS_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BRANCH_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_OFF_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    POLICY_REASON_FIELD_NUMBER: _ClassVar[int]
+    STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -204,7 +236,20 @@ class Statistics(_message.Message):
     target_link_bytes: int
     draft_waits_expired: int
     time: TimeSplit
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ...) -> None: ...
+    num_evaluated_leaves: int
+    num_branch_leaves: int
+    num_correction_lookups: int
+    num_correction_hits: int
+    num_bonus_lookups: int
+    num_bonus_hits: int
+    num_branch_tokens_accepted: int
+    num_rounds_off: int
+    predicted_tokens_per_s: float
+    observed_tokens_per_s: float
+    policy_reason: str
+    step_sessions: int
+    active_sessions: int
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_leaves: _Optional[int] = ..., num_branch_leaves: _Optional[int] = ..., num_correction_lookups: _Optional[int] = ..., num_correction_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
     __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_evidence_s", "target_link_s")

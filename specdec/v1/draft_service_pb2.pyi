@@ -28,20 +28,22 @@ class DraftRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class CommitItem(_message.Message):
-    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace")
+    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "leaves")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     committed_length: int
     suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     window: int
     trace: _types_pb2.TraceContext
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+    leaves: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., leaves: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("stamp", "items")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.proposal import PROPOSAL_ROW_TOKENS_MAX, ProposalRequest, draw, propose
-from specdec.protocol.noise import Lane, uniform_bits
+from specdec.protocol.noise import Lane, gumbel, uniform_bits
 from specdec.protocol.types import Law, Row, Rule
 from tests.law import reference
 
@@ -66,14 +67,20 @@ def test_ids_the_target_lacks_are_never_proposed() -> None:
             assert proposal.row.token_ids == tuple(range(min(size, 10)))
 
 
-def test_probability_is_that_of_the_draft_law() -> None:
-    """Claim: `probability` is the token's in the whole sampled law; for GREEDY that of the softmax."""
+def test_confidences_are_those_of_the_law_the_token_follows() -> None:
+    """Claim: confidence is the softmax's for GREEDY, the row's own for REJECTION, and for COUPLED that of the scores
+    with the noise of this very position: so it says how clear the choice was. Recomputed here from the definitions."""
     logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
     softmax, _ = reference.sampled_law(law_of(), logits[0].tolist(), [0])
     for law in (law_of(Rule.GREEDY), law_of(Rule.COUPLED, top_p=0.9), law_of(top_k=2)):
-        proposal = propose([ProposalRequest(law, [0], 4, 1 << 52)], [1], logits)[0]
+        proposal = propose([ProposalRequest(law, [0], 4, 1 << 52, branch_count=3)], [1], logits)[0]
         wanted = softmax if law.rule is Rule.GREEDY else reference.sampled_law(law, logits[0].tolist(), [0])[0]
-        assert proposal.probability == pytest.approx(wanted[proposal.token_id], rel=1e-6)
+        if law.rule is Rule.COUPLED:
+            noisy = [p * math.exp(gumbel(law.seed, 1, token_id)) for token_id, p in enumerate(wanted)]
+            wanted = [value / sum(noisy) for value in noisy]
+        assert dict(proposal.guesses) == pytest.approx({t: p for t, p in enumerate(wanted) if p}, rel=1e-4)
+        others = [confidence for _, confidence in proposal.guesses[1:]]
+        assert others == sorted(others, reverse=True), "branch guesses come best first"
 
 
 def test_a_proposal_does_not_depend_on_its_neighbours() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.services import Services
+from tests.support.services import SHAPES, Services, fixed
 
 PROMPT = [1, 2, 3]
 POLICIES = {
@@ -32,15 +32,16 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_speculation_changes_nothing(table_services: Services, name: str):
-    """Claim: tokens, text, usage, finish reason and logprobs are equal with any draft length and without."""
+    """Claim: tokens, text, usage, finish reason and logprobs are equal with any draft length, any shape of the draft's
+    tree, any way of waiting, and without."""
     policy = {"max_tokens": 60, "logprobs": 2, "ignore_eos": name != "coupled", **POLICIES[name]}
     client = table_services.client
     off = client.generate(PROMPT, speculative={"enabled": False}, **policy)
     assert off.token_ids and off.text
     drafted = 0
-    for draft_length in (0, 1, 2, 4, 8):
-        on = client.generate(PROMPT, speculative={"num_speculative_tokens": draft_length}, **policy)
-        assert on.comparable == off.comparable, f"draft length {draft_length}"
+    for speculative in (*map(fixed, (0, 1, 2, 4, 8)), *SHAPES.values()):
+        on = client.generate(PROMPT, speculative=speculative, **policy)
+        assert on.comparable == off.comparable, speculative
         drafted += on.finished.statistics.num_draft_tokens
     assert drafted > 0, "nothing was drafted: the comparison would be empty"
 

@@ -1,8 +1,9 @@
 """The law of the text under REJECTION, through the running services.
 
 The target's law is known exactly (a table by the last two tokens), the draft's is clearly unlike it. Draft lengths vary
-and include 0. The null hypothesis is the target's own law; the limit on the p-value is fixed at 1e-6, and the seeds are
-the server's, so a pass is no accident of a chosen seed and a failure is one run in a million.
+and include 0, the draft's tree is a chain or branches, verifications wait for it or do not. The null hypothesis is the
+target's own law; the limit on the p-value is fixed at 1e-6, and the seeds are the server's, so a pass is no accident of
+a chosen seed and a failure is one run in a million.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from specdec.engine.table_model import write_table_model
-from tests.support.services import Outcome, Services, running
+from tests.support.services import SHAPES, Outcome, Services, fixed, running
 
 VOCABULARY_SIZE = 4
 P_LIMIT = 1e-6
 TOKENS_EACH = 400
 PROMPT = [1, 2]
+WAYS = (*map(fixed, range(5)), SHAPES["chain"], SHAPES["tree"], SHAPES["waiting tree"], SHAPES["auto"])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def sample(services: Services, generation_count: int, **asked) -> list[Outcome]:
             "prompt": PROMPT,
             "max_tokens": TOKENS_EACH,
             "ignore_eos": True,
-            "speculative": {"num_speculative_tokens": index % 5, "rule": "RULE_REJECTION"},
+            "speculative": {**WAYS[index % len(WAYS)], "rule": "RULE_REJECTION"},
             **asked,
         }
         for index in range(generation_count)

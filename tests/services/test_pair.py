@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.services import MODELS, Outcome, Services, running
+from tests.support.services import MODELS, SHAPES, Outcome, Services, fixed, running
 
 MAX_TOKENS = 40
 DRAFT_LENGTHS = (0, 1, 2, 4, 8)
@@ -37,9 +37,8 @@ def services(request: pytest.FixtureRequest) -> Iterator[Services]:
         yield started
 
 
-def asks(temperature: float, draft_length: int | None) -> list[dict[str, Any]]:
+def asks(temperature: float, speculative: dict[str, Any]) -> list[dict[str, Any]]:
     """One generation per prompt, each with another way to end."""
-    speculative = {"enabled": False} if draft_length is None else {"num_speculative_tokens": draft_length}
     seeds = {} if temperature == 0 else {"seed": 1234}
     common = {"temperature": temperature, "max_tokens": MAX_TOKENS, "logprobs": 2, "speculative": speculative, **seeds}
     return [{"prompt": prompt, **common, **ending} for prompt, ending in zip(PROMPTS, ENDINGS)]
@@ -53,23 +52,23 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 def test_speculation_changes_nothing(services: Services, temperature: float):
     """Claim: every cell equals its reference in full; draft tokens were offered, and both accepted and rejected."""
     client = services.client
-    reference = [client.generate(**ask) for ask in asks(temperature, None)]
+    reference = [client.generate(**ask) for ask in asks(temperature, SHAPES["off"])]
     reasons = {outcome.finished.reason for outcome in reference}
     assert len({outcome.text for outcome in reference}) == len(PROMPTS) and len(reasons) == 2
     drafted = accepted = 0
-    for draft_length in DRAFT_LENGTHS:
-        for batch in BATCHES:
-            asked = asks(temperature, draft_length)[:batch]
-            outcomes = client.generate_all(asked, width=batch)
-            assert not differing(outcomes, reference), f"draft length {draft_length}, batch {batch}"
-            drafted += sum(outcome.finished.statistics.num_draft_tokens for outcome in outcomes)
-            accepted += sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
+    ways = [(fixed(draft_length), batch) for draft_length in DRAFT_LENGTHS for batch in BATCHES]
+    ways += [(SHAPES[name], BATCHES[-1]) for name in ("chain", "tree", "auto")]
+    for speculative, batch in ways:
+        outcomes = client.generate_all(asks(temperature, speculative)[:batch], width=batch)
+        assert not differing(outcomes, reference), f"{speculative}, batch {batch}"
+        drafted += sum(outcome.finished.statistics.num_draft_tokens for outcome in outcomes)
+        accepted += sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
     assert 0 < accepted < drafted
 
 
 def test_resume_at_every_token_of_real_text(services: Services):
     """Claim: cut at every token, on a freshly started coordinator, the pieces are the whole, text and logprobs too."""
-    asked = asks(0.7, 4)[5]
+    asked = asks(0.7, fixed(4))[5]
     whole = services.client.generate(**{**asked, "speculative": {"enabled": False}})
     coordinator, client = services.start_coordinator()
     try:

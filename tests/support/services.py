@@ -25,6 +25,23 @@ from specdec.v1 import types_pb2 as types_pb
 MODELS = EMBEDDED_MODELS
 
 
+def fixed(draft_length: int, **more: Any) -> dict[str, Any]:
+    """`speculative` of a request that says itself how much to speculate; by default it waits for its draft tokens."""
+    return {"policy": "POLICY_FIXED", "num_speculative_tokens": draft_length, **more}
+
+
+# Ways to speculate that differ in what is offered when; the text must not.
+SHAPES: dict[str, dict[str, Any]] = {
+    "off": {"policy": "POLICY_OFF"},
+    "synchronous": fixed(3, draft_window=3),
+    "ahead": fixed(2),
+    "chain": fixed(8, draft_window=12, draft_wait_ms=0),
+    "tree": fixed(8, draft_window=12, draft_leaves=8, draft_wait_ms=0),
+    "waiting tree": fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=5),
+    "auto": {"policy": "POLICY_AUTO"},
+}
+
+
 @dataclass
 class Outcome:
     """Everything one generation said, deltas joined."""

@@ -1,0 +1,46 @@
+"""What a round is to do, as a value; the words that policies, sessions and the cost model speak in.
+
+It knows neither how a plan is chosen nor how it is carried out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next round is to do.
+
+    `draft_length_max`: most draft tokens it may carry; 0 is plain decoding. `window`: positions past the committed
+    length the draft tree may reach. `leaves`: nodes the draft evaluates for this session in one step; 1 is a chain
+    without branches. `wait_length`, `wait_s`: hold the verification until so many draft tokens are in hand, at most so
+    long; `wait_length` 0 never waits.
+    """
+
+    draft_length_max: int
+    window: int
+    leaves: int = 1
+    wait_length: int = 0
+    wait_s: float = 0.0
+
+    def within(self, room: int) -> Plan:
+        """The same plan for a session that can still hold `room` tokens; a round commits one more than it accepts."""
+        most = room - 1
+        if self.window <= most and self.draft_length_max <= most:
+            return self
+        if most <= 0:
+            return PLAIN
+        length, wait_length = min(self.draft_length_max, most), min(self.wait_length, most)
+        return Plan(length, min(self.window, most), self.leaves, wait_length, self.wait_s)
+
+
+PLAIN = Plan(draft_length_max=0, window=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a policy expects of its plan: tokens per second of this session (None: it has no model), and why it chose."""
+
+    tokens_per_s: float | None
+    reason: str

@@ -1,0 +1,212 @@
+"""Best-first growth of the draft tree, held against the definition: the n likeliest paths there are.
+
+The draft model here is a formula: it gives every path three guesses whose confidences depend on the path's last token,
+so the n likeliest paths can be enumerated without any queue. Where paths tie, only likelihoods are compared.
+"""
+
+from __future__ import annotations
+
+import random
+
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
+from specdec.protocol.items import DraftNode
+from specdec.protocol.tree import DraftTree, Guess
+from specdec.protocol.types import Rule
+
+DEPTH_MAX = 12
+
+
+def guesses_after(token_id: int) -> list[Guess]:
+    """Three children of any path that ends with `token_id`; the first, the proposal, is not always the likeliest."""
+    shares = (0.35 + 0.031 * (token_id % 7), 0.2 + 0.013 * (token_id % 5), 0.07 + 0.0017 * (token_id % 3))
+    first = 3 * token_id + 1
+    return [Guess(first + rank, rank, share) for rank, share in enumerate(shares)]
+
+
+class ConfidenceItself(Calibration):
+    """Takes confidences for probabilities: what is learnt is tested apart."""
+
+    def probability(self, rule: Rule, rank: int, confidence: float) -> float:
+        return confidence
+
+
+def likeliest_paths(root_token_id: int, count: int) -> list[tuple[int, ...]]:
+    """The `count` likeliest paths below a root, best first, by enumerating all of them."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+
+    def visit(path: tuple[int, ...], token_id: int, likelihood: float) -> None:
+        found.append((likelihood, path))
+        for guess in guesses_after(token_id):
+            if likelihood * guess.confidence > LIKELIHOOD_MIN / 4 and len(path) < DEPTH_MAX:
+                visit((*path, guess.token_id), guess.token_id, likelihood * guess.confidence)
+
+    visit((), root_token_id, 1.0)
+    return [path for _, path in sorted(found, reverse=True)[:count]]
+
+
+def likelihoods(paths: list[tuple[int, ...]], root_token_id: int) -> list[float]:
+    """The likelihood of each path below a root, to 12 digits: products in different orders differ beyond."""
+    found = []
+    for path in paths:
+        likelihood, token_id = 1.0, root_token_id
+        for step in path:
+            likelihood *= next(guess.confidence for guess in guesses_after(token_id) if guess.token_id == step)
+            token_id = step
+        found.append(round(likelihood, 12))
+    return found
+
+
+class Grower:
+    """Grows a tree with the formula, and a coordinator's tree from the nodes that leave."""
+
+    def __init__(self, committed: list[int], calibration: Calibration | None = None) -> None:
+        self.committed = committed
+        self.growth = Growth(Rule.COUPLED, calibration or ConfidenceItself())
+        self.growth.restart(committed)
+        self.evaluated: list[tuple[int, ...]] = []
+        self.remote = DraftTree(list(committed))
+
+    def grow(self, count: int, reach: int = 99) -> list[DraftNode]:
+        sent: list[DraftNode] = []
+        for candidate in self.growth.take(count, reach):
+            self.evaluated.append(tuple(self.growth.path(candidate)))
+            place, filed = self.growth.place(candidate)
+            node = self.growth.evaluated(place, self.growth.reserve_node(), guesses_after(place.token_id), None)
+            sent += [node] if filed is None else [filed, node]
+        for node in sent:
+            assert self.remote.add(self.growth.epoch, self.growth.root_length, node) is not None
+        return sent
+
+    def commit(self, *token_ids: int) -> bool:
+        self.remote.commit(token_ids)
+        return self.growth.commit(token_ids)
+
+
+def test_one_place_at_a_time_visits_the_likeliest_paths_in_order() -> None:
+    """Claim: growth is best-first. A child is never likelier than its parent, so evaluating one place after another
+    must visit exactly the likeliest paths, in order; all of them are enumerated here without a queue."""
+    for root_token_id in range(7):
+        grower = Grower([root_token_id])
+        for _ in range(40):
+            grower.grow(1)
+        assert likelihoods(grower.evaluated, root_token_id) == likelihoods(
+            likeliest_paths(root_token_id, 40), root_token_id
+        )
+        assert len(set(grower.evaluated)) == 40
+
+
+def test_the_proposal_child_is_sent_whatever_its_likelihood() -> None:
+    """Claim: likelihood never decides which child is offered: each evaluated place sends exactly one proposal child,
+    its first guess, even where a branch child is likelier (token 1 of a 7-cycle has such children after calibration).
+    """
+
+    class Contrary(Calibration):
+        def probability(self, rule: Rule, rank: int, confidence: float) -> float:
+            return (0.1, 0.5, 0.2)[rank]
+
+    grower = Grower([1], Contrary())
+    sent = [node for _ in range(10) for node in grower.grow(4)]
+    proposals = [node for node in sent if node.proposal]
+    assert len(proposals) == len(grower.evaluated) > 10
+    assert any(not node.proposal for node in sent)
+    place = grower.remote.root
+    assert place.proposal is not None and place.proposal.token_id == guesses_after(1)[0].token_id
+
+
+def test_a_commit_inside_goes_on_with_what_is_likeliest_below_it() -> None:
+    """Claim: after a commit onto a proposal or a branch child no path beside it is evaluated any more, nothing is
+    evaluated twice, and what comes next are the likeliest open paths below: again against the enumeration."""
+    for rank in (0, 1, 2):
+        grower = Grower([2])
+        for _ in range(12):
+            grower.grow(3)
+        token_id = guesses_after(2)[rank].token_id
+        known = {path[1:] for path in grower.evaluated if path[:1] == (token_id,)}
+        assert grower.commit(token_id) == bool(known)
+        if not known:
+            continue
+        grower.evaluated.clear()
+        for _ in range(20):
+            grower.grow(1)
+        expected = [path for path in likeliest_paths(token_id, 20 + len(known)) if path not in known][:20]
+        assert likelihoods(grower.evaluated, token_id) == likelihoods(expected, token_id)
+        assert len(set(grower.evaluated)) == 20 and known.isdisjoint(grower.evaluated)
+
+
+def test_a_commit_outside_asks_for_a_restart_in_a_new_epoch() -> None:
+    """Claim: a token nobody guessed leaves nothing to go on with; the next epoch is rooted behind it, and its nodes
+    fit a coordinator's tree that committed the same."""
+    grower = Grower([2])
+    grower.grow(3)
+    assert not grower.commit(999)
+    grower.growth.restart([2, 999])
+    assert grower.growth.epoch == 2 and grower.growth.root_length == 2
+    grower.evaluated.clear()
+    grower.grow(1)
+    assert grower.evaluated == [()] and grower.remote.root.proposal is not None
+
+
+def test_the_tree_stays_within_reach_and_goes_on_when_it_moves() -> None:
+    """Claim: the window bounds every path, and places beyond it are evaluated once the window has moved past them."""
+    grower = Grower([3])
+    while grower.grow(4, reach=3):
+        pass
+    assert {len(path) for path in grower.evaluated} == {0, 1}
+    token_id = guesses_after(3)[0].token_id
+    assert grower.commit(token_id)
+    grower.evaluated.clear()
+    while grower.grow(4, reach=4):
+        pass
+    assert {len(path) for path in grower.evaluated} == {1}
+
+
+def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
+    """Claim: a tree leaves work undone that hardly ever comes true; a chain, whose only work that is, does it, so that
+    a session that waits for a fixed number of tokens gets them."""
+    grower = Grower([1])
+    while grower.grow(8):
+        pass
+    assert min(likelihoods(grower.evaluated, 1)) >= LIKELIHOOD_MIN and len(grower.evaluated) > 30
+    chain = Growth(Rule.GREEDY, ConfidenceItself())
+    chain.restart([1])
+    for _ in range(40):
+        (candidate,) = chain.take(1, 99)
+        place, _ = chain.place(candidate)
+        chain.evaluated(place, chain.reserve_node(), guesses_after(place.token_id)[:1], None)
+    assert chain.tree is not None and len(chain.tree.proposal_path(99)) == 40
+
+
+def test_calibration_learns_what_confidence_is_worth() -> None:
+    """Claim: confidences are mapped to shares that came true, per rule and rank, and move towards them within a few
+    dozen outcomes. Fed with outcomes of known probability, unlike the confidence: 2,000 draws put the mean within
+    0.06 of it (5 standard errors are 0.056)."""
+    rng = random.Random(5)
+    calibration = Calibration()
+    assert calibration.probability(Rule.GREEDY, 0, 0.9) == 0.9
+    for _ in range(2000):
+        calibration.record(Rule.GREEDY, 0, 0.9, rng.random() < 0.4)
+        calibration.record(Rule.GREEDY, 1, 0.9, rng.random() < 0.7)
+    assert abs(calibration.probability(Rule.GREEDY, 0, 0.9) - 0.4) < 0.06
+    assert abs(calibration.probability(Rule.GREEDY, 1, 0.9) - 0.7) < 0.06
+    assert calibration.probability(Rule.COUPLED, 0, 0.9) == 0.9, "rules do not mix"
+    for _ in range(200):
+        calibration.record(Rule.GREEDY, 0, 0.9, True)
+    assert calibration.probability(Rule.GREEDY, 0, 0.9) > 0.42, "and it follows a text that changes"
+
+
+def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
+    """Claim: a guess is counted once, when its place was reached by the committed tokens, and nothing after the first
+    token that nobody guessed counts: under REJECTION what follows a rejection must not feed anything."""
+    counted: list[tuple[int, bool]] = []
+
+    class Counting(ConfidenceItself):
+        def record(self, rule: Rule, rank: int, confidence: float, came_true: bool) -> None:
+            counted.append((rank, came_true))
+
+    grower = Grower([2], Counting())
+    for _ in range(20):
+        grower.grow(2)
+    first = guesses_after(2)[0].token_id
+    grower.commit(first, 998, 999)
+    assert counted == [(0, True), (1, False), (2, False), (0, False), (1, False), (2, False)]
