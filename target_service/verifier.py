@@ -6,15 +6,18 @@ from memory, with other content it is refused. It runs on the engine thread and 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from specdec.decoding.evidence import EvidenceRequest
 from specdec.engine.scheduler import StepTiming
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import EvidenceAnswer, Extend, Open, Short, Verification
+from specdec.protocol.measure import StepCurve
 from specdec.protocol.types import Evidence, check_token_ids
 from specdec.replica.handler import ItemHandler, check_law_tokens
-from specdec.replica.sessions import HeldSession, Reply
+from specdec.replica.sessions import HeldSession, HeldSessions, Reply
+from target_service.gathering import Gathering
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,13 @@ class VerifiedSession(HeldSession):
 
 class Verifier(ItemHandler):
     """All sessions of a target replica. Every method runs on the engine thread."""
+
+    def __init__(self, sessions: HeldSessions) -> None:
+        super().__init__(sessions)
+        self._step_curve = StepCurve()
+        self._gathering = Gathering(self._step_curve.seconds)
+        self._active_count = 0
+        sessions.dropped = self._gathering.left
 
     def work(self, held: VerifiedSession, item: Extend | Verification) -> Short | None:
         """Holds committed tokens, or reports evidence."""
@@ -61,7 +71,18 @@ class Verifier(ItemHandler):
             request,
             lambda evidence, timing: self._answer(held, item, evidence, timing),
         )
+        feed = held.lanes[0].feed
+        assert feed is not None
+        rows = min(len(feed.token_ids), self._sessions.engine.chunk_size)
+        self._gathering.arrived(held, rows, time.perf_counter())
         return None
+
+    def before_step(self) -> float:
+        """Holds a step for sessions expected back where one fuller step is worth it."""
+        now_s = time.perf_counter()
+        hold_s = self._gathering.hold_s(now_s)
+        self._active_count = self._gathering.active_count(now_s)
+        return hold_s
 
     def _check(self, held: VerifiedSession, item: Verification) -> None:
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
@@ -83,8 +104,10 @@ class Verifier(ItemHandler):
         if held.last_answer is not None:
             held.reply(held.last_answer)
 
-    @staticmethod
-    def _answer(held: VerifiedSession, item: Verification, evidence: Evidence, timing: StepTiming) -> None:
+    def _answer(self, held: VerifiedSession, item: Verification, evidence: Evidence, timing: StepTiming) -> None:
+        self._gathering.answered(held, time.perf_counter())
+        if timing.step_count == 1:
+            self._step_curve.add(timing.row_count, timing.forward_s + timing.evidence_s)
         held.last_answer = EvidenceAnswer(
             *held.name,
             item.round_index,
@@ -93,5 +116,7 @@ class Verifier(ItemHandler):
             forward_us=round(timing.forward_s * 1e6),
             evidence_us=round(timing.evidence_s * 1e6),
             step_rows=timing.row_count,
+            step_sessions=timing.feed_count,
+            active_sessions=self._active_count,
         )
         held.reply(held.last_answer)

@@ -7,7 +7,6 @@ the evidence the session lets through, and says when a wait is over.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
@@ -27,20 +26,11 @@ from specdec.protocol.items import (
 )
 from specdec.protocol.policy import Policy
 from specdec.protocol.report import RoundOutcome
+from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
 
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
-
-
-class DraftState(enum.Enum):
-    """What the session may expect of its draft. Only a READY draft is waited for."""
-
-    ABSENT = "no draft is connected, or the request does not speculate"
-    COLD = "opened; nothing came yet"
-    READY = "nodes come"
-    LATE = "a wait ended in vain; what still comes is used, and a round that starts with all its tokens ends this"
-    PAUSED = "this draft cannot draft for this session any more"
 
 
 @dataclass(slots=True)
@@ -66,8 +56,7 @@ class Session:
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
-    waiting: bool = False
-    finished: bool = False
+    phase: Phase = Phase.NEW
     draft_state: DraftState = DraftState.ABSENT
     draft_incarnation: int = 0
     target_incarnation: int = 0
@@ -80,6 +69,21 @@ class Session:
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.committed)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a verification is held back for draft tokens."""
+        return self.phase is Phase.WAITING
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text has ended, or the generation was given up."""
+        return self.phase is Phase.FINISHED
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the session is open on a draft."""
+        return self.draft_state not in (DraftState.ABSENT, DraftState.PAUSED)
 
     @property
     def room(self) -> int:
@@ -108,18 +112,22 @@ class Session:
         self.malformed_node_count += malformed_count
         if malformed_count or self.tree.name_count > NODE_COUNT_MAX:
             return self._pause_draft()
-        if self.draft_state is DraftState.COLD:
-            self.draft_state = DraftState.READY
+        self._draft(DraftEvent.NODES)
         return self._verify_when_ready() if self.waiting else []
+
+    def _draft(self, event: DraftEvent) -> None:
+        self.draft_state = DRAFT_MOVES[self.draft_state, event]
+
+    def _move(self, event: PhaseEvent) -> None:
+        self.phase = PHASE_MOVES[self.phase, event]
 
     def _hears_draft(self, incarnation: int) -> bool:
         """The fence of the draft's answers."""
-        is_deaf = self.finished or self.draft_state in (DraftState.ABSENT, DraftState.PAUSED)
-        return not is_deaf and incarnation == self.draft_incarnation
+        return self.has_draft and not self.finished and incarnation == self.draft_incarnation
 
     def _pause_draft(self) -> list[Action]:
         """No more drafting for this session by this draft; what it holds for the session is released."""
-        self.draft_state = DraftState.PAUSED
+        self._draft(DraftEvent.REFUSED)
         close: list[Action] = [ToDraft(Close(self.number, self.draft_incarnation))]
         return close + (self._verify_when_ready() if self.waiting else [])
 
@@ -184,7 +192,7 @@ class Session:
         if self.finished or self.policy.draft_length_cap == 0:
             return []
         self.draft_incarnation += 1
-        self.draft_state = DraftState.COLD
+        self._draft(DraftEvent.UP)
         self._draft_known_length = self._draft_window = 0
         self.tree.clear()
         actions = [ToDraft(self._open(self.draft_incarnation)), *self._commit_to_draft()]
@@ -192,7 +200,7 @@ class Session:
 
     def on_draft_down(self) -> list[Action]:
         """The draft is gone: what it sent stays usable, nothing more is waited for."""
-        self.draft_state = DraftState.ABSENT
+        self._draft(DraftEvent.DOWN)
         return self._verify_when_ready() if self.waiting else []
 
     def on_draft_short(self, short: Short) -> list[Action]:
@@ -212,20 +220,19 @@ class Session:
         """The wait for draft tokens is over: verify what is in hand, and wait no more until nodes come again."""
         if not self.waiting or wait_index != self.wait_index:
             return []
-        self.draft_state = DraftState.LATE
+        self._draft(DraftEvent.WAIT_EXPIRED)
         return self._verify_now()
 
     def end(self) -> list[Action]:
         """Ends the session, wherever it stands; idempotent."""
         if self.finished:
             return []
-        self.finished = True
-        self.waiting = False
+        self._move(PhaseEvent.ENDED)
         self.in_flight = None
         actions: list[Action] = []
         if self.target_incarnation:
             actions.append(ToTarget(Close(self.number, self.target_incarnation)))
-        if self.draft_state not in (DraftState.ABSENT, DraftState.PAUSED):
+        if self.has_draft:
             actions.append(ToDraft(Close(self.number, self.draft_incarnation)))
         return actions
 
@@ -237,17 +244,16 @@ class Session:
         plan = self.policy.plan(self.room)
         in_hand = len(self.tree.proposal_path(plan.draft_length_max))
         if self.draft_state is DraftState.LATE and 0 < plan.wait_length <= in_hand:
-            self.draft_state = DraftState.READY
+            self._draft(DraftEvent.KEPT_UP)
         if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
             if self.waiting:
                 return []
-            self.waiting = True
+            self._move(PhaseEvent.HELD)
             self.wait_index += 1
             return [AwaitDraft(self.wait_index, plan.wait_s)]
         return self._verify_now()
 
     def _verify_now(self) -> list[Action]:
-        self.waiting = False
         path = self.tree.proposal_path(self.policy.plan(self.room).draft_length_max)
         rows = self.tree.proposal_rows(len(path)) if self.law.rule is Rule.REJECTION else ()
         return self._send_verification(tuple(place.token_id for place in path), rows)
@@ -255,22 +261,15 @@ class Session:
     def _send_verification(self, draft_token_ids: tuple[int, ...], rows) -> list[Action]:
         base_position = len(self.committed)
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
-        self.in_flight = Verification(
-            self.number,
-            self.target_incarnation,
-            self.round_index,
-            base_position,
-            suffix,
-            draft_token_ids,
-            rows,
-            self._item_trace,
-        )
+        self._move(PhaseEvent.SENT)
+        name = (self.number, self.target_incarnation, self.round_index)
+        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows, self._item_trace)
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
         plan = self.policy.plan(self.room)
         is_idle = plan.window == self._draft_window == 0
-        if self.draft_state in (DraftState.ABSENT, DraftState.PAUSED) or is_idle:
+        if not self.has_draft or is_idle:
             return []
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)

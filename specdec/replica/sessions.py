@@ -86,6 +86,7 @@ class HeldSessions:
         self.engine = engine
         self.description = description
         self.session_count_max = session_count_max
+        self.dropped: Callable[[HeldSession], None] = lambda held: None  # told of every session that ends
         self._sessions: dict[tuple[object, int], HeldSession] = {}
 
     def open(self, stream: object, item: Open, reply: Reply, make: Callable[..., HeldSession]) -> HeldSession | None:
@@ -134,6 +135,7 @@ class HeldSessions:
 
     def _drop(self, key: tuple[object, int]) -> None:
         held = self._sessions.pop(key)
+        self.dropped(held)
         for lane in held.lanes:
             self.release(lane)
 

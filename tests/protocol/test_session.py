@@ -24,7 +24,8 @@ from specdec.protocol.items import (
     Verification,
 )
 from specdec.protocol.policy import FixedPolicy
-from specdec.protocol.session import DraftState, Session
+from specdec.protocol.session import Session
+from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Evidence, Law, Row, Rule, TokenKind, Verdict
 

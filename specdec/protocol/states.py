@@ -1,0 +1,89 @@
+"""The states of a generation, as tables: what it expects of its draft, and what it is doing.
+
+`Session` moves by these tables and by nothing else, and docs/protocol.md draws them. A move a table does not have is a
+defect and raises.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class DraftState(enum.Enum):
+    """What the session may expect of its draft. Only a READY draft is waited for."""
+
+    ABSENT = "no draft is connected, or the request does not speculate"
+    COLD = "opened; nothing came yet"
+    READY = "nodes come"
+    LATE = "a wait ended in vain: what still comes is used, but nothing is waited for until a round starts complete"
+    PAUSED = "this draft cannot draft for this session any more"
+
+
+class DraftEvent(enum.Enum):
+    """What happens to the session's draft."""
+
+    UP = "a draft is connected"
+    DOWN = "the connection is lost"
+    NODES = "nodes came"
+    WAIT_EXPIRED = "a wait ended in vain"
+    KEPT_UP = "a round starts with all it would wait for"
+    REFUSED = "it failed, or sent malformed nodes"
+
+
+class Phase(enum.Enum):
+    """What the session is doing."""
+
+    NEW = "nothing was sent yet"
+    VERIFYING = "a verification is in flight"
+    WAITING = "a verification is held back for draft tokens"
+    FINISHED = "the text has ended, or the generation was given up"
+
+
+class PhaseEvent(enum.Enum):
+    """What moves the session on."""
+
+    SENT = "a verification was sent"
+    HELD = "the plan says to wait, and a READY draft still owes tokens"
+    ENDED = "a stop, the last token, a cancellation or an error"
+
+
+DRAFT_MOVES: dict[tuple[DraftState, DraftEvent], DraftState] = {
+    (DraftState.ABSENT, DraftEvent.UP): DraftState.COLD,
+    (DraftState.COLD, DraftEvent.UP): DraftState.COLD,
+    (DraftState.READY, DraftEvent.UP): DraftState.COLD,
+    (DraftState.LATE, DraftEvent.UP): DraftState.COLD,
+    (DraftState.PAUSED, DraftEvent.UP): DraftState.COLD,
+    (DraftState.ABSENT, DraftEvent.DOWN): DraftState.ABSENT,
+    (DraftState.COLD, DraftEvent.DOWN): DraftState.ABSENT,
+    (DraftState.READY, DraftEvent.DOWN): DraftState.ABSENT,
+    (DraftState.LATE, DraftEvent.DOWN): DraftState.ABSENT,
+    (DraftState.PAUSED, DraftEvent.DOWN): DraftState.ABSENT,
+    (DraftState.COLD, DraftEvent.NODES): DraftState.READY,
+    (DraftState.READY, DraftEvent.NODES): DraftState.READY,
+    (DraftState.LATE, DraftEvent.NODES): DraftState.LATE,
+    (DraftState.READY, DraftEvent.WAIT_EXPIRED): DraftState.LATE,
+    (DraftState.READY, DraftEvent.KEPT_UP): DraftState.READY,
+    (DraftState.LATE, DraftEvent.KEPT_UP): DraftState.READY,
+    (DraftState.COLD, DraftEvent.REFUSED): DraftState.PAUSED,
+    (DraftState.READY, DraftEvent.REFUSED): DraftState.PAUSED,
+    (DraftState.LATE, DraftEvent.REFUSED): DraftState.PAUSED,
+}
+
+PHASE_MOVES: dict[tuple[Phase, PhaseEvent], Phase] = {
+    (Phase.NEW, PhaseEvent.SENT): Phase.VERIFYING,
+    (Phase.NEW, PhaseEvent.ENDED): Phase.FINISHED,
+    (Phase.VERIFYING, PhaseEvent.SENT): Phase.VERIFYING,
+    (Phase.VERIFYING, PhaseEvent.HELD): Phase.WAITING,
+    (Phase.VERIFYING, PhaseEvent.ENDED): Phase.FINISHED,
+    (Phase.WAITING, PhaseEvent.SENT): Phase.VERIFYING,
+    (Phase.WAITING, PhaseEvent.ENDED): Phase.FINISHED,
+}
+
+
+def diagram(moves: dict) -> str:
+    """A table as a Mermaid state diagram, in the table's order; moves from a state to itself are left out."""
+    lines = ["stateDiagram-v2"]
+    for (before, event), after in moves.items():
+        if before is not after:
+            lines.append(f"    {before.name} --> {after.name}: {event.name}")
+    return "\n".join(lines)

@@ -1,0 +1,26 @@
+"""What the docs draw is what the code does: pictures and tables of docs/protocol.md against the session's tables."""
+
+from __future__ import annotations
+
+from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent, diagram
+from tests.hygiene.sources import ROOT
+
+
+def test_the_protocol_page_draws_the_sessions_own_tables() -> None:
+    """Claim: docs/protocol.md shows the state machine as it is: both diagrams and every state's and event's sentence
+    are the code's, letter by letter."""
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    for moves in (PHASE_MOVES, DRAFT_MOVES):
+        assert f"```mermaid\n{diagram(moves)}\n```" in page, f"replace the drawing by\n{diagram(moves)}"
+    for member in (*Phase, *PhaseEvent, *DraftState, *DraftEvent):
+        assert f"| {member.name} | {member.value} |" in page, f"the page lacks {member!r}"
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    """Claim: no state is a dead entry or a trap: each is reached from the first, and all but the end are left."""
+    for moves, first, last in ((PHASE_MOVES, Phase.NEW, Phase.FINISHED), (DRAFT_MOVES, DraftState.ABSENT, None)):
+        reached = {first}
+        while more := {after for (before, _), after in moves.items() if before in reached} - reached:
+            reached |= more
+        assert reached == set(type(first))
+        assert {before for before, _ in moves} == reached - {last}
