@@ -7,6 +7,7 @@ committed tokens become deltas for the reader. Everything here runs on the event
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
@@ -46,7 +47,7 @@ class Generation:
         self._draft = draft
         self._speculation = speculation
         self._loop = asyncio.get_running_loop()
-        self._born_s = self._loop.time()
+        self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s
         self._wait_began_s: float | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
@@ -155,7 +156,7 @@ class Generation:
         tokens = (*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id)
         first_output_index = self._walker.count
         walked = self._walker.walk(tokens)
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         round_s, waited_s = now_s - self._verdict_s, self._waited_s
         self._verdict_s, self._waited_s = now_s, 0.0
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
@@ -222,11 +223,11 @@ class Generation:
             elif isinstance(action, ToDraft):
                 self._draft.send(action.item)
             elif isinstance(action, AwaitDraft):
-                self._wait_began_s = self._loop.time()
+                self._wait_began_s = time.monotonic()
                 self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
 
     def _note_verification(self) -> None:
-        self._sent_s = self._loop.time()
+        self._sent_s = time.monotonic()
         if self._wait_began_s is not None:
             self._waited_s += self._sent_s - self._wait_began_s
             self.statistics.draft_wait_s += self._sent_s - self._wait_began_s

@@ -58,6 +58,7 @@ def overview() -> str:
     """The help of `specdec` itself."""
     lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["  bench        Runs a benchmark; bench --help lists them."]
     return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
 
 
@@ -70,9 +71,11 @@ def run_command(arguments: Sequence[str]) -> int:
         print(f"specdec {__version__}")
         return 0
     name, *rest = arguments
+    if name == "bench":
+        return importlib.import_module("specdec.cli.bench").bench(rest)
     command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(f"{name} is not a command; choose from {', '.join(COMMANDS)}")
+        raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'bench'))}")
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, rest, os.environ, KNOWN_FIELDS)
     module_name, _, function_name = command.run.partition(":")

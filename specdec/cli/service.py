@@ -47,5 +47,11 @@ def on_ready(name: str) -> OnReady:
 
 
 def _serve(service: Coroutine[Any, Any, None]) -> int:
-    asyncio.run(service)
+    """Runs a service to its end, on the faster event loop where there is one: less CPU for every message."""
+    try:
+        import uvloop
+    except ImportError:  # no such thing for this platform
+        asyncio.run(service)
+    else:
+        uvloop.run(service)
     return 0

@@ -89,6 +89,23 @@ def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awai
     return Method("stream_stream", Message, handler)
 
 
+async def write_or_give_up(data: bytes, responses: AsyncGenerator[Message, None], context: Context) -> None:
+    """Writes a message; when its reader takes nothing for long, the work behind `responses` ends at once.
+
+    Raises DeliveryStalled then, once the reader has taken what was written: the status cannot leave before that.
+    """
+    loop = asyncio.get_running_loop()
+    ending: list[asyncio.Task] = []
+    timer = loop.call_later(READER_STALL_S_MAX, lambda: ending.append(loop.create_task(responses.aclose())))
+    try:
+        await context.write(data)
+    finally:
+        timer.cancel()
+    if ending:
+        await ending[0]
+        raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
+
+
 class Server:
     """One listening service. `services`: methods by name, by full service name."""
 
@@ -164,12 +181,7 @@ class Server:
             async with self._answering(name, context):
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
                     async for response in responses:
-                        write = asyncio.ensure_future(context.write(response.SerializeToString()))
-                        if not (await asyncio.wait({write}, timeout=READER_STALL_S_MAX))[0]:
-                            await responses.aclose()  # its work ends, its place is free
-                            await write  # the status can leave only after what the reader has yet to take
-                            raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
-                        write.result()
+                        await write_or_give_up(response.SerializeToString(), responses, context)
 
         async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._answering(name, context, counted=False):

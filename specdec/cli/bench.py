@@ -1,0 +1,45 @@
+"""`specdec bench NAME`: runs one of the benchmarks every published figure comes from. They come with the source."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cli.options import UsageError
+from specdec.errors import ConfigError
+
+BENCHMARKS = {
+    "pipeline": ("bench.pipeline", "Three services on emulated machines, round trips from 0 to 100 ms, every variant."),
+    "concurrency": ("bench.pipeline.concurrency", "1 to 32 streams at once, on against off."),
+    "overhead": ("bench.pipeline.overhead", "What a token costs beside the models: time, CPU, bytes, leaves."),
+    "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
+    "engine": ("bench.engine_step", "The engine's step by rows and sequences."),
+    "demo": ("bench.demo", "Three generations, on against off."),
+}
+
+
+def overview() -> str:
+    """What there is to run."""
+    lines = ["usage: specdec bench NAME [FLAGS]", "", "Benchmarks:"]
+    lines += [f"  {name:<12} {summary}" for name, (_, summary) in BENCHMARKS.items()]
+    return "\n".join([*lines, "", "specdec bench NAME --help lists the flags of a benchmark."])
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Runs the benchmark named first. Raises UsageError, or ConfigError where the benchmarks are not at hand."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = arguments
+    if name not in BENCHMARKS:
+        raise UsageError(f"{name} is not a benchmark; choose from {', '.join(BENCHMARKS)}")
+    source = Path(__file__).resolve().parents[2]
+    if not (source / "bench" / "__init__.py").is_file():
+        raise ConfigError("the benchmarks come with the source: run this from a checkout (make install)")
+    sys.path.insert(0, str(source))
+    module = BENCHMARKS[name][0]
+    sys.argv = [f"specdec bench {name}", *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # a package runs by its __main__
+    return 0
