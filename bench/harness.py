@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.network.machines import Network
 from specdec.cli.processes import Child, start, stop_all, wait_all_ready
-from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 
 TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft"
 
@@ -37,33 +38,37 @@ def running(
     draft_model: Path | None = DRAFT_MODEL,
     coordinator: dict[str, Any] | None = None,
     draft: dict[str, Any] | None = None,
+    network: Network | None = None,
     **engine: Any,
 ) -> Iterator[Services]:
     """Starts the services and stops them at the end, whatever happens. `engine`: settings of both replicas;
-    `draft` and `coordinator`: of these alone.
+    `draft` and `coordinator`: of these alone. With a network each runs on the machine of its name.
 
     Raises ConfigError with a service's own sentence when one cannot start.
     """
     children: list[Child] = []
     common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
+    own = {"coordinator": coordinator or {}, "draft": {**engine, **(draft or {})}, "target": engine}
+
+    def begin(role: str, settings: type[ServiceSettings], **values: Any) -> tuple[Child, ServiceSettings]:
+        machine = network.machines[role] if network else None
+        placed: dict[str, Any] = {"host": machine.address, "insecure": True} if machine else {}
+        made = settings(**values, **placed, **common, **own[role])
+        with machine.inside() if machine else contextlib.nullcontext():
+            children.append(start(role, made))
+        return children[-1], made
+
+    def reached(role: str, child: Child) -> str:
+        return network.address_from("coordinator", role, child.address) if network else child.address
+
     try:
-        target = start("target", TargetSettings(model=str(target_model), **common, **engine))
-        children.append(target)
-        if draft_model is not None:
-            own = {**common, **engine, **(draft or {})}
-            children.append(start("draft", DraftSettings(model=str(draft_model), **own)))
+        target, _ = begin("target", TargetSettings, model=str(target_model))
+        guess = begin("draft", DraftSettings, model=str(draft_model))[0] if draft_model is not None else None
         wait_all_ready(children)
-        guess = children[1] if draft_model is not None else None
-        settings = CoordinatorSettings(
-            target=target.address,
-            draft=guess.address if guess else None,
-            tokenizer=str(target_model),
-            **common,
-            **(coordinator or {}),
-        )
-        child = start("coordinator", settings)
-        children.append(child)
+        addresses = {"target": reached("target", target), "draft": reached("draft", guess) if guess else None}
+        child, settings = begin("coordinator", CoordinatorSettings, tokenizer=str(target_model), **addresses)
         child.wait_ready()
+        assert isinstance(settings, CoordinatorSettings)
         yield Services(target, guess, child, settings)
     finally:
         stop_all(reversed(children))

@@ -127,7 +127,7 @@ class Generation:
     def _on_draft_item(self, item) -> None:
         if isinstance(item, Nodes):
             self.statistics.count_nodes(item)
-            self._speculation.on_draft_step(item.step_rows, item.step_us / 1e6)
+            self._speculation.on_draft_step(item, self._draft.link.stamps.network_s)
             self._perform(self._session.on_nodes(item))
         elif isinstance(item, Short):
             self._perform(self._session.on_draft_short(item))
@@ -192,9 +192,9 @@ class Generation:
     def _measure(self, answer: EvidenceAnswer, round_s: float) -> None:
         """Tells what the service has learnt from a round: the target's step, and what a round takes beside it."""
         step_s = (answer.forward_us + answer.evidence_us) / 1e6
-        is_prefill = self.statistics.rounds == 0
-        self._speculation.on_target_step(answer, step_s)
-        if not is_prefill:
+        if self.statistics.rounds:  # the first reads the prompt
+            drafts = self._session.has_draft and self._session.policy.is_speculating
+            self._speculation.on_target_step(answer, step_s, drafts)
             self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import EvidenceAnswer
+from specdec.protocol.auto_policy import AutoPolicy
+from specdec.protocol.items import EvidenceAnswer, Nodes
+from specdec.protocol.measure import Measurements
 from specdec.protocol.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.request import Ask, SpeculationMode
 
@@ -14,6 +16,7 @@ class Speculation:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
+        self._measurements = Measurements()
 
     def policy(self, ask: Ask) -> Policy:
         """The policy of one request. Raises InvalidRequest above the server's maximum."""
@@ -21,8 +24,10 @@ class Speculation:
         if asked is not None and asked > limit:
             raise InvalidRequest("speculative.num_speculative_tokens", asked, f"at most this server's maximum, {limit}")
         mode = ask.speculative.mode or SpeculationMode[self._settings.speculation_policy.upper()]
-        if not ask.speculative.enabled or mode is SpeculationMode.OFF or asked == 0:
+        if not ask.speculative.enabled or mode is SpeculationMode.OFF or 0 in (asked, limit):
             return OFF_POLICY
+        if mode is SpeculationMode.AUTO:
+            return AutoPolicy(self._measurements, ask.rule(), limit if asked is None else asked)
         return self._fixed(ask)
 
     def _fixed(self, ask: Ask) -> Policy:
@@ -35,14 +40,17 @@ class Speculation:
         wait_ms = self._settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         return FixedPolicy(length, own.draft_window, own.draft_leaves or 1, wait_ms / 1000)
 
-    def on_target_step(self, answer: EvidenceAnswer, step_s: float) -> None:
-        """One step of the target, forward and evidence, as one of its sessions saw it."""
+    def on_target_step(self, answer: EvidenceAnswer, step_s: float, drafting: bool) -> None:
+        """One step of the target, forward and evidence, as one of its sessions saw it; `drafting`: with a draft."""
+        sessions = answer.step_sessions, answer.active_sessions
+        self._measurements.on_target_step(answer.step_rows, step_s, drafting, *sessions)
 
-    def on_draft_step(self, row_count: int, step_s: float) -> None:
-        """One step of the draft, over all its sessions."""
+    def on_draft_step(self, nodes: Nodes, network_s: float | None) -> None:
+        """One step of the draft, over all its sessions, and the network time to it, both ways, if it is known."""
+        self._measurements.on_draft_step(nodes.step_rows, nodes.step_us / 1e6)
+        if network_s is not None:
+            self._measurements.network.add(network_s)
 
     def on_round_overhead(self, overhead_s: float) -> None:
-        """What a round took beside the target's step: link, messages, the rule; without waits for the draft."""
-
-    def on_network(self, network_s: float) -> None:
-        """The network time to the draft, both ways."""
+        """What a round took beside the target's queue and step: link, messages, the rule; without waits for a draft."""
+        self._measurements.round_overhead.add(overhead_s)

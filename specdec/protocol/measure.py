@@ -1,15 +1,26 @@
-"""What a process has learnt about its own steps and links: running estimates, told of samples, asked for times.
+"""What a process has learnt about its steps, links and drafts: running estimates, told of samples, asked for values.
 
-Pure: no clock, no messages. Everything forgets slowly, so that it follows a machine that changes.
+Pure: no clock, no messages, no tokens. Everything forgets slowly, so that it follows a machine or a text that changes.
+A coordinator keeps one `Measurements` for all its sessions; each session has its own `Acceptance` beside it.
 """
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass, field
+
+from specdec.protocol.choice import Chooser
+from specdec.protocol.types import Rule
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
-SAMPLE_WEIGHT = 0.1  # of the newest sample in a bucket's mean, once it holds a few
+SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean, once it holds a few: about the last 20 count
 OUTLIER_FACTOR = 2.0  # a sample counts for at most so many times the mean: a pause of the machine is no step
+ACCEPTANCE_PLACES = 16  # places in a round that are told apart; later ones count as the last
+PRIOR_COUNT = 16.0  # tokens the service's record is worth beside a session's own
+FORGET_TOKENS = 256.0  # offered tokens after which a session's record counts for a third: a paragraph or two
+SERVICE_FORGET_TOKENS = 4096.0  # the same for the service's
+ACCEPTANCE_GUESS, HIT_GUESS, MATCH_GUESS = 0.6, 0.5, 0.5  # of a draft nobody has seen yet; a few rounds correct them
+RESCALE_WEIGHT = 1e9  # counts are scaled down before their growing weight loses precision
 
 
 class StepCurve:
@@ -18,7 +29,7 @@ class StepCurve:
     def __init__(self) -> None:
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: float, seconds: float) -> None:
         """Tells one step."""
         bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
@@ -26,18 +37,207 @@ class StepCurve:
         bucket[1] += weight * (rows - bucket[1])
         bucket[2] += weight * (min(seconds, OUTLIER_FACTOR * bucket[2]) - bucket[2])
 
-    def seconds(self, rows: float) -> float | None:
-        """The time of a step of so many rows; None before the first sample. Never falls as rows grow.
+    @property
+    def sample_count(self) -> float:
+        """Steps told of."""
+        return sum(bucket[0] for bucket in self._buckets.values())
 
-        Beyond the largest step seen it goes on in proportion to the last two; below the smallest it is flat.
-        """
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(mean rows, seconds) of every bucket in order of rows; seconds never fall as rows grow."""
         points: list[tuple[float, float]] = []
         for _, bucket in sorted(self._buckets.items()):
             points.append((bucket[1], max(bucket[2], points[-1][1] if points else 0.0)))
+        return tuple(points)
+
+    def seconds(self, rows: float) -> float | None:
+        """The time of a step of so many rows; None before the first sample. Never falls as rows grow.
+
+        Below the smallest step seen it is flat. Beyond the largest it goes on as from a step of half its rows to it: a
+        slope between two neighbours would be their noise.
+        """
+        points = self.points()
         if not points:
             return None
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
-        index = min(bisect.bisect_left(points, (rows, 0.0)), len(points) - 1)
+        last, last_s = points[-1]
+        if rows > last:
+            first, first_s = next((point for point in reversed(points) if point[0] <= last / 2), points[0])
+            return last_s + (last_s - first_s) * (rows - last) / (last - first)
+        index = bisect.bisect_left(points, (rows, 0.0))
         (low, low_s), (high, high_s) = points[index - 1], points[index]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
+
+
+class Mean:
+    """A running mean that forgets; `value` is None before the first sample."""
+
+    def __init__(self, weight: float = SAMPLE_WEIGHT) -> None:
+        self.value: float | None = None
+        self.count = 0
+        self._weight = weight
+
+    def add(self, sample: float) -> None:
+        """Tells one sample; one far above the mean counts for OUTLIER_FACTOR times the mean."""
+        self.count += 1
+        if self.value is None:
+            self.value = sample
+        elif self.value <= 0:
+            self.value += self._weight * sample
+        else:
+            self.value += max(self._weight, 1 / self.count) * (min(sample, OUTLIER_FACTOR * self.value) - self.value)
+
+
+class Share:
+    """How often something came true, shrunk towards a prior and forgetting: counts decay by 1/e in `forget` trials."""
+
+    __slots__ = ("true", "trials", "_keep")
+
+    def __init__(self, forget: float) -> None:
+        self.true = 0.0
+        self.trials = 0.0
+        self._keep = 1 - 1 / forget
+
+    def add(self, came_true: bool) -> None:
+        """Tells one trial."""
+        self.true = self._keep * self.true + came_true
+        self.trials = self._keep * self.trials + 1
+
+    def value(self, prior: float, prior_count: float = PRIOR_COUNT) -> float:
+        """(true + prior_count * prior) / (trials + prior_count)."""
+        return (self.true + prior_count * prior) / (self.trials + prior_count)
+
+
+class Acceptance:
+    """How offered tokens fared, by their place in the round, and whether the tree held the next token.
+
+    Of a round, places up to and including the first rejection count and nothing after it: what came later was not
+    tested, and under REJECTION may not be looked at (docs/exactness.md). `prior` is the record of the whole service;
+    without one, guesses take its place.
+    """
+
+    def __init__(self, prior: Acceptance | None = None) -> None:
+        self._prior = prior
+        self._forget = SERVICE_FORGET_TOKENS if prior is None else FORGET_TOKENS
+        self._weight = 1.0  # of the next token: it grows, instead of all counts shrinking
+        self._accepted = [0.0] * ACCEPTANCE_PLACES
+        self._offered = [0.0] * ACCEPTANCE_PLACES
+        self._hits = Share(self._forget)  # of corrections: the tree held the token
+        self._found = Share(self._forget)  # of bonus tokens: the same, the proposal child included
+
+    def add(self, offered_count: int, accepted_count: int) -> None:
+        """Tells one round's draft tokens."""
+        tested_count = min(offered_count, accepted_count + 1)
+        for place in range(tested_count):
+            self._weight *= 1 + 1 / self._forget
+            index = min(place, ACCEPTANCE_PLACES - 1)
+            self._offered[index] += self._weight
+            if place < accepted_count:
+                self._accepted[index] += self._weight
+        if self._weight > RESCALE_WEIGHT:
+            self._accepted = [count / self._weight for count in self._accepted]
+            self._offered = [count / self._weight for count in self._offered]
+            self._weight = 1.0
+
+    def add_next(self, is_bonus: bool, was_found: bool) -> None:
+        """Tells whether the tree held a round's next token, where it had branch children for its place."""
+        (self._found if is_bonus else self._hits).add(was_found)
+
+    @property
+    def overall(self) -> float:
+        """Acceptance over all places."""
+        prior = ACCEPTANCE_GUESS if self._prior is None else self._prior.overall
+        accepted, offered = sum(self._accepted) / self._weight, sum(self._offered) / self._weight
+        return (accepted + PRIOR_COUNT * prior) / (offered + PRIOR_COUNT)
+
+    def hazard(self, place: int) -> float:
+        """P(the token at a place, from 0, passes | those before it did).
+
+        The service's record tells places apart; a session's few hundred tokens tell its level, so its places are the
+        service's, moved by the difference of the two over all places.
+        """
+        if self._prior is not None:
+            return min(max(self._prior.hazard(place) + self.overall - self._prior.overall, 0.0), 1.0)
+        index = min(place, ACCEPTANCE_PLACES - 1)
+        accepted, offered = self._accepted[index] / self._weight, self._offered[index] / self._weight
+        return (accepted + PRIOR_COUNT * self.overall) / (offered + PRIOR_COUNT)
+
+    @property
+    def hit(self) -> float:
+        """P(a correction stands in the tree as a branch)."""
+        return self._hits.value(HIT_GUESS if self._prior is None else self._prior.hit)
+
+    @property
+    def bonus_match(self) -> float:
+        """P(a bonus token is the draft's own guess m) out of how often it is found: found = m + (1 - m) hit."""
+        found, hit = self._found.value(MATCH_GUESS if self._prior is None else self._prior._found_value), self.hit
+        return min(max((found - hit) / (1 - hit), 0.0), 1.0) if hit < 1 else found
+
+    @property
+    def _found_value(self) -> float:
+        return self._found.value(MATCH_GUESS)
+
+
+@dataclass(slots=True)
+class Measurements:
+    """What one coordinator has measured; shared by its sessions, each of which reads and adds. Times in seconds.
+
+    `target_step`: of steps by rows, of all sessions in them, while a draft works; `plain_step`: while it rests. They
+    differ where draft and target share cores, and a session that rests gets the second. `draft_step`: by evaluated
+    nodes. `network`: the round trip to the draft. `round_overhead`: of a round beside the target's queue and step.
+    `step_sessions`, `active_sessions`: those in a step, and those with work. `bias`, by rule: observed tokens per
+    second over predicted ones; `plain_bias`: observed seconds of rounds without a draft over those of their parts.
+    `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again. `tokens_since_probe`:
+    committed since plain rounds were last looked at.
+    """
+
+    target_step: StepCurve = field(default_factory=StepCurve)
+    plain_step: StepCurve = field(default_factory=StepCurve)
+    draft_step: StepCurve = field(default_factory=StepCurve)
+    network: Mean = field(default_factory=Mean)
+    round_overhead: Mean = field(default_factory=Mean)
+    step_sessions: Mean = field(default_factory=Mean)
+    active_sessions: Mean = field(default_factory=Mean)
+    bias: dict[Rule, Mean] = field(default_factory=lambda: {rule: Mean() for rule in Rule})
+    plain_bias: Mean = field(default_factory=Mean)
+    acceptance: dict[Rule, Acceptance] = field(default_factory=lambda: {rule: Acceptance() for rule in Rule})
+    backoff_tokens: dict[Rule, int] = field(default_factory=dict)
+    tokens_since_probe: int = 0
+    choosers: dict[Rule, Chooser] = field(default_factory=lambda: {rule: Chooser() for rule in Rule})
+
+    def on_target_step(
+        self, rows: int, seconds: float, drafting: bool, step_sessions: int = 1, active_sessions: int = 1
+    ) -> None:
+        """One step of the target without prefill, forward and evidence, as one of its sessions saw it; `drafting`:
+        whether that session had its draft at work."""
+        (self.target_step if drafting else self.plain_step).add(max(1, rows), seconds)
+        self.step_sessions.add(max(1, step_sessions))
+        self.active_sessions.add(max(1, step_sessions, active_sessions))
+
+    def on_draft_step(self, leaves: int, seconds: float) -> None:
+        """One step of the draft over all its sessions."""
+        self.draft_step.add(max(1, leaves), seconds)
+
+    @property
+    def session_count(self) -> float:
+        """Sessions that share a step of the target, on average."""
+        return self.step_sessions.value or 1.0
+
+    @property
+    def turn_count(self) -> float:
+        """Target steps that pass in a round: more than one where sessions take turns."""
+        return max(1.0, (self.active_sessions.value or 1.0) / self.session_count)
+
+    @property
+    def plain_round_s(self) -> float | None:
+        """A round without a draft, from its parts; None before a step was seen."""
+        count = self.session_count
+        step_s = self.plain_step.seconds(count)
+        step_s = self.target_step.seconds(count) if step_s is None else step_s
+        return None if step_s is None else self.turn_count * step_s + (self.round_overhead.value or 0.0)
+
+    @property
+    def plain_rate(self) -> float | None:
+        """Tokens per second of one session without a draft: from the parts, corrected by what was observed."""
+        round_s = self.plain_round_s
+        return None if not round_s else 1 / (round_s * (self.plain_bias.value or 1.0))

@@ -40,7 +40,7 @@ PLAIN = Plan(draft_length_max=0, window=0)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy expects of its plan: tokens per second of this session (None: it has no model), and why it chose."""
+    """What a policy expects of its plan, tokens per second of this session (None: it has no model), and its reason."""
 
     tokens_per_s: float | None
     reason: str

@@ -32,6 +32,7 @@ class Stamps:
         self._echo_sequence = 0
         self._echo_received_time_ns = 0
         self._sent_time_ns: dict[int, int] = {}
+        self.network_s: float | None = None  # of the last message that told one, both ways
         self._network_s: deque[float] = deque(maxlen=WINDOW_LENGTH)
 
     def stamp(self, stamp: LinkStamp, now_ns: int) -> None:
@@ -59,8 +60,9 @@ class Stamps:
         network_ns = now_ns - sent_ns - held_ns
         if held_ns < 0 or network_ns < 0:
             return None
-        self._network_s.append(network_ns / 1e9)
-        return network_ns / 1e9
+        self.network_s = network_ns / 1e9
+        self._network_s.append(self.network_s)
+        return self.network_s
 
     def _forget_before(self, sequence: int) -> None:
         """Echoes only grow, so earlier messages will not be named again."""

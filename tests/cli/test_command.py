@@ -223,3 +223,17 @@ def test_a_frozen_child_is_stopped():
         child.stop(5.0)
         assert not child.is_running
         assert child.stop() == child.process.returncode
+
+
+def test_bench_lists_and_finds_its_benchmarks():
+    """Claim: `specdec bench` lists what there is, each benchmark explains its flags under its own name, and an unknown
+    one is refused like an unknown command. Every listed module is asked, so none is missing or broken at import."""
+    listed = specdec("bench")
+    assert listed.returncode == 0
+    names = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]
+    assert {"pipeline", "concurrency", "overhead", "rounds", "engine"} <= set(names)
+    for name in names:
+        shown = specdec("bench", name, "--help")
+        assert shown.returncode == 0 and "usage" in shown.stdout, (name, shown.stderr[-300:])
+    refused = specdec("bench", "nothing")
+    assert refused.returncode == 2 and "nothing is not a benchmark" in refused.stderr

@@ -1,0 +1,116 @@
+"""A cost-realistic target: the shipped one with more layers whose output projections are zero.
+
+Such a layer computes everything a layer computes and adds nothing, so the model is the same function, to the bit, at
+the cost of a deeper one; what the draft guesses and how often it is right stay real. The draft needs nothing of the
+kind: it is as small beside this target as a draft is beside a target worth speculating for.
+
+`python -m bench.deepened FOLDER` writes the model; `--measure` times steps of several depths and both types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from bench.engine_step import BLOCK_SIZE, CACHED_COUNT, batch_of, time_step
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
+from specdec.engine.transformers_model import TransformersModel
+
+EXTRA_LAYERS_DEFAULT = 12  # 24 in all: about 18 ms a step with one thread, nearly flat to 8 rows in bfloat16
+OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+LAYERS = "model.layers."
+Shape = tuple[int, int]  # sequences, rows of each
+
+
+def write_deepened(folder: Path, extra_layer_count: int = EXTRA_LAYERS_DEFAULT, source: Path = TARGET_MODEL) -> Path:
+    """Writes the model folder and returns it; `source` is a Llama-like model in one weights file.
+
+    The extra layers follow the real ones and repeat their weights in turn, output projections aside.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    weights = load_file(source / WEIGHTS_FILE)
+    layer_count = config["num_hidden_layers"]
+    for extra in range(extra_layer_count):
+        copied = f"{LAYERS}{extra % layer_count}."
+        for name in [name for name in weights if name.startswith(copied)]:
+            part = name.removeprefix(copied)
+            weight = weights[name]
+            is_zero = part in OUTPUT_PROJECTIONS
+            weights[f"{LAYERS}{layer_count + extra}.{part}"] = torch.zeros_like(weight) if is_zero else weight.clone()
+    skipped = shutil.ignore_patterns(MANIFEST_FILE, WEIGHTS_FILE, "config.json")  # the manifest is of other bytes
+    shutil.copytree(source, folder, ignore=skipped, dirs_exist_ok=True)
+    config["num_hidden_layers"] = layer_count + extra_layer_count
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def step_times_ms(model: TransformersModel, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
+    """Median milliseconds of one forward by (sequences, rows of each); shapes take turns."""
+    sequence_count = sum(sequences for sequences, _ in shapes)
+    block_count = 1 + sequence_count * -(-(CACHED_COUNT + max(rows for _, rows in shapes)) // BLOCK_SIZE)
+    cache = KVCache(block_count, BLOCK_SIZE, model.allocate(block_count, BLOCK_SIZE))
+    batches = {shape: batch_of(cache, model, *shape) for shape in shapes}
+    times_ms: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    for _ in range(repeats):
+        for shape, batch in batches.items():
+            times_ms[shape].append(time_step(model, batch))
+    return {shape: statistics.median(times) for shape, times in times_ms.items()}
+
+
+def load(folder: Path, dtype: str) -> TransformersModel:
+    """A model of `transformers`. Raises ModelRefused for a folder that cannot be used, TypeError for a table model."""
+    model = load_model(str(folder), dtype)
+    if not isinstance(model, TransformersModel):
+        raise TypeError(f"{folder} is no transformers model")
+    return model
+
+
+def measure(extra_layer_counts: Sequence[int], row_counts: Sequence[int], repeats: int) -> Table:
+    """One line per depth and type, and the shipped draft below: step times by rows, and how flat they are."""
+    torch.set_num_threads(1)
+    table = Table(title="one forward, one thread, milliseconds by rows")
+    for name in ("model", "type", *map(str, row_counts), f"{row_counts[-1]} rows / {row_counts[0]}"):
+        table.add_column(name, justify="right")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {f"target + {n}": write_deepened(Path(scratch) / str(n), n) for n in extra_layer_counts}
+        for name, folder in {**folders, "draft": DRAFT_MODEL}.items():
+            for dtype in ("bfloat16", "float32"):
+                times_ms = list(step_times_ms(load(folder, dtype), [(1, n) for n in row_counts], repeats).values())
+                table.add_row(name, dtype, *(f"{ms:.2f}" for ms in times_ms), f"{times_ms[-1] / times_ms[0]:.2f}")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.deepened", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="where to write the model")
+    parser.add_argument("--extra-layers", type=int, nargs="+", default=[EXTRA_LAYERS_DEFAULT], help="(%(default)s)")
+    parser.add_argument("--measure", action="store_true", help="time steps instead")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of a step (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=30, help="steps of each row count (%(default)s)")
+    asked = parser.parse_args()
+    if asked.measure == (asked.folder is not None):
+        parser.error("give either a folder or --measure")
+    if asked.measure:
+        Console().print(measure(asked.extra_layers, asked.rows, asked.repeats))
+    else:
+        print(write_deepened(asked.folder, asked.extra_layers[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Where everything runs while it is measured: three services on three emulated machines, pinned, and a client.
+
+Core 0 is the target's; core 1 has the coordinator, with priority, the draft, the network and the client. With fewer
+than two cores all share one, and the figures say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.harness import DRAFT_MODEL, Services, running
+from bench.network.echo import median_rtt_ms
+from bench.network.machines import Network, emulated
+from bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+
+COORDINATOR_NICE = -10
+OTHERS = "others"
+SETTLE_S = 0.2  # after a change of delay: what was under way arrives, and a ping or two have measured the new one
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How busy each process was since a moment; `others` is all that this benchmark did not start."""
+
+    read: Callable[[], dict[str, float]]
+    began_s: float
+    began: dict[str, float]
+
+    def so_far(self) -> dict[str, float]:
+        """Share of one core, by process."""
+        seconds = time.monotonic() - self.began_s
+        return {name: (used - self.began[name]) / seconds for name, used in self.read().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Running services on their machines. One benchmark uses it, on the thread that made it."""
+
+    network: Network
+    services: Services
+    stub: pb_grpc.CoordinatorServiceStub
+    has_priority: bool
+
+    def set_rtt(self, draft_rtt_ms: float, target_rtt_ms: float) -> None:
+        """Round trips from the coordinator; services stay up."""
+        self.network.set_delay("coordinator", "draft", draft_rtt_ms / 2)
+        self.network.set_delay("coordinator", "target", target_rtt_ms / 2)
+        time.sleep(SETTLE_S + 2.5 * draft_rtt_ms / 1e3)
+
+    def measured_rtt_ms(self) -> dict[str, float]:
+        """Round trips of a byte now, by machine."""
+        return {name: median_rtt_ms(self.network, "coordinator", name, 9) for name in ("draft", "target")}
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        children = (self.services.coordinator, self.services.target, self.services.draft)
+        used = {child.command: cpu_seconds(child.process.pid) for child in children if child}
+        used |= {"network": self.network.cpu_seconds(), "client": time.process_time()}
+        return {**used, OTHERS: machine_cpu_seconds() - sum(used.values())}
+
+    def begin_shares(self) -> Shares:
+        """CPU shares are counted from here on."""
+        return Shares(self._cpu_seconds, time.monotonic(), self._cpu_seconds())
+
+
+def cores_of_machines() -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """Cores by machine, and those of the network and the client."""
+    available = sorted(os.sched_getaffinity(0))
+    first, last = (available[0],), (available[-1],)
+    return {"target": first, "coordinator": last, "draft": last}, last
+
+
+@contextlib.contextmanager
+def placed(
+    target_model: Path,
+    dtype: str,
+    draft_dtype: str,
+    coordinator: dict[str, Any] | None = None,
+    namespaces_allowed: bool = True,
+) -> Iterator[Placed]:
+    """Starts machines and services, all delays 0, and stops them at the end. The calling thread is the client then.
+
+    Raises ConfigError with a service's own sentence when one cannot start.
+    """
+    cores, shared = cores_of_machines()
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(emulated(cores, shared, namespaces_allowed))
+        models = (target_model, DRAFT_MODEL, coordinator, {"dtype": draft_dtype})
+        services = stack.enter_context(running(*models, network=network, threads=1, dtype=dtype))
+        has_priority = set_priority(services.coordinator.process.pid, COORDINATOR_NICE)
+        stack.enter_context(network.machines["coordinator"].inside())
+        channel = stack.enter_context(grpc.insecure_channel(services.coordinator.address))
+        yield Placed(network, services, pb_grpc.CoordinatorServiceStub(channel), has_priority)
+
+
+def description(place: Placed) -> dict[str, Any]:
+    """Hardware and places, for tables and JSON."""
+    machines = {
+        name: {"address": machine.address, "cores": list(machine.cores)}
+        for name, machine in place.network.machines.items()
+    }
+    return {
+        "cpu": processor_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "network": place.network.kind,
+        "machines": machines,
+        "coordinator_priority": place.has_priority,
+    }
+
+
+def processor_name() -> str:
+    """As the kernel calls it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,98 @@
+"""How often the target's token is the draft's first, second or third guess: what the simulated ceiling is fed with.
+
+Measured with the functions that serve, on texts the target writes, outside the services: the rate of the first guess is
+compared with the acceptance they report.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from bench.pipeline.variants import RULES
+from models.agreement import Text, draft_logits, law_at, write_text
+from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.decoding.proposal import Proposal, ProposalRequest, propose
+from specdec.protocol.noise import UNIFORM_BITS
+from specdec.protocol.types import Law, Rule
+
+BRANCH_COUNT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Shares over positions. `branches`: that the second, third guess is right, where the first is wrong.
+    `bonus_match`: that the first is right where it was not offered."""
+
+    acceptance: float
+    branches: tuple[float, ...]
+    bonus_match: float
+
+
+def rule_of(rule: str) -> tuple[Rule, float]:
+    """(rule, temperature) of a name in RULES."""
+    temperature = RULES[rule]["temperature"]
+    if temperature == 0:
+        return Rule.GREEDY, 0.0
+    return (Rule.COUPLED if "seed" in RULES[rule] else Rule.REJECTION), temperature
+
+
+def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int) -> dict[str, Ranks]:
+    """By rule; the shipped target stands for the deepened one, which is the same function."""
+    tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
+    target, draft = (LlamaForCausalLM.from_pretrained(folder).eval() for folder in (TARGET_MODEL, DRAFT_MODEL))
+    outcomes: dict[str, list[tuple[int | None, bool]]] = {rule: [] for rule in rules}
+    temperatures = {rule: rule_of(rule)[1] for rule in rules}
+    for seed, prompt in enumerate(prompts):
+        ids = tuple(tokenizer.encode(prompt).ids)
+        for temperature in sorted(set(temperatures.values())):
+            law = law_at(temperature, seed, len(ids))
+            text = write_text(target, ids, law, token_count)
+            logits = draft_logits(draft, text)
+            for rule in (rule for rule in rules if temperatures[rule] == temperature):
+                outcomes[rule] += outcomes_along(text, logits, replace(law, rule=rule_of(rule)[0]))
+    return {rule: shares(found) for rule, found in outcomes.items()}
+
+
+def outcomes_along(text: Text, logits: Tensor, law: Law) -> list[tuple[int | None, bool]]:
+    """Per output position: which guess came true, None for none, and whether the first equals an independent draw."""
+    chance = random.Random(law.seed)
+    width = text.logits.shape[1]
+    requests = [
+        ProposalRequest(law, text.before(index), width, chance.getrandbits(UNIFORM_BITS), BRANCH_COUNT)
+        for index in range(len(text.output))
+    ]
+    proposals = propose(requests, [1] * len(requests), logits)
+    found: list[tuple[int | None, bool]] = []
+    for index, (proposal, written) in enumerate(zip(proposals, text.output, strict=True)):
+        came = written if law.rule is not Rule.REJECTION else None
+        if came is None:
+            came = token_by_rejection(law, text, index, proposal, chance.random())
+        guesses = [token_id for token_id, _ in proposal.guesses]
+        found.append((guesses.index(came) if came in guesses else None, guesses[0] == written))
+    return found
+
+
+def token_by_rejection(law: Law, text: Text, index: int, proposal: Proposal, draw: float) -> int:
+    """The token REJECTION commits at an output position when the proposal is offered there."""
+    assert proposal.row is not None
+    request = EvidenceRequest(law, index, text.before(index), (proposal.token_id,), (proposal.row,))
+    rows = torch.stack([text.logits[index]] * 2)  # the second is of a position nobody asks about
+    answer = evidence([request], [2], rows)[0]
+    weights = dict(zip(proposal.row.token_ids, proposal.row.weights))
+    draft_prob = weights[proposal.token_id] / proposal.row.total
+    return proposal.token_id if draw * draft_prob < answer.target_probs[0] else answer.replacement_token_ids[0]
+
+
+def shares(found: Sequence[tuple[int | None, bool]]) -> Ranks:
+    """Counts put into ratios."""
+    missed = [rank for rank, _ in found if rank != 0]
+    branches = tuple(missed.count(rank) / max(1, len(missed)) for rank in range(1, BRANCH_COUNT + 1))
+    return Ranks(1 - len(missed) / len(found), branches, sum(match for _, match in found) / len(found))

@@ -1,0 +1,111 @@
+"""One generation, as measured: where its time went, how speculation did, and a digest of its text."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+from bench.pipeline.variants import Variant, request_of
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generation. Times of a round are means in milliseconds; counts are as in Statistics on the wire.
+
+    `tokens_per_s` is by the coordinator's clock, after the first token. `text_digest` is of the token ids.
+    """
+
+    rule: str
+    rtt_ms: float
+    variant: str
+    prompt_id: int
+    tokens_per_s: float
+    first_token_ms: float
+    output_tokens: int
+    rounds: int
+    spec_steps: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
+    forward_ms: float
+    evidence_ms: float
+    queue_ms: float
+    link_ms: float
+    wait_ms: float
+    draft_bytes: int
+    target_bytes: int
+    leaves: int
+    branch_leaves: int
+    lookups: int
+    hits: int
+    branch_tokens: int
+    rounds_off: int
+    predicted_tokens_per_s: float
+    policy_reason: str
+    text_digest: str
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure(
+    stub: pb_grpc.CoordinatorServiceStub,
+    variant: Variant,
+    rule: str,
+    rtt_ms: float,
+    prompt: tuple[int, str],
+    max_tokens: int,
+) -> Sample:
+    """Runs one generation. Raises grpc.RpcError."""
+    prompt_id, text = prompt
+    token_ids: list[int] = []
+    finished = pb.Finished()
+    for response in stub.Generate(request_of(variant, rule, text, max_tokens), timeout=TIMEOUT_S):
+        if response.HasField("delta"):
+            token_ids += response.delta.token_ids
+        elif response.HasField("finished"):
+            finished = response.finished
+    return sample_of(finished, variant.name, rule, rtt_ms, prompt_id, token_ids)
+
+
+def sample_of(
+    finished: pb.Finished, variant: str, rule: str, rtt_ms: float, prompt_id: int, token_ids: list[int]
+) -> Sample:
+    """The figures of a generation that has finished."""
+    counts, time = finished.statistics, finished.statistics.time
+    seconds = time.total_s - time.time_to_first_token_s
+    per_round_ms = 1e3 / max(1, counts.rounds)
+    return Sample(
+        rule=rule,
+        rtt_ms=rtt_ms,
+        variant=variant,
+        prompt_id=prompt_id,
+        tokens_per_s=(len(token_ids) - 1) / seconds if seconds > 0 else 0.0,
+        first_token_ms=time.time_to_first_token_s * 1e3,
+        output_tokens=len(token_ids),
+        rounds=counts.rounds,
+        spec_steps=counts.num_spec_steps,
+        draft_tokens=counts.num_draft_tokens,
+        accepted_tokens=counts.num_accepted_draft_tokens,
+        acceptance_histogram=tuple(counts.acceptance_histogram),
+        forward_ms=time.target_forward_s * per_round_ms,
+        evidence_ms=time.target_evidence_s * per_round_ms,
+        queue_ms=time.target_queue_s * per_round_ms,
+        link_ms=time.target_link_s * per_round_ms,
+        wait_ms=time.draft_wait_s * per_round_ms,
+        draft_bytes=counts.draft_link_bytes,
+        target_bytes=counts.target_link_bytes,
+        leaves=counts.num_evaluated_leaves,
+        branch_leaves=counts.num_branch_leaves,
+        lookups=counts.num_correction_lookups + counts.num_bonus_lookups,
+        hits=counts.num_correction_hits + counts.num_bonus_hits,
+        branch_tokens=counts.num_branch_tokens_accepted,
+        rounds_off=counts.num_rounds_off,
+        predicted_tokens_per_s=counts.predicted_tokens_per_s,
+        policy_reason=counts.policy_reason,
+        text_digest=hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16],
+    )

@@ -1,0 +1,107 @@
+"""What the simulator says one stream could reach, fed with what was measured here: steps, acceptance, overhead."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.deepened import load, step_times_ms
+from bench.event_simulation import Scenario, simulate
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.figures import by_variant, hazards
+from bench.pipeline.ranks import Ranks
+from bench.pipeline.sweep import Cell
+from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, Variant
+from specdec.protocol.plan import PLAIN, Plan
+
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
+LEAF_COUNTS = (1, 2, 4, 8)
+SIMULATED_TOKENS = 3000
+CEILING_WINDOWS, CEILING_LEAVES = (4, 8, 16, 32), (1, 8)
+CEILING = "ceiling"
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Milliseconds of a step measured alone: of the target by rows, of the draft by leaves."""
+
+    target_ms: Mapping[int, float]
+    draft_ms: Mapping[int, float]
+
+    def as_json(self) -> dict[str, dict[int, float]]:
+        return {"target_ms_by_rows": dict(self.target_ms), "draft_ms_by_leaves": dict(self.draft_ms)}
+
+
+def measure_steps(target_model: Path, dtype: str, draft_dtype: str, repeats: int = 9) -> Steps:
+    """Both models in this process, one thread, nothing else running here."""
+    torch.set_num_threads(1)
+    target = step_times_ms(load(target_model, dtype), [(1, rows) for rows in ROW_COUNTS], repeats)
+    draft = step_times_ms(load(DRAFT_MODEL, draft_dtype), [(leaves, 1) for leaves in LEAF_COUNTS], repeats)
+    return Steps({rows: ms for (_, rows), ms in target.items()}, {leaves: ms for (leaves, _), ms in draft.items()})
+
+
+def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
+    """Seconds by count: straight lines between what was measured, the last one carried on."""
+    counts = sorted(points_ms)
+
+    def seconds(count: int) -> float:
+        upper = min(max(bisect_left(counts, count), 1), len(counts) - 1)
+        first, second = counts[upper - 1], counts[upper]
+        slope = (points_ms[second] - points_ms[first]) / (second - first)
+        return max(points_ms[counts[0]], points_ms[first] + slope * (count - first)) / 1e3
+
+    return seconds
+
+
+def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None) -> Scenario:
+    """A stream in a cell: its round trip, acceptance by place as its longest synchronous rounds saw it, its own pace.
+
+    Target steps are scaled to what plain decoding's forward took in the same cell; what its rounds took beyond that is
+    the overhead of every round.
+    """
+    off = cell.figures[OFF.name]
+    scale = off.forward_ms / steps.target_ms[1]
+    longest = max(
+        (variant for variant in by_variant(cell.samples) if variant.startswith("sync")),
+        key=lambda name: int(name.split()[1]),
+        default=None,
+    )
+    acceptances: tuple[float, ...] = ()
+    if longest is not None:
+        offered = [sample for sample in cell.samples if sample.variant == longest]
+        acceptances = hazards(offered, int(longest.split()[1]))
+    return Scenario(
+        target_step_s=between({rows: ms * scale for rows, ms in steps.target_ms.items()}),
+        draft_step_s=between(steps.draft_ms),
+        network_s=cell.measured_rtt_ms["draft"] / 1e3,
+        acceptance=acceptances or (ranks.acceptance if ranks else 0.6,),
+        branch_probabilities=ranks.branches if ranks else (0.45, 0.15),
+        bonus_match=ranks.bonus_match if ranks else None,
+        round_overhead_s=max(0.0, 1 / off.tokens_per_s - off.forward_ms / 1e3),
+    )
+
+
+def simulated_rates(cell: Cell, steps: Steps, ranks: Ranks | None, variants: Sequence[Variant]) -> dict[str, float]:
+    """Tokens per second by variant with a plan of its own, and the best streamed plan's as `ceiling`."""
+    scenario = scenario_of(cell, steps, ranks)
+    fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.figures]
+    return {variant.name: simulated_rate(scenario, variant) for variant in fixed} | {CEILING: ceiling(scenario)}
+
+
+def simulated_rate(scenario: Scenario, variant: Variant) -> float:
+    """Tokens per second of a fixed variant."""
+    if not variant.draft_length:
+        return simulate(scenario, PLAIN, SIMULATED_TOKENS)
+    wait_length = variant.draft_length if variant.is_synchronous else 0
+    plan = Plan(variant.draft_length, variant.window, variant.leaves, wait_length, variant.wait_ms / 1e3)
+    return simulate(scenario, plan, SIMULATED_TOKENS)
+
+
+def ceiling(scenario: Scenario) -> float:
+    """Tokens per second of the best streamed plan in the simulator, plain decoding among them."""
+    plans = [Plan(STREAMED_LENGTH_MAX, window, leaves) for leaves in CEILING_LEAVES for window in CEILING_WINDOWS]
+    return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in (PLAIN, *plans))

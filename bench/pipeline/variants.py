@@ -1,0 +1,76 @@
+"""What is compared: ways to speculate, and the rules they run under, as requests to a coordinator.
+
+`speculative_policy` is the one place that says a variant in the words of the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench import rounds
+from specdec.v1 import coordinator_service_pb2 as pb
+
+WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
+STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES = 16, 16, 8
+RULES_DEFAULT = tuple(rounds.RULES)
+NUCLEUS = "REJECTION, temperature 0.7, top-p 0.95"
+RULES: dict[str, dict[str, Any]] = {**rounds.RULES, NUCLEUS: {"temperature": 0.7, "top_p": 0.95}}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to speculate. `draft_length` absent: the coordinator's own policy chooses; 0: it does not speculate."""
+
+    name: str
+    draft_length: int | None
+    window: int = 0
+    leaves: int = 1
+    wait_ms: float = 0.0
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.wait_ms > 0
+
+
+OFF = Variant("off", 0)
+AUTO = Variant("auto", None)
+CHAIN = Variant("chain", STREAMED_LENGTH_MAX, STREAMED_WINDOW)
+TREE = Variant("tree", STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES)
+
+
+def synchronous(draft_length: int) -> Variant:
+    """Rounds that wait for exactly so many draft tokens, which the draft makes for that round alone."""
+    return Variant(f"sync {draft_length}", draft_length, draft_length, wait_ms=WAIT_MS)
+
+
+def variants_of(draft_lengths: Sequence[int]) -> list[Variant]:
+    """All that are compared, off and auto first: they are measured in pairs."""
+    return [OFF, AUTO, CHAIN, TREE, *map(synchronous, draft_lengths)]
+
+
+def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
+    """The variant as a request says it."""
+    if variant.draft_length is None:
+        return pb.SpeculativePolicy(policy=pb.POLICY_AUTO)
+    if variant.draft_length == 0:
+        return pb.SpeculativePolicy(policy=pb.POLICY_OFF)
+    return pb.SpeculativePolicy(
+        policy=pb.POLICY_FIXED,
+        num_speculative_tokens=variant.draft_length,
+        draft_window=variant.window,
+        draft_leaves=variant.leaves,
+        draft_wait_ms=variant.wait_ms,
+    )
+
+
+def request_of(variant: Variant, rule: str, prompt: str, max_tokens: int) -> pb.GenerateRequest:
+    """A generation of exactly `max_tokens` tokens."""
+    sampling = pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
+    return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative_policy(variant))
+
+
+def is_reproducible(rule: str) -> bool:
+    """Whether every variant must give the same text: greedy, or with a seed."""
+    return RULES[rule]["temperature"] == 0 or "seed" in RULES[rule]

@@ -1,0 +1,247 @@
+"""The policy that chooses by the cost model, and stops speculating where plain decoding is faster.
+
+It sees counts and seconds of rounds that are over, never tokens, so that under REJECTION nothing it decides depends on
+what was just drawn (docs/exactness.md). It states what it expects and why. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from specdec.protocol.choice import DEFAULT_PLAN
+from specdec.protocol.cost_model import Conditions, Curve
+from specdec.protocol.measure import Acceptance, Mean, Measurements
+from specdec.protocol.plan import PLAIN, Plan, Prediction
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
+
+CHOOSE_ROUNDS = 16  # between two choices: some 30 tokens, a third of a second
+SEARCH_ROUNDS = 4  # the same while the search for these conditions is not over
+RESUME_GAIN = 1.02  # a trial must come out so much better than plain decoding to end the rest
+PROBE_ROUNDS = 6  # plain rounds in a row when plain decoding is looked at
+SETTLE_ROUNDS = 2  # of them, in which the draft still works off what it had
+PROBE_TOKENS = 2048  # of the service between two looks: with five tokens lost by one, a quarter of a percent
+WARM_ROUNDS_MAX = 8  # rounds after a (re)start of the draft that say nothing yet, at most
+TRIAL_ROUNDS = 8  # that a rested session tries, beyond the warm ones
+HOPELESS = 0.7  # half a trial this far below plain decoding is enough
+EARLY_GAIN = 1.1  # a rest ends early when load or times changed so that so much is predicted
+BACKOFF_TOKENS, BACKOFF_TOKENS_MAX = 64, 1024  # rest after a trial without gain: doubled each time
+WINDOW_ROUNDS_MIN = 8  # fewer rounds say nothing about the model
+BIAS_PRIOR = 4.0  # observations of one session that the service's bias is worth
+BIAS_MIN, BIAS_MAX = 0.4, 1.5  # of observed over predicted; beyond, something else is wrong
+BRANCH_SPLIT = (0.7, 0.3)  # of corrections found in the tree, those of the second and of the third choice
+LEAF_COUNTS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 3, 5, 9, 17)
+PLACES = 8  # of the acceptance by place, that the model is told
+
+
+class Mode(enum.Enum):
+    """What the policy is at."""
+
+    SPECULATING = "the chosen plan"
+    PROBING = "a few plain rounds, to see what they take"
+    RESTING = "plain decoding is faster"
+    TRYING = "whether that is still so"
+
+
+class AutoPolicy:
+    """One session's policy; `measurements` are the service's. Implements `Policy`."""
+
+    def __init__(self, measurements: Measurements, rule: Rule, draft_length_cap: int) -> None:
+        check_integer("draft_length_cap", draft_length_cap, 1, DRAFT_LENGTH_LIMIT)
+        self._measurements = measurements
+        self._rule = rule
+        self._cap = draft_length_cap
+        self._acceptance = Acceptance(measurements.acceptance[rule])
+        self._bias = Mean(weight=0.25)
+        self._plan = DEFAULT_PLAN if draft_length_cap >= DEFAULT_PLAN.draft_length_max else Plan(draft_length_cap, 8, 4)
+        self._mode = Mode.SPECULATING
+        self._mode_rounds = 0
+        self._rest_tokens = 0
+        self._next_choice = 0
+        self._round_count = 0
+        self._window_tokens, self._window_s, self._window_rounds = 0, 0.0, 0
+        self._predicted: float | None = None
+        if measurements.plain_bias.count:
+            self._choose()
+        else:
+            self._enter(Mode.PROBING)
+
+    @property
+    def draft_length_cap(self) -> int:
+        return self._cap
+
+    @property
+    def is_speculating(self) -> bool:
+        return self._mode in (Mode.SPECULATING, Mode.TRYING)
+
+    @property
+    def prediction(self) -> Prediction:
+        off = self._measurements.plain_rate
+        rates = f"off {off:.0f}" if off else "off not measured yet"
+        if self._mode is Mode.PROBING:
+            return Prediction(off, f"a few plain rounds, to see what they take; {rates}")
+        if self._mode is Mode.RESTING:
+            best = "" if self._predicted is None else f"; {_named(self._plan)}: {self._predicted:.0f} predicted"
+            return Prediction(off, f"off: {off or 0:.0f} tokens/s predicted{best}")
+        if self._predicted is None:
+            return Prediction(None, f"{_named(self._plan)}, until enough is measured")
+        return Prediction(self._predicted, f"{_named(self._plan)}: {self._predicted:.0f} tokens/s predicted; {rates}")
+
+    def plan(self, room: int) -> Plan:
+        return (self._plan if self.is_speculating else PLAIN).within(room)
+
+    def on_round(
+        self,
+        offered_count: int,
+        accepted_count: int,
+        in_hand_after: int,
+        branch_hit: bool | None,
+        round_s: float,
+        waited_s: float,
+    ) -> None:
+        self._round_count += 1
+        self._mode_rounds += 1
+        self._measurements.tokens_since_probe += accepted_count + 1
+        if offered_count:
+            self._acceptance.add(offered_count, accepted_count)
+            self._measurements.acceptance[self._rule].add(offered_count, accepted_count)
+        if branch_hit is not None and self.is_speculating and self._plan.leaves > 1:
+            is_bonus = accepted_count == offered_count
+            self._acceptance.add_next(is_bonus, branch_hit)
+            self._measurements.acceptance[self._rule].add_next(is_bonus, branch_hit)
+        if self._round_count > 1:  # the first round reads the prompt
+            self._on_time(accepted_count + 1, round_s)
+
+    def _on_time(self, token_count: int, round_s: float) -> None:
+        """What the round took, by what the policy is at."""
+        if self.is_speculating:
+            if self._mode_rounds > self._warm_rounds():
+                self._window_tokens += token_count
+                self._window_s += round_s
+                self._window_rounds += 1
+            if self._mode is Mode.TRYING:
+                self._on_trial()
+            elif self._mode_rounds >= self._next_choice:
+                self._choose()
+            return
+        expected_s = self._measurements.plain_round_s
+        if self._mode_rounds > SETTLE_ROUNDS and expected_s and round_s > 0:
+            self._measurements.plain_bias.add(round_s / expected_s)
+            self._measurements.tokens_since_probe = 0
+        self._rest_tokens -= token_count
+        if self._mode is Mode.PROBING and self._mode_rounds >= PROBE_ROUNDS:
+            self._enter(Mode.SPECULATING)
+            self._choose()
+        elif self._mode is Mode.RESTING:
+            if self._mode_rounds >= self._next_choice:
+                self._choose()
+            if self._rest_tokens <= 0 or self._gain() >= EARLY_GAIN:
+                self._enter(Mode.TRYING)
+
+    def _enter(self, mode: Mode) -> None:
+        self._mode = mode
+        self._mode_rounds = self._next_choice = 0
+        self._forget_window()
+
+    def _forget_window(self) -> None:
+        self._window_tokens, self._window_s, self._window_rounds = 0, 0.0, 0
+
+    def _warm_rounds(self) -> int:
+        """Rounds until the first tokens of a draft that (re)starts are used."""
+        measurements = self._measurements
+        trip_s = (measurements.network.value or 0.0) + (measurements.draft_step.seconds(1) or 0.0)
+        return min(WARM_ROUNDS_MAX, 2 + math.ceil(trip_s / (measurements.plain_round_s or math.inf)))
+
+    def _choose(self) -> None:
+        """Keeps or changes the plan by what is predicted, or rests where plain decoding is faster."""
+        self._next_choice = self._mode_rounds + CHOOSE_ROUNDS
+        conditions = self.conditions()
+        off = self._measurements.plain_rate
+        if conditions is None or off is None:
+            return
+        choice, is_over = self._measurements.choosers[self._rule].choose(conditions, self._cap, self._plan)
+        if choice.plan == self._plan:
+            self._learn_bias(choice.tokens_per_s)
+        else:
+            self._plan = choice.plan
+            self._forget_window()
+        if not is_over:
+            self._next_choice = self._mode_rounds + SEARCH_ROUNDS
+        self._predicted = choice.tokens_per_s * self._bias_now()
+        if self._predicted < off and self._mode is Mode.SPECULATING:
+            self._rest()
+        elif self._measurements.tokens_since_probe > PROBE_TOKENS and self._mode is Mode.SPECULATING:
+            self._measurements.tokens_since_probe = 0  # so that no other session looks as well
+            self._enter(Mode.PROBING)
+
+    def _gain(self) -> float:
+        """What is predicted over plain decoding; 1 while that is not known."""
+        off = self._measurements.plain_rate
+        return self._predicted / off if off and self._predicted is not None else 1.0
+
+    def _learn_bias(self, predicted: float) -> None:
+        """Holds what was observed against what the model says of the same plan."""
+        if self._window_rounds < WINDOW_ROUNDS_MIN or self._window_s <= 0:
+            return
+        ratio = min(max(self._window_tokens / self._window_s / predicted, BIAS_MIN), BIAS_MAX)
+        self._bias.add(ratio)
+        self._measurements.bias[self._rule].add(ratio)
+        self._forget_window()
+
+    def _bias_now(self) -> float:
+        """Observed over predicted: the session's own, shrunk towards the service's."""
+        count, service = min(self._bias.count, 8), self._measurements.bias[self._rule].value or 1.0
+        own = self._bias.value if self._bias.value is not None else service
+        return (count * own + BIAS_PRIOR * service) / (count + BIAS_PRIOR)
+
+    def _rest(self) -> None:
+        """Decodes plainly for a while; where the service has seen no gain lately, for longer."""
+        self._rest_tokens = self._measurements.backoff_tokens.get(self._rule, BACKOFF_TOKENS)
+        self._enter(Mode.RESTING)
+
+    def _on_trial(self) -> None:
+        """Ends a trial when it says enough: back to speculation, or to a rest twice as long."""
+        off = self._measurements.plain_rate
+        tokens_if_off = HOPELESS * self._window_s * (off or 0.0)
+        is_hopeless = self._window_rounds >= TRIAL_ROUNDS // 2 and self._window_tokens < tokens_if_off
+        if self._window_rounds < TRIAL_ROUNDS and not is_hopeless:
+            return
+        self._choose()
+        backoffs = self._measurements.backoff_tokens
+        if off is None or self._gain() >= RESUME_GAIN:
+            backoffs[self._rule] = BACKOFF_TOKENS
+            self._enter(Mode.SPECULATING)
+            return
+        backoffs[self._rule] = min(BACKOFF_TOKENS_MAX, 2 * backoffs.get(self._rule, BACKOFF_TOKENS))
+        self._rest()
+
+    def conditions(self) -> Conditions | None:
+        """What is measured, for the cost model; None before a step of target and draft was seen."""
+        measurements = self._measurements
+        service = measurements.acceptance[self._rule]
+        places = range(min(PLACES, self._cap))
+        target = measurements.target_step if measurements.target_step.sample_count else measurements.plain_step
+        draft = measurements.draft_step
+        if not target.sample_count or not draft.sample_count:
+            return None
+        count, turns = measurements.session_count, measurements.turn_count
+        rows = tuple((float(row), turns * (target.seconds(count * row) or 0.0)) for row in ROW_COUNTS)
+        leaves = tuple((float(leaf), draft.seconds(count * leaf) or 0.0) for leaf in LEAF_COUNTS)
+        is_independent = self._rule is Rule.REJECTION  # elsewhere a bonus token is what the draft would have guessed
+        return Conditions(
+            target_step_s=Curve(rows),
+            draft_step_s=Curve(leaves),
+            network_s=measurements.network.value or 0.0,
+            round_overhead_s=measurements.round_overhead.value or 0.0,
+            acceptance=tuple(self._acceptance.hazard(place) for place in places),
+            branch_probabilities=tuple(service.hit * share for share in BRANCH_SPLIT),
+            bonus_match=service.bonus_match if is_independent else None,
+        )
+
+
+def _named(plan: Plan) -> str:
+    """A plan in words."""
+    shape = "a chain" if plan.leaves == 1 else f"a tree of {plan.leaves} leaves"
+    wait = f", waiting for {plan.wait_length}" if plan.wait_length else ""
+    return f"{shape}, up to {plan.draft_length_max} tokens{wait}"

@@ -1,0 +1,66 @@
+"""The deepened target: the same function at a larger cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from bench.deepened import load, step_times_ms, write_deepened
+from bench.harness import TARGET_MODEL, heldout_prompts
+from specdec.engine.model_folder import open_model_folder
+from tests.support.engine_models import Driver
+
+EXTRA_LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Every test runs with one torch thread, which the services of the benchmark have too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def deepened(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped target with a few layers more."""
+    return write_deepened(tmp_path_factory.mktemp("deepened"), EXTRA_LAYERS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_is_the_same_function(deepened: Path, dtype: str) -> None:
+    """Claim: logits of every position of a held-out prompt, and greedy text after it, are the shipped target's.
+
+    Conclusive: bit for bit, at every position, in the engine the benchmark runs.
+    """
+    ids = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json")).encode(heldout_prompts()[0]).ids[:48]
+    shipped, deeper = Driver.load(TARGET_MODEL, dtype), Driver.load(deepened, dtype)
+    assert torch.equal(deeper.feed(deeper.open(), ids), shipped.feed(shipped.open(), ids))
+    assert deeper.greedy(ids, 8) == shipped.greedy(ids, 8)
+
+
+def test_it_costs_more(deepened: Path) -> None:
+    """Claim: the extra layers are computed, not skipped: half as many layers again take at least a fifth longer."""
+    models = {folder: load(folder, "auto") for folder in (TARGET_MODEL, deepened)}
+    times_ms: dict[Path, list[float]] = {folder: [] for folder in models}
+    for _ in range(4):  # in turns, and the least of each: others on this machine only ever make a step longer
+        for folder, model in models.items():
+            times_ms[folder].append(step_times_ms(model, [(1, 1)], 7)[1, 1])
+    assert min(times_ms[deepened]) >= 1.2 * min(times_ms[TARGET_MODEL])
+
+
+def test_its_folder_is_complete_and_its_own(deepened: Path) -> None:
+    """Claim: it has more layers by its configuration, no manifest of other bytes, and another digest."""
+    own, shipped = open_model_folder(str(deepened)), open_model_folder(str(TARGET_MODEL))
+    assert own.config["num_hidden_layers"] == shipped.config["num_hidden_layers"] + EXTRA_LAYERS
+    assert {key for key in own.config if own.config[key] != shipped.config[key]} == {"num_hidden_layers"}
+    assert own.digest() != shipped.digest()
+    assert json.loads((deepened / "tokenizer.json").read_bytes()) == json.loads(
+        (TARGET_MODEL / "tokenizer.json").read_bytes()
+    )

@@ -1,0 +1,118 @@
+"""From samples to figures: medians and their intervals, acceptance by place, fair comparisons, goals."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from bench import goals
+from bench.pipeline.figures import hazards, paired_gain, ratio_of
+from bench.pipeline.samples import Sample
+from bench.pipeline.simulated import between
+from bench.pipeline.sweep import Cell, differing_prompts
+from bench.pipeline.variants import AUTO, CHAIN, OFF, TREE, request_of, speculative_policy, synchronous
+from specdec.rpc.convert_generate import ask_from_message
+from specdec.v1 import coordinator_service_pb2 as pb
+
+GREEDY, REJECTION = "GREEDY, temperature 0", "REJECTION, temperature 0.7"
+
+
+def sample(variant: str, prompt_id: int, tokens_per_s: float, **others: object) -> Sample:
+    """A sample with zeros for what is not said."""
+    zeros = {f.name: "" if f.type == "str" else () if f.type.startswith("tuple") else 0 for f in fields(Sample)}
+    own = {"variant": variant, "prompt_id": prompt_id, "tokens_per_s": tokens_per_s, "rule": GREEDY, "output_tokens": 2}
+    return Sample(**(zeros | {"rounds": 1} | own | others))
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    """Claim: the interval holds the true median in at least 95 % of experiments, and is no wider than it must be.
+
+    Conclusive: 4,000 experiments of a skewed law with known median; three standard errors are one percent.
+    """
+    chance = random.Random(5)
+    for count in (9, 30):
+        held = 0
+        for _ in range(4000):
+            own = ratio_of([chance.expovariate(1.0) for _ in range(count)])
+            held += own.low <= 0.6931471805599453 <= own.high
+        assert 0.94 <= held / 4000 <= 0.985, count
+
+
+def test_a_ratio_of_few_pairs_spans_all_of_them() -> None:
+    """Claim: with too few pairs for 95 % the interval is all that was seen, never less."""
+    assert (ratio_of([1.0]).low, ratio_of([1.0]).high) == (1.0, 1.0)
+    own = ratio_of([0.9, 1.3, 1.1])
+    assert (own.low, own.median, own.high) == (0.9, 1.1, 1.3)
+
+
+def test_acceptance_by_place_is_of_rounds_that_came_so_far() -> None:
+    """Claim: place i's acceptance is the share that accepted more than i among those that accepted at least i."""
+    samples = [sample("sync 2", 0, 1.0, acceptance_histogram=(5, 3, 2)), sample("sync 2", 1, 1.0)]
+    assert hazards(samples, 2) == (5 / 10, 2 / 5)
+    assert hazards([], 2) == ()
+
+
+def test_variants_are_compared_on_the_same_prompts() -> None:
+    """Claim: a variant that was given easier prompts gains nothing by it.
+
+    Conclusive: the variant is twice as fast on the common prompts and measured on one more, where it crawls.
+    """
+    off = [sample("off", 0, 10.0), sample("off", 1, 20.0)]
+    tree = [sample("tree", 0, 20.0), sample("tree", 1, 40.0), sample("tree", 2, 1.0)]
+    cell = Cell(GREEDY, 0.0, 0.2, {}, samples=[*off, *tree])
+    assert cell.gain("tree", "off") == 2.0
+    assert cell.figures["tree"].tokens_per_s == 30.0
+    assert paired_gain(tree[:2], off) == 2.0
+
+
+def test_the_best_synchronous_variant_is_the_fastest_on_the_same_prompts() -> None:
+    """Claim: the baseline is the strongest draft length in hindsight; without one there is none."""
+    samples = [sample("off", 0, 10.0), sample("sync 1", 0, 12.0), sample("sync 4", 0, 15.0), sample("auto", 0, 30.0)]
+    assert Cell(GREEDY, 0.0, 0.2, {}, samples=samples).best_synchronous() == "sync 4"
+    assert Cell(GREEDY, 0.0, 0.2, {}, samples=samples[:1]).best_synchronous() is None
+
+
+def test_a_different_text_is_noticed_where_it_is_a_defect() -> None:
+    """Claim: under a reproducible rule a prompt whose text depends on the variant is named; under REJECTION none is."""
+    samples = [sample("off", 7, 1.0, text_digest="a"), sample("auto", 7, 1.0, text_digest="b")]
+    assert differing_prompts(Cell(GREEDY, 0.0, 0.2, {}, samples=samples)) == (7,)
+    assert differing_prompts(Cell(REJECTION, 0.0, 0.2, {}, samples=samples)) == ()
+
+
+def test_step_times_between_what_was_measured() -> None:
+    """Claim: times are straight lines through the points, carried on beyond the last, never below the first."""
+    seconds = between({1: 10.0, 4: 13.0, 8: 21.0})
+    assert [round(seconds(count) * 1e3, 9) for count in (1, 2, 4, 6, 8, 10)] == [10, 11, 13, 17, 21, 25]
+
+
+@pytest.mark.parametrize("variant", [OFF, AUTO, CHAIN, TREE, synchronous(3)], ids=lambda variant: variant.name)
+def test_every_variant_is_a_request_the_service_takes(variant) -> None:
+    """Claim: each variant's request passes every check of a request and says what the variant says."""
+    ask = ask_from_message(request_of(variant, REJECTION, "text", 8))
+    assert ask.sampling.max_tokens == 8 and ask.sampling.temperature == 0.7
+    message = speculative_policy(variant)
+    if variant in (OFF, AUTO):
+        assert message.policy == (pb.POLICY_OFF if variant is OFF else pb.POLICY_AUTO)
+    else:
+        assert message.policy == pb.POLICY_FIXED
+        said = (message.num_speculative_tokens, message.draft_window, message.draft_leaves, message.draft_wait_ms)
+        assert said == (variant.draft_length, variant.window, variant.leaves, variant.wait_ms)
+
+
+def test_goals_say_what_was_not_measured(tmp_path: Path) -> None:
+    """Claim: without results no goal counts as met; with some, those are judged by their worst, the rest stay open."""
+    assert {line.state for line in goals.lines(tmp_path)} == {"not measured"}
+    overhead = {
+        "round_ms": {"off": 0.4, "tree": 1.2, "sync 4": 9.0},
+        "cpu_us_per_token": {"off": 60.0, "auto": 70.0},
+        "bytes_per_token": {GREEDY: {"chain": 90.0, "tree": 900.0}},
+    }
+    (tmp_path / "overhead.json").write_text(json.dumps(overhead))
+    states = {line.claim: line.state for line in goals.lines(tmp_path)}
+    found = [state for claim, state in states.items() if state != "not measured"]
+    assert sorted(found) == ["met", "missed", "missed", "stretch"]
+    assert states["round beyond forward and evidence, loopback, p50, ms"] == "missed"
