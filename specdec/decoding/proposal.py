@@ -28,9 +28,9 @@ from specdec.decoding.distribution import (
 from specdec.decoding.edits import PathContext, edited_logits
 from specdec.decoding.evidence import chunks, perturbed_scores
 from specdec.protocol.noise import UNIFORM_BITS
-from specdec.protocol.types import ROW_WEIGHT_MAX, Law, Row, Rule
+from specdec.protocol.types import ROW_STEPS_PER_OCTAVE, ROW_WEIGHTS, Law, Row, Rule
 
-PROPOSAL_ROW_TOKENS_MAX = 96  # 4 to 5 bytes each: the rows of 4 draft tokens stay near 1.5 KiB
+PROPOSAL_ROW_TOKENS_MAX = 96  # 2 to 3 bytes each: the rows of 4 draft tokens stay near 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +134,19 @@ def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float
 
 
 def encoded_rows(supports: list[Support], count: int) -> list[Row]:
-    """Each row's law as it will be sent: its likeliest tokens, weighted in proportion, the likeliest by 65535.
+    """Each row's law as it will be sent: its likeliest tokens, with the nearest of the weights a row can carry.
 
-    A token whose weight would round to 0 is left out, of the row and so of what can be drawn.
+    The likeliest weighs 65535. A token less likely than 1 in 65535 beside it is left out, of the row and so of what can
+    be drawn.
     """
     rows: list[Row | None] = [None] * count
     for support in supports:
         columns, used = likeliest(support.scores, [PROPOSAL_ROW_TOKENS_MAX] * len(support.rows))
         scores = support.scores.gather(1, columns).masked_fill_(~used, -math.inf)
-        weights = (scores.exp() * ROW_WEIGHT_MAX).round().to(torch.int64).tolist()
+        codes = (scores * (-ROW_STEPS_PER_OCTAVE / math.log(2))).clamp_(max=len(ROW_WEIGHTS)).round_().to(torch.int64)
         token_ids = support.ids.expand(support.scores.shape).gather(1, columns).tolist()
-        for row, ids, line in zip(support.rows.tolist(), token_ids, weights):
-            kept = [(token_id, weight) for token_id, weight in zip(ids, line) if weight > 0]
+        for row, ids, line in zip(support.rows.tolist(), token_ids, codes.tolist()):
+            kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(ids, line) if code < len(ROW_WEIGHTS)]
             rows[row] = Row(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
     return [row for row in rows if row is not None]
 

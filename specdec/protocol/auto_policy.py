@@ -10,13 +10,14 @@ import enum
 import math
 
 from specdec.protocol.choice import DEFAULT_PLAN
-from specdec.protocol.cost_model import Conditions, Curve
+from specdec.protocol.cost_model import Conditions, Curve, plain_rate
 from specdec.protocol.measure import Acceptance, Mean, Measurements
 from specdec.protocol.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
 CHOOSE_ROUNDS = 16  # between two choices: some 30 tokens, a third of a second
 SEARCH_ROUNDS = 4  # the same while the search for these conditions is not over
+WORTH_GAIN = 1.02  # the model must see so much over plain decoding: less is noise, and a draft's work for nothing
 RESUME_GAIN = 1.02  # a trial must come out so much better than plain decoding to end the rest
 PROBE_ROUNDS = 6  # plain rounds in a row when plain decoding is looked at
 SETTLE_ROUNDS = 2  # of them, in which the draft still works off what it had
@@ -62,6 +63,7 @@ class AutoPolicy:
         self._round_count = 0
         self._window_tokens, self._window_s, self._window_rounds = 0, 0.0, 0
         self._predicted: float | None = None
+        self._is_worth_it = True
         if measurements.plain_bias.count:
             self._choose()
         else:
@@ -169,16 +171,20 @@ class AutoPolicy:
         if not is_over:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
         self._predicted = choice.tokens_per_s * self._bias_now()
-        if self._predicted < off and self._mode is Mode.SPECULATING:
+        self._is_worth_it = choice.tokens_per_s >= WORTH_GAIN * plain_rate(conditions)
+        if self._mode is Mode.SPECULATING and self._gain() < 1:
             self._rest()
         elif self._measurements.tokens_since_probe > PROBE_TOKENS and self._mode is Mode.SPECULATING:
             self._measurements.tokens_since_probe = 0  # so that no other session looks as well
             self._enter(Mode.PROBING)
 
     def _gain(self) -> float:
-        """What is predicted over plain decoding; 1 while that is not known."""
+        """What is predicted over plain decoding, both corrected by what was observed; 1 while that is not known, 0
+        where the model sees none worth having."""
         off = self._measurements.plain_rate
-        return self._predicted / off if off and self._predicted is not None else 1.0
+        if off is None or self._predicted is None:
+            return 1.0
+        return self._predicted / off if self._is_worth_it else 0.0
 
     def _learn_bias(self, predicted: float) -> None:
         """Holds what was observed against what the model says of the same plan."""

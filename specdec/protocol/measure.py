@@ -14,7 +14,7 @@ from specdec.protocol.types import Rule
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
 SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean, once it holds a few: about the last 20 count
-OUTLIER_FACTOR = 2.0  # a sample counts for at most so many times the mean: a pause of the machine is no step
+OUTLIER_FACTOR = 1.5  # a sample counts for at most so many times the mean: a pause of the machine is no step
 ACCEPTANCE_PLACES = 16  # places in a round that are told apart; later ones count as the last
 PRIOR_COUNT = 16.0  # tokens the service's record is worth beside a session's own
 FORGET_TOKENS = 256.0  # offered tokens after which a session's record counts for a third: a paragraph or two

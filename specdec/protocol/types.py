@@ -25,6 +25,16 @@ LOGPROBS_MAX = 20
 TOKENS_MAX = 1 << 24  # no model has more positions; a bound before the model's own is known
 ROW_TOKEN_COUNT_MAX = 1024
 ROW_WEIGHT_MAX = 0xFFFF
+# The weights a row can carry: sixteen to the octave, so neighbours differ by 4 %. Integers, so that no two machines
+# round them differently: the first sixteen are 65535 * 2**(-i / 16).
+ROW_STEPS_PER_OCTAVE = 16
+ROW_WEIGHTS = tuple(
+    weight >> octave
+    for octave in range(16)
+    for weight in (65535, 62757, 60096, 57548, 55108, 52772, 50534, 48392)
+    + (46340, 44376, 42494, 40693, 38967, 37315, 35733, 34218)
+)
+ROW_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(ROW_WEIGHTS)))}
 DRAFT_LENGTH_LIMIT = 64
 LEAVES_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that come true
 EXTEND_TOKEN_COUNT_MAX = 2048

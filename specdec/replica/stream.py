@@ -76,7 +76,7 @@ class ReplicaStream:
         try:
             async for data in requests:
                 message = parse(self._messages.request, data)
-                self._stamps.received(message.stamp, time.monotonic_ns())
+                self._stamps.received(message, time.monotonic_ns())
                 if len(self._answers) > ANSWER_COUNT_MAX:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 if message.items:
@@ -105,5 +105,5 @@ class ReplicaStream:
             answers.append(item_to_message(self._messages.response_item, self._answers.popleft()))
             byte_count += answers[-1].ByteSize()
         message = self._messages.response(items=answers)
-        self._stamps.stamp(message.stamp, time.monotonic_ns())
+        self._stamps.stamp(message, time.monotonic_ns())
         return message.SerializeToString()

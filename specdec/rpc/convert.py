@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 from array import array
+from itertools import accumulate
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Trace
-from specdec.protocol.types import Description, Law, Row, Rule
+from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, Description, Law, Row, Rule
 from specdec.v1 import types_pb2 as types_pb
 
 
 def numbers_to_bytes(code: str, values) -> bytes:
-    """`values` as packed little-endian numbers of array type `code` (d float64, f float32, H uint16)."""
+    """`values` as packed little-endian numbers of array type `code` (d float64, f float32)."""
     packed = array(code, values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -35,13 +36,14 @@ def numbers_from_bytes(code: str, data: bytes, field: str) -> array:
 
 
 def row_to_message(row: Row) -> types_pb.Row:
-    """The message of a row."""
-    return types_pb.Row(token_ids=row.token_ids, weights=numbers_to_bytes("H", row.weights))
+    """The message of a row; its weights are among ROW_WEIGHTS."""
+    steps = [after - before for before, after in zip((0, *row.token_ids), row.token_ids)]
+    return types_pb.Row(token_id_steps=steps, weight_codes=bytes(ROW_WEIGHT_CODES[weight] for weight in row.weights))
 
 
 def row_from_message(message: types_pb.Row) -> Row:
     """The checked row of a message. Raises InvalidRequest."""
-    return Row(tuple(message.token_ids), tuple(numbers_from_bytes("H", message.weights, "row.weights")))
+    return Row(tuple(accumulate(message.token_id_steps)), tuple(ROW_WEIGHTS[code] for code in message.weight_codes))
 
 
 def law_to_message(law: Law) -> types_pb.Law:

@@ -134,7 +134,7 @@ def _nodes_to_message(item: items.Nodes) -> draft_pb.NodesItem:
             node=node.node,
             parent=node.parent,
             token_id=node.token_id,
-            proposal=node.proposal,
+            branch=not node.proposal,
             row=None if node.row is None else row_to_message(node.row),
         )
         for node in item.nodes
@@ -143,7 +143,7 @@ def _nodes_to_message(item: items.Nodes) -> draft_pb.NodesItem:
         session=item.session,
         incarnation=item.incarnation,
         epoch=item.epoch,
-        root_length=item.root_length,
+        root_length=item.root_length if any(node.parent == 0 for node in item.nodes) else 0,
         nodes=nodes,
         step_us=item.step_us,
         step_rows=item.step_rows,
@@ -157,7 +157,7 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     try:
         for node in message.nodes:
             row = row_from_message(node.row) if node.HasField("row") else None
-            nodes.append(items.DraftNode(node.node, node.parent, node.token_id, node.proposal, row))
+            nodes.append(items.DraftNode(node.node, node.parent, node.token_id, not node.branch, row))
     except InvalidRequest:
         malformed_count = len(message.nodes) - len(nodes)
     return items.Nodes(

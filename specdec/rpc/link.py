@@ -145,7 +145,7 @@ class Link:
         """One message: measure, report the first as `on_up`, hand its items over."""
         try:
             response = self._response_class.FromString(data)
-            self.stamps.received(response.stamp, time.monotonic_ns())
+            self.stamps.received(response, time.monotonic_ns())
             if not self.is_up:
                 self.is_up = True
                 get_logger().info("link up", peer=self.peer)
@@ -168,7 +168,7 @@ class Link:
                 self._wake.clear()
                 request = self._next_message()
                 self._idle_ticks = 0
-                self.stamps.stamp(request.stamp, time.monotonic_ns())
+                self.stamps.stamp(request, time.monotonic_ns())
                 data = request.SerializeToString()
                 self.bytes_sent += len(data)
                 await call.write(data)

@@ -59,24 +59,24 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("token_ids", "weights")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    weights: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("token_id_steps", "weight_codes")
+    TOKEN_ID_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_CODES_FIELD_NUMBER: _ClassVar[int]
+    token_id_steps: _containers.RepeatedScalarFieldContainer[int]
+    weight_codes: bytes
+    def __init__(self, token_id_steps: _Optional[_Iterable[int]] = ..., weight_codes: _Optional[bytes] = ...) -> None: ...
 
 class LinkStamp(_message.Message):
-    __slots__ = ("sequence", "sent_time_ns", "echo_sequence", "echo_received_time_ns")
+    __slots__ = ("sequence", "sent_time_us", "echo_sequence", "echo_held_us")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    SENT_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    SENT_TIME_US_FIELD_NUMBER: _ClassVar[int]
     ECHO_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    ECHO_RECEIVED_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_HELD_US_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    sent_time_ns: int
+    sent_time_us: int
     echo_sequence: int
-    echo_received_time_ns: int
-    def __init__(self, sequence: _Optional[int] = ..., sent_time_ns: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_received_time_ns: _Optional[int] = ...) -> None: ...
+    echo_held_us: int
+    def __init__(self, sequence: _Optional[int] = ..., sent_time_us: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_held_us: _Optional[int] = ...) -> None: ...
 
 class TraceContext(_message.Message):
     __slots__ = ("trace_id", "span_id", "sampled", "detailed")

@@ -143,11 +143,11 @@ def verify(**changed) -> target_pb.VerifyItem:
     return target_pb.VerifyItem(**{**fields, **changed})
 
 
-def row(token_ids, weights: bytes) -> types_pb.Row:
-    return types_pb.Row(token_ids=token_ids, weights=weights)
+def row(token_id_steps, weight_codes: bytes) -> types_pb.Row:
+    return types_pb.Row(token_id_steps=token_id_steps, weight_codes=weight_codes)
 
 
-GOOD_ROW = row([1, 3], b"\x01\x00\x02\x00")
+GOOD_ROW = row([1, 2], b"\x00\x10")  # tokens 1 and 3
 TARGET_CASES = {
     "empty item": (target_pb.VerifyRequestItem(), "item"),
     "session 0": (target_pb.VerifyRequestItem(open=opened(session=0)), "session"),
@@ -160,16 +160,20 @@ TARGET_CASES = {
         target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[2], rows=[GOOD_ROW])),
         "row",
     ),
-    "row of weight 0": (
-        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([1, 3], b"\x00\x00\x02\x00")])),
+    "row without tokens": (
+        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([], b"")])),
+        "row.token_ids",
+    ),
+    "row with a weight too many": (
+        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([3], b"\x01\x02")])),
         "row.weights",
     ),
-    "row of half a weight": (
-        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([3], b"\x01")])),
-        "row.weights",
+    "row with a token twice": (
+        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([3, 0], b"\x01\x02")])),
+        "row.token_ids",
     ),
-    "row out of order": (
-        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([3, 1], b"\x01\x00\x02\x00")])),
+    "row beyond the vocabulary": (
+        target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[3], rows=[row([3, 2**32 - 1], b"\x01\x02")])),
         "row.token_ids",
     ),
     "65 draft tokens": (target_pb.VerifyRequestItem(verify=verify(draft_token_ids=[1] * 65)), "draft_token_ids"),

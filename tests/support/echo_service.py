@@ -36,7 +36,7 @@ class Echo:
         stamps = Stamps()
         async for data in requests:
             request = parse(target_pb.VerifyRequest, data)
-            stamps.received(request.stamp, time.monotonic_ns())
+            stamps.received(request, time.monotonic_ns())
             self.messages.append(len(request.items))
             if len(self.messages) > self._answer_count_max:
                 continue
@@ -44,7 +44,7 @@ class Echo:
             response = target_pb.VerifyResponse(
                 items=[target_pb.VerifyResponseItem(error=answer) for answer in answers]
             )
-            stamps.stamp(response.stamp, time.monotonic_ns())
+            stamps.stamp(response, time.monotonic_ns())
             await write(response.SerializeToString())
 
     def server(self, settings: ServiceSettings | None = None) -> Server:
