@@ -1,0 +1,198 @@
+"""REJECTION keeps the target's law when the draft grows a tree, best first, and likelihoods follow what was drawn.
+
+Which places are evaluated, and so how far a proposal reaches, depends here on the confidence in tokens drawn before:
+the real `Growth` decides it, fed with the real proposals. Every draw of every place is enumerated, so the output law
+is known as fractions and compared without tolerance (see enumeration.py). A draft that lets likelihood decide what is
+offered must fail the same check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+import torch
+
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import Candidate, Growth
+from specdec.protocol.items import DraftNode
+from specdec.protocol.tree import DraftTree, Guess
+from specdec.protocol.types import Rule
+from tests.law.enumeration import PROMPT, Child, Path, Setting, base_two_law
+from tests.law.exactness import target_output_law
+from tests.law.test_exact_law import POLICIES, draft_table, target_table
+
+History = tuple[tuple[str, Path | Child], ...]  # since the tree's last restart: places evaluated, tokens committed
+BRANCH_COUNT = 2
+
+
+class Grown:
+    """A draft and a coordinator that went through a history."""
+
+    def __init__(self, world: TreeWorld, path: Path, history: History) -> None:
+        committed_count = sum(len(what) for kind, what in history if kind == "commit")
+        start = list(path[: len(path) - committed_count])
+        self.world = world
+        self.growth = Growth(Rule.REJECTION, Calibration())
+        self.growth.restart(list(start))
+        self.tree = DraftTree(list(start))
+        for kind, what in history:
+            if kind == "commit":
+                self.tree.commit(what)
+                assert self.growth.commit(what), "a history ends where the tree is left"
+            else:
+                self.evaluate(what)
+
+    @property
+    def committed(self) -> Path:
+        return tuple(self.tree.committed)
+
+    def next_candidate(self) -> Candidate | None:
+        """The place the real growth takes next; asking does not change what it takes."""
+        taken = self.growth.take(1, 99)
+        if taken:
+            self.growth.give_back(taken[0])
+        return taken[0] if taken else None
+
+    def path_of(self, candidate: Candidate) -> Path:
+        return (*self.committed, *self.growth.path(candidate))
+
+    def evaluate(self, child: Child) -> None:
+        """Evaluates the next place with `child` as its draw, and sends what comes of it."""
+        (candidate,) = self.growth.take(1, 99)
+        path = self.path_of(candidate)
+        place, filed = self.growth.place(candidate)
+        guesses = [Guess(*guess) for guess in self.world.guesses(path, child)]
+        likelihood = self.growth.likelihood(candidate)
+        node = self.growth.evaluated(place, self.growth.reserve_node(), guesses, child.row)
+        for sent in ([] if filed is None else [filed]) + self.world.sent(node, guesses, likelihood):
+            self.tree.add(self.growth.epoch, self.growth.root_length, sent)
+
+
+@dataclass
+class TreeWorld(Setting):
+    """A setting whose draft evaluates `evaluation_count(path)` places a round."""
+
+    evaluation_count: Callable[[Path], int] = lambda path: 3
+
+    def guesses(self, path: Path, child: Child) -> list[tuple[int, int, float]]:
+        """What the real draft side says of a place beside the draw: (token, rank, confidence)."""
+        key = ("guesses", path, child.token_id)
+        if key not in self.cache:
+            low, total = 0, child.row.total
+            for token_id, weight in zip(child.row.token_ids, child.row.weights):
+                if token_id == child.token_id:
+                    break
+                low += weight
+            draw_bits = -(-low * (1 << 53) // total)
+            request = ProposalRequest(self.law, path, self.vocabulary_size, draw_bits, BRANCH_COUNT)
+            logits = torch.tensor([self.draft(path)], dtype=torch.float32)
+            (proposal,) = propose([request], [1], logits)
+            assert proposal.token_id == child.token_id and proposal.row == child.row
+            self.cache[key] = [(t, rank, share) for rank, (t, share) in enumerate(proposal.guesses)]
+        return self.cache[key]
+
+    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
+        """What leaves of an evaluated place: its proposal child, always. Subclasses misbehave."""
+        return [node]
+
+    def grown(self, path: Path, history: History, count: int) -> Iterator[tuple[Fraction, History]]:
+        """Every way in which `count` more places can be evaluated."""
+        now = Grown(self, path, history)
+        candidate = now.next_candidate() if count else None
+        if candidate is None:
+            yield Fraction(1), history
+            return
+        for share, child in self.children(now.path_of(candidate)):
+            for rest, longer in self.grown(path, (*history, ("evaluate", child)), count - 1):
+                yield share * rest, longer
+
+    def tree_rounds(self, path: Path, history: History) -> dict[tuple[Path, History], Fraction]:
+        """The law of one round: what it commits, and the history the next one starts with."""
+        outcomes: dict[tuple[Path, History], Fraction] = {}
+        for share, longer in self.grown(path, history, self.evaluation_count(path)):
+            tree = Grown(self, path, longer).tree
+            places = tree.proposal_path(self.draft_length(path))
+            tokens, rows = tuple(place.token_id for place in places), tree.proposal_rows(len(places))
+            for part, committed in self.verdicts(path, tokens, rows):
+                stays = Grown(self, path, longer).growth.commit(committed)
+                outcome = committed, (*longer, ("commit", committed)) if stays else ()
+                outcomes[outcome] = outcomes.get(outcome, Fraction(0)) + share * part
+        return outcomes
+
+
+def output_law(world: TreeWorld, count: int, path: Path = PROMPT, history: History = ()) -> dict[Path, Fraction]:
+    """The joint law of the next `count` output tokens."""
+    if count <= 0:
+        return {(): Fraction(1)}
+    key = ("output", count, path, history)
+    if key not in world.cache:
+        law: dict[Path, Fraction] = {}
+        for (committed, later), share in world.tree_rounds(path, history).items():
+            for rest, part in output_law(world, count - len(committed), path + committed, later).items():
+                tokens = (*committed, *rest)[:count]
+                law[tokens] = law.get(tokens, Fraction(0)) + share * part
+        world.cache[key] = law
+    return world.cache[key]
+
+
+def tree_world(vocabulary_size: int, kind: type[TreeWorld] = TreeWorld, **policy: object) -> TreeWorld:
+    return kind(
+        law=base_two_law(**policy),
+        target=target_table(vocabulary_size),
+        draft=draft_table(vocabulary_size),
+        draft_length=lambda path: 2,
+        evaluation_count=lambda path: 4 + sum(path) % 2,
+    )
+
+
+@pytest.mark.parametrize("vocabulary_size, count", [(2, 4), (3, 2)])
+@pytest.mark.parametrize("policy", ["plain", "top_k, penalties and min_tokens"])
+def test_the_output_law_is_the_targets(vocabulary_size: int, count: int, policy: str) -> None:
+    """Claim: the joint law of the first tokens is the target's, with branches, re-rooting onto corrections and bonus
+    tokens, and growth steered by the tokens drawn. Conclusive: fractions over all draws, without tolerance."""
+    chosen = {key: value for key, value in POLICIES[policy].items() if key != "stop_token_ids"}
+    stops = {"stop_token_ids": (vocabulary_size - 1,)} if "min_tokens" in chosen else {}
+    world = tree_world(vocabulary_size, **chosen, **stops)
+    found = {path: share for path, share in output_law(world, count).items() if share}
+    assert found == target_output_law(world, count)
+
+
+def test_the_worlds_grow_branches_and_hit_them() -> None:
+    """The checks above mean something: rounds commit onto branch children, and next rounds start with their tokens."""
+    world = tree_world(3)
+    hits = 0
+    for (committed, history), share in world.tree_rounds(PROMPT, ()).items():
+        if share and history:
+            tree = Grown(world, PROMPT + committed, history).tree
+            before = Grown(world, PROMPT, history[:-1]).tree
+            last = before.place(committed[:-1])
+            is_branch = last is not None and last.proposal is not None and last.proposal.token_id != committed[-1]
+            hits += is_branch and bool(tree.proposal_path(9))
+    assert hits >= 3
+
+
+class KeepsBackUnlikely(TreeWorld):
+    """A proposal whose token is unlikely is not sent: likelihood decides the offer."""
+
+    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
+        return [node] if guesses[0].confidence >= 0.3 else []
+
+
+class OffersTheLikeliest(TreeWorld):
+    """The likeliest child is offered with the row the drawn one came from."""
+
+    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
+        best = max(guesses, key=lambda guess: guess.confidence).token_id
+        return [DraftNode(node.node, node.parent, best, True, node.row)]
+
+
+@pytest.mark.parametrize("kind", [KeepsBackUnlikely, OffersTheLikeliest])
+def test_likelihood_that_decides_an_offer_is_noticed(kind: type[TreeWorld]) -> None:
+    """Claim: the check has teeth: a draft that offers by the likelihood of the drawn token bends the law, and the same
+    comparison fails."""
+    world = tree_world(3, kind)
+    assert {path: share for path, share in output_law(world, 1).items() if share} != target_output_law(world, 1)
