@@ -161,7 +161,7 @@ class Generation:
         self._verdict_s, self._waited_s = now_s, 0.0
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
         self._measure(answer, round_s - waited_s)
-        actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None, round_s, waited_s)
+        actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
         self._count(answer, now_s, is_after_hit)
         self._perform(actions)
         kept = walked.kept_count
@@ -171,6 +171,15 @@ class Generation:
         self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(walked.texts), lengths, logprobs))
         if walked.ending is not None:
             self._finish(walked.ending)
+            return
+        self._tell_policy(round_s, waited_s)  # while the target works on the next round: it may think for a moment
+
+    def _tell_policy(self, round_s: float, waited_s: float) -> None:
+        outcome = self._session.outcome
+        assert outcome is not None
+        branch_hit = outcome.was_found if outcome.was_looked_up else None
+        counts = outcome.offered_count, outcome.accepted_count, outcome.in_hand_count
+        self._session.policy.on_round(*counts, branch_hit, round_s, waited_s)
 
     def _decide(self, answer: EvidenceAnswer) -> Verdict:
         session, flying = self._session, self._session.in_flight

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 
-from specdec.protocol.choice import DEFAULT_PLAN
+from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
 from specdec.protocol.measure import Acceptance, Mean, Measurements
 from specdec.protocol.plan import PLAIN, Plan, Prediction
@@ -24,6 +24,7 @@ SETTLE_ROUNDS = 2  # of them, in which the draft still works off what it had
 PROBE_TOKENS = 2048  # of the service between two looks: with five tokens lost by one, a quarter of a percent
 WARM_ROUNDS_MAX = 8  # rounds after a (re)start of the draft that say nothing yet, at most
 TRIAL_ROUNDS = 8  # that a rested session tries, beyond the warm ones
+LASTING_ROUNDS = 64  # of speculation in a row that show that a trial was right
 HOPELESS = 0.7  # half a trial this far below plain decoding is enough
 EARLY_GAIN = 1.1  # a rest ends early when load or times changed so that so much is predicted
 BACKOFF_TOKENS, BACKOFF_TOKENS_MAX = 64, 1024  # rest after a trial without gain: doubled each time
@@ -31,8 +32,6 @@ WINDOW_ROUNDS_MIN = 8  # fewer rounds say nothing about the model
 BIAS_PRIOR = 4.0  # observations of one session that the service's bias is worth
 BIAS_MIN, BIAS_MAX = 0.4, 1.5  # of observed over predicted; beyond, something else is wrong
 BRANCH_SPLIT = (0.7, 0.3)  # of corrections found in the tree, those of the second and of the third choice
-LEAF_COUNTS = (1, 2, 4, 8)
-ROW_COUNTS = (1, 2, 3, 5, 9, 17)
 PLACES = 8  # of the acceptance by place, that the model is told
 
 
@@ -61,7 +60,7 @@ class AutoPolicy:
         self._rest_tokens = 0
         self._next_choice = 0
         self._round_count = 0
-        self._window_tokens, self._window_s, self._window_rounds = 0, 0.0, 0
+        self._forget_window()
         self._predicted: float | None = None
         self._is_worth_it = True
         if measurements.plain_bias.count:
@@ -110,15 +109,15 @@ class AutoPolicy:
             self._measurements.acceptance[self._rule].add(offered_count, accepted_count)
         if branch_hit is not None and self.is_speculating and self._plan.leaves > 1:
             is_bonus = accepted_count == offered_count
-            self._acceptance.add_next(is_bonus, branch_hit)
             self._measurements.acceptance[self._rule].add_next(is_bonus, branch_hit)
         if self._round_count > 1:  # the first round reads the prompt
-            self._on_time(accepted_count + 1, round_s)
+            self._on_time(offered_count, accepted_count + 1, round_s)
 
-    def _on_time(self, token_count: int, round_s: float) -> None:
+    def _on_time(self, offered_count: int, token_count: int, round_s: float) -> None:
         """What the round took, by what the policy is at."""
         if self.is_speculating:
             if self._mode_rounds > self._warm_rounds():
+                self._window_offered += offered_count
                 self._window_tokens += token_count
                 self._window_s += round_s
                 self._window_rounds += 1
@@ -147,7 +146,9 @@ class AutoPolicy:
         self._forget_window()
 
     def _forget_window(self) -> None:
-        self._window_tokens, self._window_s, self._window_rounds = 0, 0.0, 0
+        """Begins to observe the plan in force anew."""
+        self._window_tokens = self._window_rounds = self._window_offered = 0
+        self._window_s = 0.0
 
     def _warm_rounds(self) -> int:
         """Rounds until the first tokens of a draft that (re)starts are used."""
@@ -172,9 +173,17 @@ class AutoPolicy:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
         self._predicted = choice.tokens_per_s * self._bias_now()
         self._is_worth_it = choice.tokens_per_s >= WORTH_GAIN * plain_rate(conditions)
-        if self._mode is Mode.SPECULATING and self._gain() < 1:
+        if self._mode is Mode.SPECULATING:
+            self._review()
+
+    def _review(self) -> None:
+        """Whether to go on speculating, by what is predicted now."""
+        if self._gain() < 1:
             self._rest()
-        elif self._measurements.tokens_since_probe > PROBE_TOKENS and self._mode is Mode.SPECULATING:
+            return
+        if self._mode_rounds >= LASTING_ROUNDS:
+            self._measurements.backoff_tokens[self._rule] = BACKOFF_TOKENS
+        if self._measurements.tokens_since_probe > PROBE_TOKENS:
             self._measurements.tokens_since_probe = 0  # so that no other session looks as well
             self._enter(Mode.PROBING)
 
@@ -187,8 +196,11 @@ class AutoPolicy:
         return self._predicted / off if self._is_worth_it else 0.0
 
     def _learn_bias(self, predicted: float) -> None:
-        """Holds what was observed against what the model says of the same plan."""
-        if self._window_rounds < WINDOW_ROUNDS_MIN or self._window_s <= 0:
+        """Holds what was observed against what the model says of the same plan.
+
+        A draft that sent nothing at all is away: that says nothing of the plan, and ends by itself.
+        """
+        if self._window_rounds < WINDOW_ROUNDS_MIN or self._window_s <= 0 or not self._window_offered:
             return
         ratio = min(max(self._window_tokens / self._window_s / predicted, BIAS_MIN), BIAS_MAX)
         self._bias.add(ratio)
@@ -202,25 +214,26 @@ class AutoPolicy:
         return (count * own + BIAS_PRIOR * service) / (count + BIAS_PRIOR)
 
     def _rest(self) -> None:
-        """Decodes plainly for a while; where the service has seen no gain lately, for longer."""
-        self._rest_tokens = self._measurements.backoff_tokens.get(self._rule, BACKOFF_TOKENS)
+        """Decodes plainly for a while, after every trial that did not last for twice as long as before."""
+        backoffs = self._measurements.backoff_tokens
+        self._rest_tokens = backoffs.get(self._rule, BACKOFF_TOKENS)
+        if self._round_count:
+            backoffs[self._rule] = min(BACKOFF_TOKENS_MAX, 2 * self._rest_tokens)
         self._enter(Mode.RESTING)
 
     def _on_trial(self) -> None:
-        """Ends a trial when it says enough: back to speculation, or to a rest twice as long."""
-        off = self._measurements.plain_rate
-        tokens_if_off = HOPELESS * self._window_s * (off or 0.0)
-        is_hopeless = self._window_rounds >= TRIAL_ROUNDS // 2 and self._window_tokens < tokens_if_off
+        """Ends a trial when it says enough: back to speculation if it was observed or is predicted to be faster."""
+        off = self._measurements.plain_rate or 0.0
+        observed, tokens_if_off = self._window_tokens, off * self._window_s
+        is_hopeless = self._window_rounds >= TRIAL_ROUNDS // 2 and observed < HOPELESS * tokens_if_off
         if self._window_rounds < TRIAL_ROUNDS and not is_hopeless:
             return
         self._choose()
-        backoffs = self._measurements.backoff_tokens
-        if off is None or self._gain() >= RESUME_GAIN:
-            backoffs[self._rule] = BACKOFF_TOKENS
+        is_faster = self._is_worth_it and observed >= RESUME_GAIN * tokens_if_off
+        if not is_hopeless and (is_faster or self._gain() >= RESUME_GAIN):
             self._enter(Mode.SPECULATING)
-            return
-        backoffs[self._rule] = min(BACKOFF_TOKENS_MAX, 2 * backoffs.get(self._rule, BACKOFF_TOKENS))
-        self._rest()
+        else:
+            self._rest()
 
     def conditions(self) -> Conditions | None:
         """What is measured, for the cost model; None before a step of target and draft was seen."""
@@ -232,8 +245,8 @@ class AutoPolicy:
         if not target.sample_count or not draft.sample_count:
             return None
         count, turns = measurements.session_count, measurements.turn_count
-        rows = tuple((float(row), turns * (target.seconds(count * row) or 0.0)) for row in ROW_COUNTS)
-        leaves = tuple((float(leaf), draft.seconds(count * leaf) or 0.0) for leaf in LEAF_COUNTS)
+        rows = tuple((float(row), turns * (target.seconds(count * row) or 0.0)) for row in ROWS)
+        leaves = tuple((float(leaf), draft.seconds(count * leaf) or 0.0) for leaf in LEAVES)
         is_independent = self._rule is Rule.REJECTION  # elsewhere a bonus token is what the draft would have guessed
         return Conditions(
             target_step_s=Curve(rows),

@@ -164,18 +164,14 @@ class Acceptance:
 
     @property
     def hit(self) -> float:
-        """P(a correction stands in the tree as a branch)."""
-        return self._hits.value(HIT_GUESS if self._prior is None else self._prior.hit)
+        """P(a correction stands in the tree as a branch), where branches were drafted."""
+        return self._hits.value(HIT_GUESS)
 
     @property
     def bonus_match(self) -> float:
         """P(a bonus token is the draft's own guess m) out of how often it is found: found = m + (1 - m) hit."""
-        found, hit = self._found.value(MATCH_GUESS if self._prior is None else self._prior._found_value), self.hit
+        found, hit = self._found.value(MATCH_GUESS), self.hit
         return min(max((found - hit) / (1 - hit), 0.0), 1.0) if hit < 1 else found
-
-    @property
-    def _found_value(self) -> float:
-        return self._found.value(MATCH_GUESS)
 
 
 @dataclass(slots=True)

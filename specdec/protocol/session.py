@@ -147,12 +147,10 @@ class Session:
             flying.round_index,
         )
 
-    def on_verdict(
-        self, verdict: Verdict, kept_count: int, ends: bool, round_s: float = 0.0, waited_s: float = 0.0
-    ) -> list[Action]:
+    def on_verdict(self, verdict: Verdict, kept_count: int, ends: bool) -> list[Action]:
         """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on.
 
-        `round_s`: seconds since the verdict before, `waited_s` of them spent on draft tokens; for the policy only.
+        `outcome` then says what came of it; its owner tells the policy once the actions are carried out.
         """
         flying = self.in_flight
         assert flying is not None, "a verdict needs a verification in flight"
@@ -171,8 +169,6 @@ class Session:
         )
         if ends:
             return self.end()
-        branch_hit = was_found if was_looked_up else None
-        self.policy.on_round(offered_count, accepted_count, in_hand_count, branch_hit, round_s, waited_s)
         return self._commit_to_draft() + self._verify_when_ready()
 
     def on_target_short(self, short: Short) -> list[Action]:
