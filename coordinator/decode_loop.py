@@ -112,7 +112,7 @@ class Generation:
         """One answer of a replica."""
         if replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
-            self._on_draft_item(item)
+            self._on_draft_item(item, byte_count)
         else:
             self.statistics.target_link_bytes += byte_count
             self._on_target_item(item)
@@ -124,10 +124,11 @@ class Generation:
         else:
             self.statistics.target_link_bytes += byte_count
 
-    def _on_draft_item(self, item) -> None:
+    def _on_draft_item(self, item, byte_count: int) -> None:
         if isinstance(item, Nodes):
             self.statistics.count_nodes(item)
-            self._speculation.on_draft_step(item, self._draft.link.stamps.network_s)
+            network_s = self._draft.link.stamps.network_s
+            self._speculation.on_draft_step(item, self._session.law.rule, byte_count, network_s)
             self._perform(self._session.on_nodes(item))
         elif isinstance(item, Short):
             self._perform(self._session.on_draft_short(item))

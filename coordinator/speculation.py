@@ -9,6 +9,7 @@ from specdec.protocol.items import EvidenceAnswer, Nodes
 from specdec.protocol.measure import Measurements
 from specdec.protocol.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.request import Ask, SpeculationMode
+from specdec.protocol.types import Rule
 
 
 class Speculation:
@@ -16,7 +17,8 @@ class Speculation:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self._measurements = Measurements()
+        mbit = settings.draft_link_mbit
+        self._measurements = Measurements(link_bytes_per_s=None if mbit is None else mbit * 1e6 / 8)
 
     def policy(self, ask: Ask) -> Policy:
         """The policy of one request. Raises InvalidRequest above the server's maximum."""
@@ -45,8 +47,11 @@ class Speculation:
         sessions = answer.step_sessions, answer.active_sessions
         self._measurements.on_target_step(answer.step_rows, step_s, drafting, *sessions)
 
-    def on_draft_step(self, nodes: Nodes, network_s: float | None) -> None:
-        """One step of the draft, over all its sessions, and the network time to it, both ways, if it is known."""
+    def on_draft_step(self, nodes: Nodes, rule: Rule, byte_count: int, network_s: float | None) -> None:
+        """What one step of the draft sent for one session, and the network time to it, both ways, if it is known."""
+        leaf_count = sum(node.proposal for node in nodes.nodes)
+        if leaf_count:
+            self._measurements.leaf_bytes[rule].add(byte_count / leaf_count)
         self._measurements.on_draft_step(nodes.step_rows, nodes.step_us / 1e6)
         if network_s is not None:
             self._measurements.network.add(network_s)

@@ -191,21 +191,19 @@ class SpeculationSettings(Settings):
     speculation_policy: Literal["auto", "fixed", "off"] = setting(
         "auto",
         SPECULATION,
-        "Who chooses how much to speculate when a request does not say: a cost model fed with what is measured, the "
-        "settings below, or nobody (plain decoding).",
+        "Who chooses how much to speculate when a request does not say: a cost model, the settings below, or nobody.",
     )
     num_speculative_tokens: int = setting(
-        3,
-        SPECULATION,
-        "With policy fixed: draft tokens in one verification when a request does not say; 0 is plain decoding.",
-        ge=0,
-        le=64,
+        3, SPECULATION, "With policy fixed: draft tokens in one verification; 0 is plain decoding.", ge=0, le=64
     )
     num_speculative_tokens_max: int = setting(
         16, SPECULATION, "Most draft tokens in one verification, whoever chooses.", ge=0, le=64
     )
     draft_wait_ms: float = setting(
-        50.0, SPECULATION, "Milliseconds a verification waits for draft tokens before it goes without.", ge=0, le=60000
+        50.0, SPECULATION, "With policy fixed: milliseconds a verification waits for draft tokens.", ge=0, le=60000
+    )
+    draft_link_mbit: float | None = setting(
+        None, SPECULATION, "Megabits per second that the way to the draft carries; absent: enough.", gt=0, le=1e6
     )
 
     @model_validator(mode="after")

@@ -241,12 +241,11 @@ class AutoPolicy:
         service = measurements.acceptance[self._rule]
         places = range(min(PLACES, self._cap))
         target = measurements.target_step if measurements.target_step.sample_count else measurements.plain_step
-        draft = measurements.draft_step
-        if not target.sample_count or not draft.sample_count:
+        if not target.sample_count or not measurements.draft_step.sample_count:
             return None
         count, turns = measurements.session_count, measurements.turn_count
         rows = tuple((float(row), turns * (target.seconds(count * row) or 0.0)) for row in ROWS)
-        leaves = tuple((float(leaf), draft.seconds(count * leaf) or 0.0) for leaf in LEAVES)
+        leaves = tuple((float(leaf), measurements.draft_step_s(count * leaf, self._rule)) for leaf in LEAVES)
         is_independent = self._rule is Rule.REJECTION  # elsewhere a bonus token is what the draft would have guessed
         return Conditions(
             target_step_s=Curve(rows),

@@ -183,8 +183,9 @@ class Measurements:
     nodes. `network`: the round trip to the draft. `round_overhead`: of a round beside the target's queue and step.
     `step_sessions`, `active_sessions`: those in a step, and those with work. `bias`, by rule: observed tokens per
     second over predicted ones; `plain_bias`: observed seconds of rounds without a draft over those of their parts.
-    `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again. `tokens_since_probe`:
-    committed since plain rounds were last looked at.
+    `leaf_bytes`, by rule: what one evaluated node takes on the draft link; `link_bytes_per_s`: what that link carries,
+    if anybody said so. `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again.
+    `tokens_since_probe`: committed since plain rounds were last looked at.
     """
 
     target_step: StepCurve = field(default_factory=StepCurve)
@@ -196,6 +197,8 @@ class Measurements:
     active_sessions: Mean = field(default_factory=Mean)
     bias: dict[Rule, Mean] = field(default_factory=lambda: {rule: Mean() for rule in Rule})
     plain_bias: Mean = field(default_factory=Mean)
+    leaf_bytes: dict[Rule, Mean] = field(default_factory=lambda: {rule: Mean() for rule in Rule})
+    link_bytes_per_s: float | None = None
     acceptance: dict[Rule, Acceptance] = field(default_factory=lambda: {rule: Acceptance() for rule in Rule})
     backoff_tokens: dict[Rule, int] = field(default_factory=dict)
     tokens_since_probe: int = 0
@@ -213,6 +216,14 @@ class Measurements:
     def on_draft_step(self, leaves: int, seconds: float) -> None:
         """One step of the draft over all its sessions."""
         self.draft_step.add(max(1, leaves), seconds)
+
+    def draft_step_s(self, leaves: float, rule: Rule) -> float:
+        """A step of the draft that evaluates so many nodes for all its sessions, or the time their messages take on a
+        thin link, where that is longer: steps and messages overlap, and the slower of the two sets the pace."""
+        step_s = self.draft_step.seconds(leaves) or 0.0
+        if self.link_bytes_per_s is None:
+            return step_s
+        return max(step_s, leaves * (self.leaf_bytes[rule].value or 0.0) / self.link_bytes_per_s)
 
     @property
     def session_count(self) -> float:

@@ -134,3 +134,17 @@ def test_sessions_that_take_turns_wait_for_each_others_steps() -> None:
     measurements = Measurements()
     measurements.on_target_step(4, 0.020, False, step_sessions=4, active_sessions=8)
     assert measurements.session_count == 4 and measurements.plain_round_s == pytest.approx(0.040)
+
+
+def test_a_thin_link_is_priced_into_the_draft_step() -> None:
+    """Claim: where the link is slower than the draft it sets the pace, in proportion to the nodes; otherwise, and where
+    nobody named its rate, the draft does. By arithmetic: 8 nodes of 250 bytes at 1 MB/s are 2 ms."""
+    measurements = Measurements()
+    for leaves, seconds in ((1, 0.001), (8, 0.0015)):
+        measurements.on_draft_step(leaves, seconds)
+    measurements.leaf_bytes[Rule.REJECTION].add(250.0)
+    assert measurements.draft_step_s(8, Rule.REJECTION) == pytest.approx(0.0015)
+    measurements.link_bytes_per_s = 1e6
+    assert measurements.draft_step_s(8, Rule.REJECTION) == pytest.approx(0.002)
+    assert measurements.draft_step_s(1, Rule.REJECTION) == pytest.approx(0.001)
+    assert measurements.draft_step_s(8, Rule.GREEDY) == pytest.approx(0.0015)
