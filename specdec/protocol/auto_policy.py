@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from dataclasses import replace
 
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
@@ -54,7 +55,7 @@ class AutoPolicy:
         self._cap = draft_length_cap
         self._acceptance = Acceptance(measurements.acceptance[rule])
         self._bias = Mean(weight=0.25)
-        self._plan = DEFAULT_PLAN if draft_length_cap >= DEFAULT_PLAN.draft_length_max else Plan(draft_length_cap, 8, 4)
+        self._plan = capped(measurements.last_plans.get(rule, DEFAULT_PLAN), draft_length_cap)
         self._mode = Mode.SPECULATING
         self._mode_rounds = 0
         self._rest_tokens = 0
@@ -167,7 +168,7 @@ class AutoPolicy:
         if choice.plan == self._plan:
             self._learn_bias(choice.tokens_per_s)
         else:
-            self._plan = choice.plan
+            self._plan = self._measurements.last_plans[self._rule] = choice.plan
             self._forget_window()
         if not is_over:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
@@ -256,6 +257,13 @@ class AutoPolicy:
             branch_probabilities=tuple(service.hit * share for share in BRANCH_SPLIT),
             bonus_match=service.bonus_match if is_independent else None,
         )
+
+
+def capped(plan: Plan, draft_length_cap: int) -> Plan:
+    """The plan with at most so many draft tokens a round."""
+    if plan.draft_length_max <= draft_length_cap:
+        return plan
+    return replace(plan, draft_length_max=draft_length_cap, wait_length=min(plan.wait_length, draft_length_cap))
 
 
 def _named(plan: Plan) -> str:

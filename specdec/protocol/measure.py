@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from specdec.protocol.choice import Chooser
+from specdec.protocol.plan import Plan
 from specdec.protocol.types import Rule
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
@@ -185,7 +186,8 @@ class Measurements:
     second over predicted ones; `plain_bias`: observed seconds of rounds without a draft over those of their parts.
     `leaf_bytes`, by rule: what one evaluated node takes on the draft link; `link_bytes_per_s`: what that link carries,
     if anybody said so. `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again.
-    `tokens_since_probe`: committed since plain rounds were last looked at.
+    `tokens_since_probe`: committed since plain rounds were last looked at. `last_plans`, by rule: what a session chose
+    last, which the next begins with.
     """
 
     target_step: StepCurve = field(default_factory=StepCurve)
@@ -202,6 +204,7 @@ class Measurements:
     acceptance: dict[Rule, Acceptance] = field(default_factory=lambda: {rule: Acceptance() for rule in Rule})
     backoff_tokens: dict[Rule, int] = field(default_factory=dict)
     tokens_since_probe: int = 0
+    last_plans: dict[Rule, Plan] = field(default_factory=dict)
     choosers: dict[Rule, Chooser] = field(default_factory=lambda: {rule: Chooser() for rule in Rule})
 
     def on_target_step(
