@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-fast test-long bench-engine proto clean
+.PHONY: help install demo test test-fast test-long bench bench-quick bench-engine proto clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -32,6 +32,20 @@ test-fast: install  ## Run the unit tests only (under a minute).
 
 test-long: install  ## Run the longer suites too: large samples and sweeps (tens of minutes).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
+	@$(BIN)/python -m tests.simulation --schedules 100000
+
+bench: $(VENV)/.bench-installed  ## All of it: overhead, concurrency, peers, the pipeline over round trips; about 90 minutes.
+	@$(BIN)/python -m bench.overhead
+	@$(BIN)/python -m bench.concurrency
+	@$(BIN)/python -m bench.peers
+	@$(BIN)/python -m bench.pipeline
+
+bench-quick: $(VENV)/.bench-installed  ## The pipeline over a few round trips, in minutes.
+	@$(BIN)/python -m bench.pipeline --quick
+
+$(VENV)/.bench-installed: $(VENV)/.installed
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	@touch $@
 
 bench-engine: install  ## Time the engine's steps.
 	@$(BIN)/python -m bench.engine_step

@@ -12,8 +12,11 @@ from specdec.errors import ConfigError
 
 BENCHMARKS = {
     "pipeline": ("bench.pipeline", "Three services on emulated machines, round trips from 0 to 100 ms, every variant."),
-    "concurrency": ("bench.pipeline.concurrency", "1 to 32 streams at once, on against off."),
-    "overhead": ("bench.pipeline.overhead", "What a token costs beside the models: time, CPU, bytes, leaves."),
+    "concurrency": ("bench.concurrency", "1 to 32 streams at once, on against off."),
+    "overhead": ("bench.overhead", "What a token costs beside the models: time, CPU, bytes, leaves."),
+    "peers": ("bench.peers", "transformers' own generation and assisted generation, and the engine alone."),
+    "goals": ("bench.goals", "Each goal beside what the last runs reached."),
+    "ceiling": ("bench.ceiling", "The cost model beside an event simulation."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine_step", "The engine's step by rows and sequences."),
     "demo": ("bench.demo", "Three generations, on against off."),

@@ -1,0 +1,235 @@
+"""Coordinators and their clients on virtual time.
+
+A generation is the real `coordinator.decode_loop.Generation` over the real session; only the event loop and the
+replicas it is given are simulated. A client reads what it emits, and when a generation is lost, with its target or its
+coordinator, it asks again with what it has received. It sees that nothing is wrong, doubled or missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.decode_loop import Generation
+from coordinator.output import Ending, Walked
+from coordinator.speculation import Speculation
+from specdec.config import CoordinatorSettings
+from specdec.errors import ReplicaUnavailable
+from specdec.protocol.noise import Lane, hash64
+from specdec.protocol.policy import FixedPolicy, Policy
+from specdec.protocol.report import Delta, Finished, Started
+from specdec.protocol.request import Ask, SamplingPolicy
+from specdec.protocol.session import Session
+from specdec.protocol.types import FinishReason, Law, Rule
+from tests.simulation.clock import Clock, Violation
+from tests.simulation.model import VOCABULARY_SIZE
+from tests.simulation.network import SimulatedReplica
+from tests.simulation.wandering import WanderingPolicy
+
+RETRY_S = 0.15
+READ_S = 0.002
+SETTINGS = CoordinatorSettings(target="localhost:1", tokenizer="none", speculation_policy="auto")
+
+
+class Choosing(enum.Enum):
+    """Policies that are not fixed; each generation has its own."""
+
+    AUTO = "the service's own"
+    WANDERING = "any plan, another one every other round"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a client asks for: a text of `output_length` tokens, ended there by a stop or by `max_tokens`."""
+
+    table: int
+    rule: Rule
+    seed: int
+    prompt: tuple[int, ...]
+    output_length: int
+    max_tokens: int
+    policy: FixedPolicy | Choosing
+
+    def policy_of(self, attempt: int, speculation: Speculation) -> Policy:
+        """The policy of one generation."""
+        if self.policy is Choosing.AUTO:
+            sampling = SamplingPolicy(
+                temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
+                seed=self.seed if self.rule is Rule.COUPLED else None,
+            )
+            return speculation.policy(Ask(token_ids=self.prompt, sampling=sampling))
+        return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
+
+    def law(self, attempt: int) -> Law:
+        """The law in force; without a seed each attempt draws another."""
+        seed = hash64(self.seed, Lane.NEXT, attempt, 0) if self.rule is Rule.REJECTION else self.seed
+        return Law(self.rule, seed, len(self.prompt), 0.0 if self.rule is Rule.GREEDY else 1.0)
+
+
+@dataclass(slots=True)
+class Walker:
+    """Stands for `coordinator.output.OutputWalker`: the text ends after `output_length` tokens, whatever they are."""
+
+    output_length: int
+    max_tokens: int
+    count: int = 0
+
+    def walk(self, token_ids: tuple[int, ...]) -> Walked:
+        """As `OutputWalker.walk`, with a letter for each token."""
+        kept_count = min(len(token_ids), self.output_length - self.count)
+        self.count += kept_count
+        reason = FinishReason.LENGTH if self.count == self.max_tokens else FinishReason.STOP
+        return Walked(("x",) * kept_count, Ending(reason) if self.count == self.output_length else None)
+
+
+@dataclass(slots=True)
+class Loop:
+    """The event loop of one generation. `wait_ends_s`: when each wait for draft tokens is over, by its index."""
+
+    clock: Clock
+    wait_ends_s: dict[int, float] = field(default_factory=dict)
+
+    def call_later(self, delay_s: float, function: Callable[..., None], wait_index: int) -> None:
+        """As an event loop's; a generation has no other timers than its waits."""
+        self.wait_ends_s[wait_index] = self.clock.now_s + delay_s
+        self.clock.call_later(delay_s, function, wait_index)
+
+    def time(self) -> float:
+        """As an event loop's."""
+        return self.clock.now_s
+
+
+@dataclass(slots=True, eq=False)
+class Coordinator:
+    """One coordinator process: its links and its running generations."""
+
+    clock: Clock
+    target: SimulatedReplica
+    draft: SimulatedReplica
+    watch: Any  # sees every session from its birth: ledger.Ledger
+    numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
+    generations: dict[int, Generation] = field(default_factory=dict)
+    speculation: Speculation = field(default_factory=lambda: Speculation(SETTINGS))
+    is_alive: bool = True
+
+    def generate(self, order: Order, output: list[int], attempt: int) -> Generation:
+        """Admits a request, with the tokens it resumes after. Raises SpecdecError while there is no target."""
+        self.target.usable()
+        number = next(self.numbers)
+        walker = Walker(order.output_length, order.max_tokens)
+        resumed = walker.walk(tuple(output))
+        law = order.law(attempt)
+        committed = [*order.prompt, *output]
+        length_max = len(order.prompt) + order.max_tokens
+        session = Session(
+            number, law, length_max, VOCABULARY_SIZE, order.policy_of(attempt, self.speculation), committed
+        )
+        started = Started("", law.seed, law.rule, len(order.prompt), order.max_tokens)
+        loop = Loop(self.clock)
+        asyncio._set_running_loop(loop)
+        try:
+            generation = Generation(session, walker, started, self.target, self.draft, self.speculation)
+        finally:
+            asyncio._set_running_loop(None)
+        self.generations[number] = generation
+        self.watch.on_session(self, session, order, loop.wait_ends_s)
+        generation.begin(resumed.ending)
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """The reader is gone or has all."""
+        generation.close()
+        self.generations.pop(generation._session.number, None)
+
+    def crash(self) -> None:
+        """The process is gone; nobody is told but the peers of its connections."""
+        self.is_alive = False
+        self.generations.clear()
+        self.target.crash()
+        self.draft.crash()
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Reads one text to its end. `on_tokens(tokens)` is told of all tokens after each delta."""
+
+    clock: Clock
+    order: Order
+    current_coordinator: Callable[[], Coordinator]
+    on_tokens: Callable[[Client], None]
+    output: list[int] = field(default_factory=list)
+    attempt: int = 0
+    coordinator: Coordinator | None = None
+    generation: Generation | None = None
+    is_done: bool = False
+    is_reading: bool = False
+
+    def ask(self) -> None:
+        """Sends the request, again and again until it is taken."""
+        coordinator = self.current_coordinator()
+        if not coordinator.is_alive or not coordinator.target.is_up:
+            self.clock.is_remote = True
+            self.clock.call_later(RETRY_S, self.ask)
+            return
+        self.coordinator = coordinator
+        self.generation = coordinator.generate(self.order, self.output, self.attempt)
+        self.attempt += 1
+
+    def look(self) -> None:
+        """Called after every event: what was emitted is read a little later, or never where its coordinator dies."""
+        generation = self.generation
+        if generation is None or self.is_reading or self.is_done:
+            return
+        if not self.coordinator.is_alive:
+            self._ask_again()
+        elif generation._undelivered:
+            self.is_reading = True
+            self.clock.call_later(READ_S, self._read, generation)
+
+    def cancel(self) -> bool:
+        """Goes away and comes back; False when there is nothing to cancel."""
+        if self.generation is None or self.is_done or not self.coordinator.is_alive:
+            return False
+        self.coordinator.end(self.generation)
+        self._ask_again()
+        return True
+
+    def _ask_again(self) -> None:
+        self.generation = self.coordinator = None
+        self.clock.call_later(RETRY_S, self.ask)
+
+    def _read(self, generation: Generation) -> None:
+        self.is_reading = False
+        if generation is not self.generation or not self.coordinator.is_alive:
+            return
+        while generation._undelivered:
+            event = generation._undelivered.popleft()
+            if isinstance(event, Delta):
+                self._take(event)
+            elif isinstance(event, Finished):
+                self._finish(event)
+                return
+            elif isinstance(event, ReplicaUnavailable):
+                self.coordinator.end(generation)
+                self._ask_again()
+                return
+            elif isinstance(event, Exception):
+                raise Violation(f"a request failed: {event!r}")
+
+    def _take(self, delta: Delta) -> None:
+        if delta.first_output_index != len(self.output):
+            raise Violation(f"a delta begins at {delta.first_output_index} after {len(self.output)} tokens")
+        self.output += delta.token_ids
+        self.on_tokens(self)
+
+    def _finish(self, event: Finished) -> None:
+        if len(self.output) != self.order.output_length:
+            raise Violation(f"finished with {len(self.output)} tokens of {self.order.output_length}")
+        if event.output_tokens != len(self.output):
+            raise Violation(f"usage says {event.output_tokens} tokens of {len(self.output)}")
+        self.coordinator.end(self.generation)
+        self.generation, self.is_done = None, True

@@ -1,0 +1,210 @@
+"""What was ever computed, named, offered and answered in a run, and the properties it must have.
+
+It is told of everything and believes nobody: paths are put together from names and from committed tokens, never taken
+from whoever reports them. Any property that does not hold raises Violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.decoding.evidence import EvidenceRequest
+from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.protocol.items import Commit, Extend, Nodes, Verification
+from specdec.protocol.session import Session
+from specdec.protocol.types import Evidence, Row, Rule
+from tests.simulation.client import Client, Order
+from tests.simulation.clock import Violation
+from tests.simulation.model import (
+    CachedRows,
+    cached_paths,
+    evidence_at,
+    plain_text,
+    proposal_after,
+    verification_paths,
+)
+from tests.simulation.watched import Path, Watched, is_stale, state_of
+
+Drawn = tuple[int, Path, int, Row | None]  # seed, path, and the token proposed after it from this row
+
+
+def span_of(item: Any) -> tuple[int, int]:
+    """(first, end) of the committed tokens an item carries."""
+    if isinstance(item, Extend):
+        return item.start_position, item.start_position + len(item.token_ids)
+    if isinstance(item, Commit):
+        return item.suffix_start, item.committed_length
+    return (item.suffix_start, item.base_position) if isinstance(item, Verification) else (0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """The books of one run over one pair of tables."""
+
+    table: int
+    sessions: dict[tuple[Any, int], Watched] = field(default_factory=dict)
+    proposals: dict[tuple[int, Path], list[tuple[int, Row | None]]] = field(default_factory=dict)
+    names: dict[tuple, Path] = field(default_factory=dict)
+    reach: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    sent_length: dict[tuple, int] = field(default_factory=dict)
+    draws: set[int] = field(default_factory=set)
+    rounds: dict[tuple[int, int], tuple] = field(default_factory=dict)
+    evaluated: list[Drawn] = field(default_factory=list)
+    unsent: dict[Drawn, tuple[Any, int]] = field(default_factory=dict)
+    texts: dict[int, list[int]] = field(default_factory=dict)  # by the seed of the order, which no other order has
+    live: list[Watched] = field(default_factory=list)
+
+    def on_session(self, coordinator: Any, session: Session, order: Order, wait_ends_s: dict[int, float]) -> None:
+        """A generation begins."""
+        text = None if order.rule is Rule.REJECTION else self.text_of(order)
+        watched = Watched(coordinator, session, order, wait_ends_s, text, len(session.committed))
+        self.sessions[coordinator, session.number] = watched
+        self.live.append(watched)
+
+    def check_sessions(self, now_s: float) -> None:
+        """After every event; a session that has ended is looked at once more."""
+        for watched in self.live:
+            watched.check(now_s)
+        self.live = [watched for watched in self.live if not watched.session.finished]
+
+    def evidence(self, requests: Sequence[EvidenceRequest], counts: Sequence[int], rows: CachedRows) -> list[Evidence]:
+        """The evidence function of the target's engine. A round has one content and one answer, for ever."""
+        results, start = [], 0
+        for request, count in zip(requests, counts):
+            paths = cached_paths(rows[start : start + count], verification_paths(request))
+            start += count
+            found = evidence_at(self.table, request, paths)
+            name = request.law.seed, request.round_index
+            content = tuple(request.committed), request.draft_token_ids, request.rows
+            if request.law.rule is Rule.REJECTION and self.rounds.setdefault(name, (content, found)) != (
+                content,
+                found,
+            ):
+                raise Violation(
+                    f"round {name[1]} has two contents or answers: {self.rounds[name]} and {content, found}"
+                )
+            self.check_offer(request.law.seed, content[0], request.draft_token_ids, request.rows)
+            results.append(found)
+        return results
+
+    def propose(self, requests: Sequence[ProposalRequest], counts: Sequence[int], rows: CachedRows) -> list[Proposal]:
+        """The evidence function of the draft's engine. Every proposal is entered, and must be sent."""
+        results = []
+        paths = cached_paths(rows, [request.path for request in requests])
+        for request, path in zip(requests, paths):
+            proposal = proposal_after(self.table, request, path)
+            if request.law.rule is Rule.REJECTION and request.draw_bits in self.draws:
+                raise Violation(f"the draw after {path} was used before")
+            self.draws.add(request.draw_bits)
+            entry = request.law.seed, tuple(path), proposal.token_id, proposal.row
+            self.proposals.setdefault(entry[:2], []).append(entry[2:])
+            self.evaluated.append(entry)
+            results.append(proposal)
+        return results
+
+    def after_draft_step(self, held: Iterable[Any]) -> None:
+        """A draft step is over: whose tree, of which epoch, each proposal belongs to."""
+        for entry in self.evaluated:
+            owners = [session for session in held if session.opened.law.seed == entry[0]]
+            if len(owners) == 1:  # else a session that was lost and its successor are held: whose it is cannot be said
+                self.unsent[entry] = owners[0], owners[0].growth.epoch
+        self.evaluated.clear()
+
+    def on_draft_turn(self, answers: Sequence[tuple[Any, Any]]) -> None:
+        """Between steps a draft sends all it evaluated, whatever was drawn, but what commits have overtaken."""
+        for stream, answer in answers:
+            if isinstance(answer, Nodes):
+                self._on_nodes(stream, answer)
+        for (_, path, token, _), (held, epoch) in self.unsent.items():
+            growth = held.growth
+            is_overtaken = growth.tree is None or growth.epoch != epoch or held.lanes[0].table.is_released
+            if not is_overtaken and path[: len(held.tokens)] == tuple(held.tokens):
+                raise Violation(f"token {token} was proposed after {path} and not sent")
+        self.unsent.clear()
+
+    def _on_nodes(self, stream: Any, nodes: Nodes) -> None:
+        watched = self.sessions[stream.replica.coordinator, nodes.session]
+        name = stream, nodes.session, nodes.incarnation
+        root = tuple(watched.session.committed[: nodes.root_length])
+        for node in nodes.nodes:
+            parent = root if node.parent == 0 else self.names[*name, nodes.epoch, node.parent]
+            path = (*parent, node.token_id)
+            if self.names.setdefault((*name, nodes.epoch, node.node), path) is not path:
+                raise Violation(f"node {node.node} of epoch {nodes.epoch} is named twice")
+            if len(path) > sum(self.reach[name]):
+                raise Violation(f"a node ends at {len(path)}, the window at {sum(self.reach[name])}")
+            if node.proposal:
+                entry = watched.session.law.seed, parent, node.token_id, node.row
+                if entry[2:] not in self.proposals.get(entry[:2], ()):
+                    raise Violation(f"{node} is no proposal drawn after {parent}")
+                self.unsent.pop(entry, None)
+
+    def on_ask(self, stream: Any, item: Any) -> None:
+        """The coordinator sends an item."""
+        name = stream, item.session, item.incarnation
+        self._check_known(name, item)
+        if isinstance(item, Commit):
+            length, window = self.reach.get(name, (0, 0))
+            self.reach[name] = max(length, item.committed_length), max(window, item.window)
+        elif isinstance(item, Verification):
+            watched = self.sessions[stream.replica.coordinator, item.session]
+            watched.check_asked(item)
+            path = tuple(watched.session.committed)
+            self.check_offer(watched.session.law.seed, path, item.draft_token_ids, item.rows)
+
+    def _check_known(self, name: tuple, item: Any) -> None:
+        """No item builds on tokens that this incarnation of its session was never sent."""
+        start, end = span_of(item)
+        if start > self.sent_length.get(name, 0):
+            raise Violation(f"{item} builds on {start} tokens; {self.sent_length.get(name, 0)} were sent")
+        self.sent_length[name] = max(self.sent_length.get(name, 0), end)
+
+    def check_offer(self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[Row, ...]) -> None:
+        """Every draft token is the proposal drawn at exactly its place, and comes with the row it was drawn from."""
+        for index, token in enumerate(draft_token_ids):
+            row = rows[index] if rows else None
+            if (token, row) not in self.proposals.get((seed, path), ()):
+                raise Violation(f"token {token} with {row} was not proposed after {path}")
+            path = (*path, token)
+
+    def deliver(self, stream: Any, answer: Any, hand_over: Callable[[], None]) -> None:
+        """Hands an answer to its session. One that is stale changes nothing, and no node takes another's place."""
+        watched = self.sessions[stream.replica.coordinator, answer.session]
+        session = watched.session
+        if is_stale(session, stream.replica.process.traits.is_draft, answer):
+            before = state_of(session)
+            hand_over()
+            if state_of(session) != before:
+                raise Violation(f"{answer} is stale and changed session {session.number}")
+        elif isinstance(answer, Nodes):
+            watched.arrived(answer, self.names_of(stream, answer))
+            proposals = [(place, place.proposal) for place in session.tree.root.below() if place.proposal is not None]
+            hand_over()
+            if any(place.alive and place.proposal is not proposal for place, proposal in proposals):
+                raise Violation(f"{answer} replaced a proposal child of session {session.number}")
+        else:
+            hand_over()
+
+    def names_of(self, stream: Any, nodes: Nodes) -> list[Path]:
+        """The true paths of nodes, whatever a session makes of them."""
+        name = stream, nodes.session, nodes.incarnation, nodes.epoch
+        return [self.names[*name, node.node] for node in nodes.nodes]
+
+    def on_tokens(self, client: Client) -> None:
+        """A client has read tokens."""
+        order = client.order
+        if order.rule is not Rule.REJECTION:
+            start = len(order.prompt)
+            expected = self.text_of(order)[start : start + len(client.output)]
+            if client.output != expected:
+                raise Violation(f"a client reads {client.output}, plain decoding is {expected}")
+
+    def text_of(self, order: Order) -> list[int]:
+        """Prompt and output of plain decoding, as far as a session can hold."""
+        text = self.texts.get(order.seed)
+        if text is None:
+            text = plain_text(self.table, order.law(0), order.prompt, len(order.prompt) + order.max_tokens)
+            self.texts[order.seed] = text
+        return text

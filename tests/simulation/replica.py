@@ -1,0 +1,249 @@
+"""A draft or target process on virtual time: the real engine, cache and item handler, without thread and stream.
+
+What a process does is one queue of tasks, as on its engine thread: between two steps it takes what arrived, then it
+runs one step at once and is busy for as long as the step would take; what the step answers leaves when it ends. A crash
+loses everything, a freeze holds every task back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_service.drafter import Drafter
+from specdec.engine.scheduler import Engine
+from specdec.errors import CacheExhausted
+from specdec.protocol.items import Close, Failure, Short
+from specdec.protocol.types import Description
+from specdec.replica.sessions import HeldSessions
+from target_service.verifier import Verifier
+from tests.simulation.clock import Clock, Violation
+from tests.simulation.model import TableModel
+
+BLOCK_SIZE = 8
+SESSION_COUNT_MAX = 64
+HOLD_S_MIN = 1e-6  # real time goes on by itself; what is left of a hold may be too little to move virtual time
+
+
+class SimulatedEngine(Engine):
+    """The engine without its thread: whoever drives it does what `Engine._run` does. An exception goes through."""
+
+    def prepare(self, before_step: Callable[[], float]) -> float:
+        """Runs what was posted, and the service's turn; the seconds to hold the step."""
+        self._drain(timeout_s=0.0)
+        return before_step()
+
+    def step(self) -> None:
+        """One step."""
+        self._step()
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return function(*arguments)
+
+
+@dataclass(slots=True)
+class ProcessTraits:
+    """What differs between processes. `evidence` is called by the engine with payloads, row counts and rows."""
+
+    name: str
+    is_draft: bool
+    block_count: int
+    description: Description
+    step_s: Callable[[int], float]
+    evidence: Callable[..., list]
+    chunk_size: int = 64
+    rows_max: int = 512
+
+
+def fenced(work: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`work` that sees to it that an item belongs to the incarnation it is carried out for."""
+
+    def checked(held: Any, item: Any) -> Any:
+        if held.opened.incarnation != item.incarnation:
+            raise Violation(f"{item} is carried out for incarnation {held.opened.incarnation}")
+        return work(held, item)
+
+    return checked
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One replica process, through crashes and restarts. `life` counts them; what an earlier life arranged is void."""
+
+    clock: Clock
+    traits: ProcessTraits
+    on_step: Callable[[Process], None]
+    after_step: Callable[[Process], None]
+    on_turn: Callable[[Process], None]
+    on_crash: Callable[[Process], None]
+    life: int = 0
+    is_alive: bool = False
+    is_frozen: bool = False
+    is_busy: bool = False
+    is_dying: bool = False  # it crashes when the step under way, or what it does now, is done
+    dies_after: Any = None  # the item with which that begins
+    slowness: float = 1.0
+    streams: list = field(default_factory=list)
+    answers: list = field(default_factory=list)
+    engine: Any = None
+    handler: Any = None
+    _held_back: list = field(default_factory=list)
+
+    def start(self) -> None:
+        """A fresh process: no session, an empty cache."""
+        self.life += 1
+        self.is_alive, self.is_frozen, self.is_busy, self.is_dying = True, False, False, False
+        self.answers, self.streams, self._held_back, self.dies_after = [], [], [], None
+        traits = self.traits
+        model = TableModel(self.clock, lambda rows: traits.step_s(rows) * self.slowness)
+        self.engine = SimulatedEngine(
+            model, traits.block_count, BLOCK_SIZE, traits.evidence, traits.chunk_size, traits.rows_max
+        )
+        sessions = HeldSessions(self.engine, traits.description, SESSION_COUNT_MAX)
+        self.handler = Drafter(sessions) if traits.is_draft else Verifier(sessions)
+        self.handler.work = fenced(self.handler.work)
+
+    @property
+    def held(self) -> dict:
+        """The sessions it holds, by (stream, number)."""
+        return self.handler._sessions._sessions
+
+    def crash(self) -> None:
+        """The process is gone, and its connections with it; nothing it computed leaves it."""
+        if self.is_alive:
+            self.is_alive = False
+            self.life += 1
+            for stream in self.streams:
+                stream.on_process_gone()
+            self.on_crash(self)
+
+    def freeze(self) -> None:
+        """As SIGSTOP: it keeps its state and does nothing until `thaw`."""
+        self.is_frozen = self.is_alive
+
+    def thaw(self) -> None:
+        """As SIGCONT: everything held back happens now, in order."""
+        if self.is_alive and self.is_frozen:
+            self.is_frozen = False
+            held_back, self._held_back = self._held_back, []
+            for task in held_back:
+                self._run(task)
+
+    def later(self, delay_s: float, task: Callable[[], None]) -> None:
+        """Runs a task of this life, when the process is not frozen."""
+        self.clock.call_later(delay_s, self._enter, self.life, task)
+
+    def _enter(self, life: int, task: Callable[[], None]) -> None:
+        if life == self.life:
+            self.clock.is_remote = True
+            self._run(task)
+
+    def _run(self, task: Callable[[], None]) -> None:
+        if not self.is_alive:
+            return
+        if self.is_frozen:
+            self._held_back.append(task)
+        else:
+            task()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Hands something to the engine's thread."""
+        self.engine.post(function)
+        if not self.is_busy:
+            self._turn()
+
+    def take(self, stream: Any, item: Any) -> None:
+        """One item has arrived on a stream."""
+        self.post(lambda: self._handle(stream, item))
+
+    def _handle(self, stream: Any, item: Any) -> None:
+        self.is_dying = self.is_dying or item is self.dies_after
+        before = self.held.get((stream, item.session))
+        self.handler.handle(stream, [item], lambda answer: self._reply(stream, answer))
+        is_older = before is not None and before.opened.incarnation > item.incarnation
+        if is_older and self.held.get((stream, item.session)) is not before:
+            raise Violation(f"{item} changed a session of incarnation {before.opened.incarnation}")
+
+    def _reply(self, stream: Any, answer: Any) -> None:
+        if isinstance(answer, Failure) and answer.reason != CacheExhausted.reason:
+            raise Violation(f"the {self.traits.name} failed: {answer.message}")
+        self.answers.append((stream, answer))
+
+    def _turn(self) -> None:
+        """Once round the loop of the engine's thread: what was posted, then a step, which keeps it busy to its end."""
+        self.is_busy = True
+        engine = self.engine
+        hold_s = engine.prepare(self.handler.before_step)
+        self.on_turn(self)
+        if engine.waiting_count and hold_s > 0:
+            self._send_answers()
+            self.is_busy = False
+            self.later(max(hold_s, HOLD_S_MIN), self._wake)
+        elif engine.waiting_count:
+            self._send_answers()
+            self.on_step(self)
+            self.clock.in_step_s = 0.0
+            if self.is_alive and not self.is_frozen:
+                engine.step()
+                self.after_step(self)
+            step_s, self.clock.in_step_s = self.clock.in_step_s, 0.0
+            self.later(step_s, self._end_step)
+        elif self.is_dying:
+            self.crash()
+        else:
+            self.is_busy = False
+            self._send_answers()
+
+    def _wake(self) -> None:
+        if not self.is_busy:
+            self._turn()
+
+    def _end_step(self) -> None:
+        if self.is_dying:
+            self.crash()
+        else:
+            self._send_answers()
+            self._turn()
+
+    def _send_answers(self) -> None:
+        answers, self.answers = self.answers, []
+        for stream, answer in answers:
+            if self.is_alive:
+                stream.send_answer(answer)
+
+    def close_stream(self, stream: Any) -> None:
+        """The process has noticed that a stream is gone."""
+        self.streams.remove(stream)
+        self.post(lambda: self.handler.close_stream(stream))
+
+    def forget(self, stream: Any, number: int, says_so: bool) -> bool:
+        """Drops a session, as an eviction would; False where it is not held. What is under way is always answered."""
+        if (stream, number) not in self.held:
+            return False
+        self.later(0.0, lambda: self.post(lambda: self._evict(stream, number, says_so)))
+        return True
+
+    def _evict(self, stream: Any, number: int, says_so: bool) -> None:
+        held = self.held.get((stream, number))
+        if held is None:
+            return
+        says_so = says_so or any(lane.feed is not None for lane in held.lanes)
+        self.handler.handle(stream, [Close(*held.name)], lambda _: None)
+        if says_so:
+            self._reply(stream, Short(*held.name, 0, unknown=True))
+
+    def check(self) -> None:
+        """The cache's own invariants, and those of every tree a draft grows."""
+        self.engine.cache.check_integrity()
+        for held in self.held.values():
+            if self.traits.is_draft and held.growth.tree is not None:
+                held.growth.tree.check()
+
+    def check_idle(self) -> None:
+        """Raises Violation unless everything that was ever taken is free again."""
+        cache = self.engine.cache
+        if self.held or cache.table_count or cache.free_block_count != cache.block_count - 1:
+            raise Violation(f"the {self.traits.name} leaks: sessions {list(self.held)}, cache usage {cache.usage:.2f}")
+        if self.engine.waiting_count:
+            raise Violation(f"the {self.traits.name} leaks: {self.engine.waiting_count} feeds wait for nothing")

@@ -1,0 +1,80 @@
+"""What a run is about: rule, texts, policy, speeds and sizes, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.types import Rule
+from tests.simulation.client import Choosing, Order
+from tests.simulation.model import VOCABULARY_SIZE
+
+TOKENS_MIN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry."""
+
+    table: int
+    orders: tuple[Order, ...]
+    target_step_s: float
+    draft_step_s: float
+    target_latency_s: float
+    draft_latency_s: float
+    target_blocks: int
+    draft_blocks: int
+    target_positions: int
+    draft_positions: int
+    chunk_size: int
+    extend_max: int
+
+
+def draw_scenario(rng: random.Random) -> Scenario:
+    """A setting: mostly ordinary, now and then with too small a draft, a slow one, or none asked for."""
+    table = rng.randrange(8)
+    count = 1 if rng.random() < 0.94 else 2
+    return Scenario(
+        table=table,
+        orders=tuple(draw_order(rng, table, number) for number in range(count)),
+        target_step_s=rng.choice((0.004, 0.006)),
+        draft_step_s=rng.choice((0.002, 0.004)),
+        target_latency_s=rng.choice((0.0002, 0.001)),
+        draft_latency_s=rng.choice((0.0003, 0.0003, 0.002, 0.01)),
+        target_blocks=64,
+        draft_blocks=rng.choice((64, 64, 64, 12)),
+        target_positions=128,
+        draft_positions=rng.choice((128, 128, 128, 24)),
+        chunk_size=rng.choice((3, 64, 64)),
+        extend_max=rng.choice((2, 5, 2048)),
+    )
+
+
+def draw_order(rng: random.Random, table: int, number: int) -> Order:
+    """One text of 20 tokens or a few more."""
+    output_length = TOKENS_MIN + rng.randrange(2)
+    return Order(
+        table=table,
+        rule=rng.choice(tuple(Rule)),
+        seed=2 * rng.randrange(64) + number,
+        prompt=tuple(rng.randrange(VOCABULARY_SIZE) for _ in range(rng.randint(1, 9))),
+        output_length=output_length,
+        max_tokens=output_length + rng.choice((0, 0, 1, 5)),
+        policy=draw_policy(rng),
+    )
+
+
+def draw_policy(rng: random.Random) -> FixedPolicy | Choosing:
+    """Streamed trees and chains, held rounds, plain decoding, or a policy that chooses. Wide trees stay short."""
+    choice = rng.random()
+    if choice < 0.22:
+        return Choosing.WANDERING
+    if choice < 0.26:
+        return Choosing.AUTO
+    if choice < 0.28:
+        return FixedPolicy(0)
+    leaves = rng.choice((1, 1, 1, 2, 2, 3, 4))
+    draft_length = rng.choice(((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3))[min(leaves, 3) - 1])
+    window = draft_length + rng.choice((0, 1, 2) if leaves < 3 else (0, 1))
+    return FixedPolicy(draft_length, window, leaves, rng.choice((0.0, 0.0, 0.003, 0.02, 0.1)))

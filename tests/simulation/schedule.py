@@ -1,0 +1,95 @@
+"""Runs one schedule of faults: everything in it follows from its seed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import structlog
+import structlog.testing
+
+from specdec.protocol import items
+from tests.simulation.clock import Clock, Violation
+from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
+from tests.simulation.scenario import Scenario, draw_scenario
+from tests.simulation.transcript import Transcript
+from tests.simulation.world import World
+
+FAULTS_MIN = 3
+SILENT = structlog.testing.ReturnLogger()  # faults make the driven classes log what nobody reads
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run went. `problem` is empty when every property held; `points` says what each point was."""
+
+    problem: str
+    token_count: int
+    offered_count: int
+    accepted_count: int
+    points: list[str]
+    virtual_s: float
+    faults: Counter
+
+
+@contextmanager
+def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Iterator[None]:
+    """Clocks and chance of the driven classes come from the run, and items are small enough to be split."""
+    with ExitStack() as stack:
+        for name in ("perf_counter", "monotonic"):
+            stack.enter_context(patch.object(time, name, clock.perf_counter))
+        stack.enter_context(patch.object(structlog, "get_logger", lambda *_, **__: SILENT))
+        stack.enter_context(patch.object(logging.getLogger("specdec.engine"), "disabled", True))
+        stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
+        stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
+        yield
+
+
+def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcript: Transcript | None = None) -> Report:
+    """Runs a scenario under a plan of faults; a property that does not hold is the report's problem.
+
+    `seed` is that of the draft's own draws, `rng` the chance of faults.
+    """
+    if transcript is not None:
+        transcript.lines.append(str(scenario))
+    world = World(scenario, rng, plan, transcript)
+    problem = ""
+    with made_repeatable(world.clock, random.Random(seed), scenario):
+        try:
+            world.run()
+        except (Violation, AssertionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever the driven classes raise is a finding, and has a seed
+            logging.getLogger(__name__).debug("a run failed", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+    return Report(
+        problem,
+        sum(len(client.output) for client in world.clients),
+        sum(watched.offered_count for watched in world.ledger.sessions.values()),
+        sum(watched.accepted_count for watched in world.ledger.sessions.values()),
+        world.faults.points,
+        world.clock.now_s,
+        world.faults.counts,
+    )
+
+
+def run_seed(seed: int, transcript: Transcript | None = None) -> Report:
+    """The random schedule of a seed."""
+    rng = random.Random(seed)
+    scenario = draw_scenario(rng)
+    kinds = FAULTS if rng.random() < 0.3 else tuple(rng.sample(FAULTS, rng.randint(2, 5)))
+    plan = RandomFaults(rng, kinds, FAULTS_MIN + rng.randrange(5), rng.choice((3, 8, 15)))
+    return run(scenario, plan, seed, rng, transcript)
+
+
+def run_without_faults(seed: int, transcript: Transcript | None = None) -> Report:
+    """The scenario of a seed with nothing going wrong."""
+    rng = random.Random(seed)
+    return run(draw_scenario(rng), NoFaults(), seed, rng, transcript)

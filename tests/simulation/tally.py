@@ -1,0 +1,50 @@
+"""Many runs added up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.simulation.faults import Fault
+from tests.simulation.scenario import TOKENS_MIN
+from tests.simulation.schedule import FAULTS_MIN, Report
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over runs, and the seeds of those in which something did not hold or too little happened."""
+
+    count: int = 0
+    token_count: int = 0
+    offered_count: int = 0
+    accepted_count: int = 0
+    virtual_s: float = 0.0
+    faults: Counter = field(default_factory=Counter)
+    problems: dict[int, str] = field(default_factory=dict)
+
+    def add(self, seed: int, report: Report) -> None:
+        """One run more."""
+        self.count += 1
+        self.token_count += report.token_count
+        self.offered_count += report.offered_count
+        self.accepted_count += report.accepted_count
+        self.virtual_s += report.virtual_s
+        self.faults += report.faults
+        problem = report.problem
+        if not problem and report.token_count < TOKENS_MIN:
+            problem = f"only {report.token_count} tokens"
+        if not problem and sum(report.faults.values()) < FAULTS_MIN:
+            problem = f"only {sum(report.faults.values())} faults"
+        if problem:
+            self.problems[seed] = problem
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.count} schedules, {self.token_count} tokens, {self.virtual_s:.0f} virtual seconds",
+            f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted",
+            f"{sum(self.faults.values())} faults:",
+            *(f"  {fault.name.lower():18} {self.faults[fault]:7}  {fault.value}" for fault in Fault),
+            f"{len(self.problems)} schedules in which a property does not hold",
+            *(f"  --seed {seed}: {problem[:300]}" for seed, problem in self.problems.items()),
+        ]
+        return "\n".join(lines)

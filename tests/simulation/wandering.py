@@ -1,0 +1,56 @@
+"""A policy that changes its mind every round, whatever happens: what any policy may ask, a session must stand."""
+
+from __future__ import annotations
+
+from specdec.protocol.noise import Lane, hash64
+from specdec.protocol.plan import PLAIN, Plan, Prediction
+
+DRAFT_LENGTH_CAP = 5
+WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)
+
+
+class WanderingPolicy:
+    """A `Policy` whose plans follow from a seed and the number of rounds alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._rounds = 0
+        self._plan = self._drawn()
+
+    @property
+    def draft_length_cap(self) -> int:
+        return DRAFT_LENGTH_CAP
+
+    @property
+    def is_speculating(self) -> bool:
+        return self._plan.draft_length_max > 0
+
+    @property
+    def prediction(self) -> Prediction:
+        return Prediction(None, "wandering")
+
+    def plan(self, room: int) -> Plan:
+        """The plan of this round."""
+        return self._plan.within(room)
+
+    def on_round(
+        self,
+        offered_count: int,
+        accepted_count: int,
+        in_hand_after: int,
+        branch_hit: bool | None,
+        round_s: float,
+        waited_s: float,
+    ) -> None:
+        """Another round, another plan."""
+        self._rounds += 1
+        self._plan = self._drawn()
+
+    def _drawn(self) -> Plan:
+        bits = hash64(self._seed, Lane.DRAFT, self._rounds // 2, 7)
+        if bits % 5 == 0:
+            return PLAIN
+        length = 1 + (bits >> 8) % DRAFT_LENGTH_CAP
+        wait_s = WAITS_S[(bits >> 16) % len(WAITS_S)]
+        wait_length = 1 + (bits >> 24) % length if wait_s else 0
+        return Plan(length, length + (bits >> 32) % 3, 1 + (bits >> 40) % 3, wait_length, wait_s)

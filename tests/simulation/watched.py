@@ -1,0 +1,148 @@
+"""What one session must do: a restatement by paths of what it may hold, offer, commit and wait for.
+
+It is told what truly arrives and compares the session with that after every event. Whatever does not hold raises
+Violation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.decoding.evidence import EvidenceRequest
+from specdec.protocol.items import EvidenceAnswer, Nodes, Verification
+from specdec.protocol.session import DraftState, Session
+from specdec.protocol.types import Row
+from tests.simulation.clock import Violation
+from tests.simulation.model import round_tokens
+
+Path = tuple[int, ...]
+
+
+def is_stale(session: Session, is_draft: bool, answer: Any) -> bool:
+    """Whether an answer is not of the session's incarnation, or evidence not of the round in flight."""
+    if is_draft:
+        is_deaf = session.finished or session.draft_state in (DraftState.ABSENT, DraftState.PAUSED)
+        return is_deaf or answer.incarnation != session.draft_incarnation
+    flying = session.in_flight
+    if isinstance(answer, EvidenceAnswer):
+        return flying is None or (answer.incarnation, answer.round_index) != (flying.incarnation, flying.round_index)
+    return answer.incarnation != session.target_incarnation
+
+
+def state_of(session: Session) -> tuple:
+    """What an answer may change."""
+    return (
+        len(session.committed),
+        session.round_index,
+        session.in_flight,
+        session.waiting,
+        session.finished,
+        session.draft_state,
+        session.draft_incarnation,
+        session.target_incarnation,
+        session.tree.name_count,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """One session: how much of it was seen, the round last asked, and the text it must have (None: REJECTION).
+
+    `asked` holds the rounds by base position. `known` and `proposed` restate the draft tree by paths alone: places that
+    arrived below a known place, and the first proposal to arrive for each, of the draft's present incarnation.
+    """
+
+    coordinator: Any
+    session: Session
+    order: Any
+    wait_ends_s: dict[int, float]
+    text: list[int] | None
+    seen_length: int
+    asked: dict[int, Verification] = field(default_factory=dict)
+    offered_count: int = 0
+    accepted_count: int = 0
+    incarnation: int = 0
+    known: set[tuple[int, Path]] = field(default_factory=set)
+    proposed: dict[Path, tuple[int, Row | None]] = field(default_factory=dict)
+    wait_length: int = 0
+    was_late: bool = False
+
+    def check(self, now_s: float) -> None:
+        """After every event: its own invariants, its use of the draft, and its text."""
+        self.session.check()
+        self._check_draft(now_s)
+        self._check_text()
+
+    def _check_draft(self, now_s: float) -> None:
+        """A draft that is there is used, one that is not is not waited for, and a wait is over when it is over."""
+        session = self.session
+        if session.malformed_node_count:
+            raise Violation(f"session {session.number} counts {session.malformed_node_count} malformed nodes")
+        is_up = self.coordinator.draft.is_up
+        if session.finished or not self.coordinator.is_alive or session.policy.draft_length_cap == 0:
+            return
+        if is_up == (session.draft_state is DraftState.ABSENT):
+            raise Violation(f"session {session.number} says its draft is {session.draft_state.name}; it is up: {is_up}")
+        # A plan made after the wait began applies from the next nodes on: what either plan asks for ends it for sure.
+        wait_length = session.policy.plan(session.room).wait_length
+        longest = max(wait_length, self.wait_length)
+        if session.waiting and len(session.tree.proposal_path(longest)) >= longest:
+            raise Violation(f"session {session.number} waits for what it has")
+        self.wait_length = self.wait_length if session.waiting else wait_length
+        is_late = session.draft_state is DraftState.LATE
+        if is_late and not self.was_late and now_s < self.wait_ends_s[session.wait_index] - 1e-9:
+            raise Violation(f"session {session.number} gave up a wait before its time")
+        self.was_late = is_late
+
+    def _check_text(self) -> None:
+        """New tokens are those of plain decoding, or under REJECTION those that their round must give."""
+        session = self.session
+        length = len(session.committed)
+        if length == self.seen_length:
+            return
+        new = session.committed[self.seen_length :]
+        expected = self._round() if self.text is None else self.text[self.seen_length :]
+        if new != expected[: len(new)]:
+            raise Violation(f"session {session.number} committed {new} at {self.seen_length}, not {expected}")
+        self.accepted_count += len(new) - 1
+        self.seen_length = length
+
+    def _round(self) -> list[int]:
+        asked = self.asked[self.seen_length]
+        before = self.session.committed[: self.seen_length]
+        return round_tokens(
+            self.order.table,
+            EvidenceRequest(self.session.law, asked.round_index, before, asked.draft_token_ids, asked.rows),
+        )
+
+    def arrived(self, nodes: Nodes, paths: list[Path]) -> None:
+        """Nodes of the draft's incarnation came; their true paths are given."""
+        if self.incarnation != nodes.incarnation:
+            self.incarnation = nodes.incarnation
+            self.known.clear()
+            self.proposed.clear()
+        for node, path in zip(nodes.nodes, paths):
+            if node.parent == 0 or (nodes.epoch, path[:-1]) in self.known:
+                self.known.add((nodes.epoch, path))
+                if node.proposal:
+                    self.proposed.setdefault(path[:-1], (node.token_id, node.row))
+
+    def check_asked(self, item: Verification) -> None:
+        """A round continues the committed tokens and offers all that is in hand, up to the plan's draft length."""
+        session, committed = self.session, self.session.committed
+        if item.base_position != len(committed) or tuple(committed[item.suffix_start :]) != item.suffix_token_ids:
+            raise Violation(f"{item} does not continue the committed tokens")
+        first = self.asked.setdefault(item.base_position, item)
+        if first is not item:
+            if (first.round_index, first.content) != (item.round_index, item.content):
+                raise Violation(f"{item} is not the round that was asked at its place: {first}")
+            return
+        path, in_hand = tuple(committed), []
+        is_known = session.draft_incarnation == self.incarnation
+        while is_known and path in self.proposed and len(in_hand) < session.policy.plan(session.room).draft_length_max:
+            in_hand.append(self.proposed[path])
+            path = (*path, in_hand[-1][0])
+        if in_hand != list(zip(item.draft_token_ids, item.rows or (None,) * len(item.draft_token_ids))):
+            raise Violation(f"round {item.round_index} offers {item.draft_token_ids}, in hand are {in_hand}")
+        self.offered_count += len(in_hand)
