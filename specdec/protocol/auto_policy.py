@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
-from specdec.protocol.measure import Acceptance, Mean, Measurements
+from specdec.protocol.measure import Acceptance, Mean, Measurements, Outlook
 from specdec.protocol.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
 CHOOSE_ROUNDS = 16  # between two choices: some 30 tokens, a third of a second
+MANY_SESSIONS = 1.5  # at work at once, above which sessions adopt each other's choices
 SEARCH_ROUNDS = 4  # the same while the search for these conditions is not over
 WORTH_GAIN = 1.02  # the model must see so much over plain decoding: less is noise, and a draft's work for nothing
 RESUME_GAIN = 1.02  # a trial must come out so much better than plain decoding to end the rest
@@ -55,7 +56,8 @@ class AutoPolicy:
         self._cap = draft_length_cap
         self._acceptance = Acceptance(measurements.acceptance[rule])
         self._bias = Mean(weight=0.25)
-        self._plan = capped(measurements.last_plans.get(rule, DEFAULT_PLAN), draft_length_cap)
+        latest = measurements.outlooks.get(rule)
+        self._plan = capped(DEFAULT_PLAN if latest is None else latest.plan, draft_length_cap)
         self._mode = Mode.SPECULATING
         self._mode_rounds = 0
         self._rest_tokens = 0
@@ -104,6 +106,7 @@ class AutoPolicy:
     ) -> None:
         self._round_count += 1
         self._mode_rounds += 1
+        self._measurements.round_count += 1
         self._measurements.tokens_since_probe += accepted_count + 1
         if offered_count:
             self._acceptance.add(offered_count, accepted_count)
@@ -160,22 +163,43 @@ class AutoPolicy:
     def _choose(self) -> None:
         """Keeps or changes the plan by what is predicted, or rests where plain decoding is faster."""
         self._next_choice = self._mode_rounds + CHOOSE_ROUNDS
-        conditions = self.conditions()
-        off = self._measurements.plain_rate
-        if conditions is None or off is None:
+        outlook = self._outlook()
+        if outlook is None or self._measurements.plain_rate is None:
             return
-        choice, is_over = self._measurements.choosers[self._rule].choose(conditions, self._cap, self._plan)
-        if choice.plan == self._plan:
-            self._learn_bias(choice.tokens_per_s)
+        plan = capped(outlook.plan, self._cap)
+        if plan == self._plan:
+            self._learn_bias(outlook.tokens_per_s)
         else:
-            self._plan = self._measurements.last_plans[self._rule] = choice.plan
+            self._plan = plan
             self._forget_window()
-        if not is_over:
+        if not outlook.is_final:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
-        self._predicted = choice.tokens_per_s * self._bias_now()
-        self._is_worth_it = choice.tokens_per_s >= WORTH_GAIN * plain_rate(conditions)
+        self._predicted = outlook.tokens_per_s * self._bias_now()
+        self._is_worth_it = outlook.is_worth_it
         if self._mode is Mode.SPECULATING:
             self._review()
+
+    def _outlook(self) -> Outlook | None:
+        """The service's latest choice while it is fresh, else a new one: many sessions must not think all the time.
+
+        Fresh: made so few rounds ago, counted over all sessions at work, that one alone would not choose again yet. A
+        lone session always thinks for itself. None before enough was measured.
+        """
+        measurements, rule = self._measurements, self._rule
+        latest = measurements.outlooks.get(rule)
+        session_count = measurements.active_sessions.value or 1.0
+        if latest is not None and session_count > MANY_SESSIONS:
+            age_max = session_count * (CHOOSE_ROUNDS if latest.is_final else SEARCH_ROUNDS)
+            if measurements.round_count - latest.made_round < age_max:
+                return latest
+        conditions = self.conditions()
+        if conditions is None:
+            return None
+        choice, is_final = measurements.choosers[rule].choose(conditions, self._cap, self._plan)
+        is_worth_it = choice.tokens_per_s >= WORTH_GAIN * plain_rate(conditions)
+        outlook = Outlook(choice.plan, choice.tokens_per_s, is_worth_it, is_final, measurements.round_count)
+        measurements.outlooks[rule] = outlook
+        return outlook
 
     def _review(self) -> None:
         """Whether to go on speculating, by what is predicted now."""

@@ -175,6 +175,18 @@ class Acceptance:
         return min(max((found - hit) / (1 - hit), 0.0), 1.0) if hit < 1 else found
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What one session's choice came to: tokens per second of the plan by the model, whether that is worth having over
+    plain decoding, and the service's round it was made in."""
+
+    plan: Plan
+    tokens_per_s: float
+    is_worth_it: bool
+    is_final: bool
+    made_round: int
+
+
 @dataclass(slots=True)
 class Measurements:
     """What one coordinator has measured; shared by its sessions, each of which reads and adds. Times in seconds.
@@ -186,8 +198,8 @@ class Measurements:
     second over predicted ones; `plain_bias`: observed seconds of rounds without a draft over those of their parts.
     `leaf_bytes`, by rule: what one evaluated node takes on the draft link; `link_bytes_per_s`: what that link carries,
     if anybody said so. `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again.
-    `tokens_since_probe`: committed since plain rounds were last looked at. `last_plans`, by rule: what a session chose
-    last, which the next begins with.
+    `tokens_since_probe`: committed since plain rounds were last looked at. `round_count`: of all sessions. `outlooks`,
+    by rule: what a session chose last, which others adopt while it is fresh.
     """
 
     target_step: StepCurve = field(default_factory=StepCurve)
@@ -204,7 +216,8 @@ class Measurements:
     acceptance: dict[Rule, Acceptance] = field(default_factory=lambda: {rule: Acceptance() for rule in Rule})
     backoff_tokens: dict[Rule, int] = field(default_factory=dict)
     tokens_since_probe: int = 0
-    last_plans: dict[Rule, Plan] = field(default_factory=dict)
+    round_count: int = 0
+    outlooks: dict[Rule, Outlook] = field(default_factory=dict)
     choosers: dict[Rule, Chooser] = field(default_factory=lambda: {rule: Chooser() for rule in Rule})
 
     def on_target_step(

@@ -9,7 +9,7 @@ import pytest
 
 from bench.event_simulation import Node, Scenario, Simulation, Stream, simulate
 from specdec.errors import InvalidRequest
-from specdec.protocol.auto_policy import BACKOFF_TOKENS_MAX, PROBE_ROUNDS, PROBE_TOKENS, AutoPolicy
+from specdec.protocol.auto_policy import BACKOFF_TOKENS_MAX, PROBE_ROUNDS, PROBE_TOKENS, SEARCH_ROUNDS, AutoPolicy
 from specdec.protocol.measure import Measurements
 from specdec.protocol.plan import PLAIN, Plan
 from specdec.protocol.policy import OFF_POLICY, FixedPolicy, Policy
@@ -261,3 +261,31 @@ def test_decisions_depend_on_counts_alone() -> None:
             policy.on_round(4 * policy.is_speculating, accepted, 2, index % 3 > 0, 0.02, 0.0)
         assert policies[0].plan(ROOM) == policies[1].plan(ROOM)
         assert policies[0].prediction == policies[1].prediction
+
+
+def test_many_sessions_think_as_little_as_one() -> None:
+    """Claim: the model is asked about once in CHOOSE_ROUNDS rounds of the whole service, however many sessions there
+    are, and they all follow what one of them found. Counted at the search itself over 16 sessions; 16 on their own
+    would ask about sixteen times as often."""
+    asked = 0
+    measurements = Measurements()
+    real = measurements.choosers[Rule.GREEDY].choose
+
+    def choose(*arguments):
+        nonlocal asked
+        asked += 1
+        return real(*arguments)
+
+    measurements.choosers[Rule.GREEDY].choose = choose
+    policies = [AutoPolicy(measurements, Rule.GREEDY, 16) for _ in range(16)]
+    measurements.network.add(0.002)
+    measurements.round_overhead.add(0.001)
+    round_count = 400
+    for index in range(round_count):
+        for policy in policies:
+            offered = 3 if policy.is_speculating else 0
+            measurements.on_target_step(16 * (offered + 1), 0.02, bool(offered), 16, 16)
+            measurements.on_draft_step(16, 0.003)
+            policy.on_round(offered, min(offered, index % 4), 2, index % 3 > 0, 0.021, 0.0)
+    assert 0 < asked < 2 * round_count / SEARCH_ROUNDS
+    assert len({policy.plan(100) for policy in policies}) <= 2, "all follow, but for those about to ask"
