@@ -181,6 +181,7 @@ class Generation:
         branch_hit = outcome.was_found if outcome.was_looked_up else None
         counts = outcome.offered_count, outcome.accepted_count, outcome.in_hand_count
         self._session.policy.on_round(*counts, branch_hit, round_s, waited_s)
+        self._perform(self._session.on_plan_changed())
 
     def _decide(self, answer: EvidenceAnswer) -> Verdict:
         session, flying = self._session, self._session.in_flight

@@ -7,6 +7,7 @@ new epoch. It runs on the engine thread.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from draft_service.lanes import drop, lane_for, settle
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.engine.scheduler import StepTiming
-from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import Candidate, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
@@ -33,7 +34,8 @@ STEP_LEAVES_MAX = 64  # of all sessions together: a wider step would keep the li
 class DraftedSession(HeldSession):
     """A held session and its tree. `secret` keys the draft's own draws, so no other noise meets them.
 
-    `grown` are nodes to be sent when the step is over.
+    `grown` are nodes to be sent when the step is over. `is_cramped`: branches once took the room its own path needed,
+    so it grows a chain from there on.
     """
 
     growth: Growth = field(kw_only=True)
@@ -41,6 +43,7 @@ class DraftedSession(HeldSession):
     window: int = 0
     leaves: int = 1
     grown: list[DraftNode] = field(default_factory=list)
+    is_cramped: bool = False
 
     @property
     def reach(self) -> int:
@@ -54,6 +57,7 @@ class Drafter(ItemHandler):
     def __init__(self, sessions: HeldSessions) -> None:
         super().__init__(sessions)
         self._calibration = Calibration()
+        self._epochs = itertools.count(1)  # of all sessions, so that no name of a session opened again meets an old one
         self._growing: dict[DraftedSession, None] = {}  # sessions that may have places to evaluate, in order of arrival
         self._in_step: list[DraftedSession] = []
         self._step_began_s = 0.0
@@ -74,7 +78,8 @@ class Drafter(ItemHandler):
         check_law_tokens(item.law, item.vocabulary_size)
 
         def make(opened: Open, lanes: list, answer: Reply) -> DraftedSession:
-            return DraftedSession(opened, lanes, answer, growth=Growth(opened.law.rule, self._calibration))
+            growth = Growth(opened.law.rule, self._calibration, self._epochs)
+            return DraftedSession(opened, lanes, answer, growth=growth)
 
         try:
             self._sessions.open(stream, item, reply, make)
@@ -104,7 +109,8 @@ class Drafter(ItemHandler):
         if item.suffix_start > len(held.tokens):
             return Short(*held.name, len(held.tokens))
         self._follow(held, item)
-        held.window, held.leaves = item.window, item.leaves
+        held.window = max(0, item.committed_length + item.window - len(held.tokens))
+        held.leaves = 1 if held.is_cramped else item.leaves
         self._growing[held] = None
         return None
 
@@ -177,7 +183,20 @@ class Drafter(ItemHandler):
             filed_nodes = [] if filed is None else [filed]
             self._keep(held, [*filed_nodes, growth.evaluated(place, node, guesses, proposal.row)], timing)
 
-        self._sessions.submit(held, lane, path, 1, request, done)
+        self._sessions.submit(held, lane, path, 1, request, done, lambda error: self._make_room(held, error))
+
+    def _make_room(self, held: DraftedSession, error: SpecdecError) -> bool:
+        """A step found no block to copy into: gives up the session's branches and starts again with its own path, for
+        which room was reserved. False for any other error, and when there are no branches to give up."""
+        if not isinstance(error, CacheExhausted) or held.is_cramped:
+            return False
+        held.is_cramped, held.leaves = True, 1
+        self._stop(held)
+        for lane in held.lanes[1:]:
+            drop(held, lane, self._sessions.engine.cache)
+        held.growth.restart(held.tokens)
+        self._growing[held] = None
+        return True
 
     def _keep(self, held: DraftedSession, nodes: list[DraftNode], timing: StepTiming) -> None:
         """Keeps what one place brought until the step is over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.protocol.calibration import Calibration
@@ -42,14 +42,15 @@ class Candidate:
 class Growth:
     """The tree of one session on the draft, epoch by epoch.
 
-    `epoch` counts restarts, `root_length` is where the epoch began, nodes are named from 1 in each.
+    `epoch` is the next of `epochs` at each restart, `root_length` is where it began, nodes are named from 1 in each.
     """
 
-    def __init__(self, rule: Rule, calibration: Calibration) -> None:
+    def __init__(self, rule: Rule, calibration: Calibration, epochs: Iterator[int] | None = None) -> None:
         self.rule = rule
         self.epoch = 0
         self.root_length = 0
         self._calibration = calibration
+        self._epochs = epochs or itertools.count(1)
         self._order = itertools.count()
         self._node_count = 0
         self._tree: DraftTree | None = None
@@ -70,7 +71,7 @@ class Growth:
         """A new epoch, rooted at `committed`, which the tree shares from here on; its root is the one candidate."""
         self.drop()
         self._tree = DraftTree(committed)
-        self.epoch += 1
+        self.epoch = next(self._epochs)
         self.root_length = len(committed)
         self._node_count = 0
         root = self._tree.root

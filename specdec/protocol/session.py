@@ -219,6 +219,10 @@ class Session:
         self._draft(DraftEvent.WAIT_EXPIRED)
         return self._verify_now()
 
+    def on_plan_changed(self) -> list[Action]:
+        """The policy may have thought again: a verification it would not hold back any more is sent."""
+        return self._verify_when_ready() if self.waiting else []
+
     def end(self) -> list[Action]:
         """Ends the session, wherever it stands; idempotent."""
         if self.finished:

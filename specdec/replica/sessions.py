@@ -152,10 +152,12 @@ class HeldSessions:
         logit_count: int,
         payload: object,
         done: Callable[[object, StepTiming], None],
+        excused: Callable[[SpecdecError], bool] = lambda error: False,
     ) -> None:
         """Feeds what the lane lacks of `wanted`, the last `logit_count` tokens at least; supersedes an older feed.
 
-        `wanted` begins with the session's tokens and is the lane's from here on.
+        `wanted` begins with the session's tokens and is the lane's from here on. A failure is answered, unless
+        `excused` says that it was dealt with.
         """
         start = min(held.agreement(lane, wanted), len(wanted) - logit_count)
         self.engine.cache.truncate(lane.table, start)
@@ -164,7 +166,8 @@ class HeldSessions:
 
         def failed(error: SpecdecError) -> None:
             lane.feed = None
-            held.reply(failure_from_error(error, *held.name))
+            if not excused(error):
+                held.reply(failure_from_error(error, *held.name))
 
         def finished(result: object, timing: StepTiming) -> None:
             lane.feed = None

@@ -93,7 +93,7 @@ class Draft:
             output = self.reference.forward(RaggedBatch((Segment(list(blocks), 0, path, 1),)))
         return int(output.logits[0, :VOCABULARY_SIZE].argmax())
 
-    def settle(self, steps_max: int = 100) -> None:
+    def settle(self, steps_max: int = 1000) -> None:
         """Steps until the trees are grown."""
         for _ in range(steps_max):
             self.drafter.before_step()
@@ -116,7 +116,7 @@ def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
     draft = Draft(model_folder)
     draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(21)])
     kinds = {"proposal": 0, "branch": 0, "stranger": 0}
-    while len(draft.trees[1].committed) < LENGTH_MAX - 10:
+    while len(draft.trees[1].committed) < LENGTH_MAX * 2 // 3:
         if rng.random() < 0.5:
             draft.settle()
         else:
@@ -200,3 +200,25 @@ def test_lanes_are_bounded(model_folder: Path) -> None:
         if not draft.engine.waiting_count:
             break
         draft.engine._step()
+
+
+def test_branches_never_cost_a_session_its_own_room(model_folder: Path) -> None:
+    """Claim: in a cache with hardly a block to spare, a step that finds none to copy into costs the session its
+    branches and nothing else: no Failure is sent, proposals stay right, and the tree goes on as a chain. Random walks
+    over several sizes; that the case really comes up is asserted."""
+    cramped = 0
+    for spare in (1, 3):
+        rng = random.Random(spare)
+        draft = Draft(model_folder, 1 + LENGTH_MAX // BLOCK_SIZE + spare)
+        draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(13)], window=4)
+        while len(draft.trees[1].committed) < LENGTH_MAX // 2:
+            draft.settle()
+            root = draft.trees[1].root
+            assert root.proposal is not None, "the chain goes on"
+            branches = [token_id for token_id, child in root.children.items() if child is not root.proposal]
+            choices = [root.proposal.token_id, *branches, rng.randrange(1, VOCABULARY_SIZE)]
+            draft.commit(1, rng.choice(choices))
+        draft.settle()
+        assert not draft.failures, spare
+        cramped += next(iter(draft.drafter._sessions.all())).is_cramped
+    assert cramped

@@ -192,7 +192,7 @@ TREE = (
 )
 
 DRAFT = (
-    Bug("a restart keeps its epoch", Growth, "restart", "self.epoch += 1", "self.epoch = 1"),
+    Bug("a restart keeps its epoch", Growth, "restart", "self.epoch = next(self._epochs)", "self.epoch = 1"),
     Bug(
         "the likeliest child is offered, not the drawn one",
         Growth,
