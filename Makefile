@@ -28,7 +28,7 @@ test: install  ## Run the tests (minutes).
 	@$(BIN)/python -m pytest -q
 
 test-fast: install  ## Run the unit tests only (under a minute).
-	@$(BIN)/python -m pytest -q tests/protocol tests/law tests/hygiene tests/rpc
+	@$(BIN)/python -m pytest -q -m 'not slow and not lengthy' tests/protocol tests/law tests/hygiene tests/rpc
 
 test-long: install  ## Run the longer suites too: large samples and sweeps (tens of minutes).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'

@@ -52,7 +52,8 @@ class Speculation:
         leaf_count = sum(node.proposal for node in nodes.nodes)
         if leaf_count:
             self._measurements.leaf_bytes[rule].add(byte_count / leaf_count)
-        self._measurements.on_draft_step(nodes.step_rows, nodes.step_us / 1e6)
+        if nodes.step_us:
+            self._measurements.on_draft_step(nodes.step_rows, nodes.step_us / 1e6)
         if network_s is not None:
             self._measurements.network.add(network_s)
 

@@ -27,6 +27,7 @@ from specdec.replica.handler import ItemHandler, check_law_tokens
 from specdec.replica.sessions import HeldSession, HeldSessions, Reply
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; the fourth comes true once in thirty misses
+STEPS_PER_TIMING = 4  # every so many steps their time is told: a few bytes less in the others
 STEP_LEAVES_MAX = 64  # of all sessions together: a wider step would keep the likeliest places waiting
 
 
@@ -62,6 +63,7 @@ class Drafter(ItemHandler):
         self._in_step: list[DraftedSession] = []
         self._step_began_s = 0.0
         self._step_row_count = 0
+        self._step_count = 0
 
     def work(self, held: DraftedSession, item: Extend | Commit) -> Short | None:
         """Holds committed tokens, or drafts on below newly committed ones."""
@@ -207,13 +209,15 @@ class Drafter(ItemHandler):
 
     def _send(self) -> None:
         """One item for each session the last step served; its time is all of the step's, until here."""
-        step_us = round((time.perf_counter() - self._step_began_s) * 1e6)
+        if not self._in_step:
+            return
+        self._step_count += 1
+        is_told = self._step_count % STEPS_PER_TIMING == 0
+        step_us = round((time.perf_counter() - self._step_began_s) * 1e6) if is_told else 0
         for held in self._in_step:
             if held.grown:
-                growth = held.growth
-                nodes = Nodes(
-                    *held.name, growth.epoch, growth.root_length, tuple(held.grown), step_us, self._step_row_count
-                )
+                name = (*held.name, held.growth.epoch, held.growth.root_length)
+                nodes = Nodes(*name, tuple(held.grown), step_us, is_told * self._step_row_count)
                 held.reply(nodes)
                 held.grown = []
         self._in_step.clear()

@@ -13,6 +13,7 @@ from bench import rounds
 from specdec.v1 import coordinator_service_pb2 as pb
 
 WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
+CHAIN_WINDOW = 8  # further ahead a chain is wrong nearly always
 STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES = 16, 16, 8
 RULES_DEFAULT = tuple(rounds.RULES)
 NUCLEUS = "REJECTION, temperature 0.7, top-p 0.95"
@@ -36,7 +37,7 @@ class Variant:
 
 OFF = Variant("off", 0)
 AUTO = Variant("auto", None)
-CHAIN = Variant("chain", STREAMED_LENGTH_MAX, STREAMED_WINDOW)
+CHAIN = Variant("chain", CHAIN_WINDOW, CHAIN_WINDOW)
 TREE = Variant("tree", STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES)
 
 

@@ -132,7 +132,7 @@ def _nodes_to_message(item: items.Nodes) -> draft_pb.NodesItem:
     nodes = [
         draft_pb.TreeNode(
             node=node.node,
-            parent=node.parent,
+            parent_back=node.node - 1 - node.parent,
             token_id=node.token_id,
             branch=not node.proposal,
             row=None if node.row is None else row_to_message(node.row),
@@ -157,7 +157,8 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     try:
         for node in message.nodes:
             row = row_from_message(node.row) if node.HasField("row") else None
-            nodes.append(items.DraftNode(node.node, node.parent, node.token_id, not node.branch, row))
+            parent = node.node - 1 - node.parent_back
+            nodes.append(items.DraftNode(node.node, parent, node.token_id, not node.branch, row))
     except InvalidRequest:
         malformed_count = len(message.nodes) - len(nodes)
     return items.Nodes(

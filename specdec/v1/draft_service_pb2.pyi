@@ -82,15 +82,15 @@ class NodesItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ...) -> None: ...
 
 class TreeNode(_message.Message):
-    __slots__ = ("node", "parent", "token_id", "branch", "row")
+    __slots__ = ("node", "parent_back", "token_id", "branch", "row")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_BACK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     node: int
-    parent: int
+    parent_back: int
     token_id: int
     branch: bool
     row: _types_pb2.Row
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., row: _Optional[_Union[_types_pb2.Row, _Mapping]] = ...) -> None: ...
+    def __init__(self, node: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., row: _Optional[_Union[_types_pb2.Row, _Mapping]] = ...) -> None: ...

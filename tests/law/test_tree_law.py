@@ -25,6 +25,8 @@ from tests.law.enumeration import PROMPT, Child, Path, Setting, base_two_law
 from tests.law.exactness import target_output_law
 from tests.law.test_exact_law import POLICIES, draft_table, target_table
 
+pytestmark = pytest.mark.lengthy
+
 History = tuple[tuple[str, Path | Child], ...]  # since the tree's last restart: places evaluated, tokens committed
 BRANCH_COUNT = 2
 

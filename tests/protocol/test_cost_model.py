@@ -13,6 +13,8 @@ from specdec.protocol.choice import CAPS, DEFAULT_PLAN, LEAVES, WAIT_LENGTHS, WI
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate, predict
 from specdec.protocol.plan import PLAIN, Plan
 
+pytestmark = pytest.mark.lengthy
+
 TARGET_S = 0.02
 BRANCHES = (0.45, 0.15)  # second and third choice right where the first is wrong: measured on real pairs
 

@@ -15,6 +15,8 @@ from specdec.protocol.plan import PLAIN, Plan
 from specdec.protocol.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule
 
+pytestmark = pytest.mark.lengthy
+
 ROOM = 100_000
 TARGET_S, OVERHEAD_S = 0.02, 0.001
 
