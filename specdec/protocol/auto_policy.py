@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import replace
 
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
@@ -57,12 +56,9 @@ class AutoPolicy:
         self._acceptance = Acceptance(measurements.acceptance[rule])
         self._bias = Mean(weight=0.25)
         latest = measurements.outlooks.get(rule)
-        self._plan = capped(DEFAULT_PLAN if latest is None else latest.plan, draft_length_cap)
+        self._plan = (DEFAULT_PLAN if latest is None else latest.plan).capped(draft_length_cap)
         self._mode = Mode.SPECULATING
-        self._mode_rounds = 0
-        self._rest_tokens = 0
-        self._next_choice = 0
-        self._round_count = 0
+        self._mode_rounds = self._next_choice = self._round_count = 0
         self._forget_window()
         self._predicted: float | None = None
         self._is_worth_it = True
@@ -86,11 +82,12 @@ class AutoPolicy:
         if self._mode is Mode.PROBING:
             return Prediction(off, f"a few plain rounds, to see what they take; {rates}")
         if self._mode is Mode.RESTING:
-            best = "" if self._predicted is None else f"; {_named(self._plan)}: {self._predicted:.0f} predicted"
+            best = "" if self._predicted is None else f"; {self._plan.description}: {self._predicted:.0f}"
             return Prediction(off, f"off: {off or 0:.0f} tokens/s predicted{best}")
         if self._predicted is None:
-            return Prediction(None, f"{_named(self._plan)}, until enough is measured")
-        return Prediction(self._predicted, f"{_named(self._plan)}: {self._predicted:.0f} tokens/s predicted; {rates}")
+            return Prediction(None, f"{self._plan.description}, until enough is measured")
+        expected = f"{self._predicted:.0f} tokens/s predicted"
+        return Prediction(self._predicted, f"{self._plan.description}: {expected}; {rates}")
 
     def plan(self, room: int) -> Plan:
         return (self._plan if self.is_speculating else PLAIN).within(room)
@@ -107,6 +104,7 @@ class AutoPolicy:
         self._round_count += 1
         self._mode_rounds += 1
         self._measurements.round_count += 1
+        self._measurements.token_count += accepted_count + 1
         self._measurements.tokens_since_probe += accepted_count + 1
         if offered_count:
             self._acceptance.add(offered_count, accepted_count)
@@ -134,15 +132,14 @@ class AutoPolicy:
         if self._mode_rounds > SETTLE_ROUNDS and expected_s and round_s > 0:
             self._measurements.plain_bias.add(round_s / expected_s)
             self._measurements.tokens_since_probe = 0
-        self._rest_tokens -= token_count
         if self._mode is Mode.PROBING and self._mode_rounds >= PROBE_ROUNDS:
             self._enter(Mode.SPECULATING)
             self._choose()
         elif self._mode is Mode.RESTING:
             if self._mode_rounds >= self._next_choice:
                 self._choose()
-            if self._rest_tokens <= 0 or self._gain() >= EARLY_GAIN:
-                self._enter(Mode.TRYING)
+            if self._rest_is_over or self._gain() >= EARLY_GAIN:
+                self._try()
 
     def _enter(self, mode: Mode) -> None:
         self._mode = mode
@@ -166,7 +163,7 @@ class AutoPolicy:
         outlook = self._outlook()
         if outlook is None or self._measurements.plain_rate is None:
             return
-        plan = capped(outlook.plan, self._cap)
+        plan = outlook.plan.capped(self._cap)
         if plan == self._plan:
             self._learn_bias(outlook.tokens_per_s)
         else:
@@ -238,12 +235,30 @@ class AutoPolicy:
         own = self._bias.value if self._bias.value is not None else service
         return (count * own + BIAS_PRIOR * service) / (count + BIAS_PRIOR)
 
+    @property
+    def _rest_is_over(self) -> bool:
+        """Whether the service has rested long enough for one session to look again."""
+        return self._measurements.token_count >= self._measurements.rest_until.get(self._rule, 0)
+
+    def _try(self) -> None:
+        """Speculates for a trial, which the others leave alone for a while."""
+        self._measurements.rest_until[self._rule] = self._measurements.token_count + BACKOFF_TOKENS
+        self._enter(Mode.TRYING)
+
     def _rest(self) -> None:
-        """Decodes plainly for a while, after every trial that did not last for twice as long as before."""
-        backoffs = self._measurements.backoff_tokens
-        self._rest_tokens = backoffs.get(self._rule, BACKOFF_TOKENS)
-        if self._round_count:
-            backoffs[self._rule] = min(BACKOFF_TOKENS_MAX, 2 * self._rest_tokens)
+        """Decodes plainly until the service's rest is over; a new rest is twice as long after every trial in vain.
+
+        A session that begins when a rest is over tries at once: short texts must not rest for ever.
+        """
+        told, rule = self._measurements, self._rule
+        if rule in told.rest_until and self._rest_is_over and not self._round_count:
+            self._try()
+            return
+        if self._mode is Mode.TRYING or self._rest_is_over:
+            backoff = told.backoff_tokens.get(rule, BACKOFF_TOKENS)
+            told.rest_until[rule] = told.token_count + backoff
+            if self._round_count:
+                told.backoff_tokens[rule] = min(BACKOFF_TOKENS_MAX, 2 * backoff)
         self._enter(Mode.RESTING)
 
     def _on_trial(self) -> None:
@@ -281,17 +296,3 @@ class AutoPolicy:
             branch_probabilities=tuple(service.hit * share for share in BRANCH_SPLIT),
             bonus_match=service.bonus_match if is_independent else None,
         )
-
-
-def capped(plan: Plan, draft_length_cap: int) -> Plan:
-    """The plan with at most so many draft tokens a round."""
-    if plan.draft_length_max <= draft_length_cap:
-        return plan
-    return replace(plan, draft_length_max=draft_length_cap, wait_length=min(plan.wait_length, draft_length_cap))
-
-
-def _named(plan: Plan) -> str:
-    """A plan in words."""
-    shape = "a chain" if plan.leaves == 1 else f"a tree of {plan.leaves} leaves"
-    wait = f", waiting for {plan.wait_length}" if plan.wait_length else ""
-    return f"{shape}, up to {plan.draft_length_max} tokens{wait}"

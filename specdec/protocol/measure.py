@@ -197,7 +197,8 @@ class Measurements:
     `step_sessions`, `active_sessions`: those in a step, and those with work. `bias`, by rule: observed tokens per
     second over predicted ones; `plain_bias`: observed seconds of rounds without a draft over those of their parts.
     `leaf_bytes`, by rule: what one evaluated node takes on the draft link; `link_bytes_per_s`: what that link carries,
-    if anybody said so. `backoff_tokens`, by rule: how long a session that saw no gain rests before it tries again.
+    if anybody said so. `token_count`: committed by all sessions. `rest_until`, by rule: the count at which one of the
+    sessions that rest may try again, `backoff_tokens`: how long the next rest is.
     `tokens_since_probe`: committed since plain rounds were last looked at. `round_count`: of all sessions. `outlooks`,
     by rule: what a session chose last, which others adopt while it is fresh.
     """
@@ -215,6 +216,8 @@ class Measurements:
     link_bytes_per_s: float | None = None
     acceptance: dict[Rule, Acceptance] = field(default_factory=lambda: {rule: Acceptance() for rule in Rule})
     backoff_tokens: dict[Rule, int] = field(default_factory=dict)
+    token_count: int = 0
+    rest_until: dict[Rule, int] = field(default_factory=dict)
     tokens_since_probe: int = 0
     round_count: int = 0
     outlooks: dict[Rule, Outlook] = field(default_factory=dict)

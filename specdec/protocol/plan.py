@@ -5,7 +5,7 @@ It knows neither how a plan is chosen nor how it is carried out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,20 @@ class Plan:
             return PLAIN
         length, wait_length = min(self.draft_length_max, most), min(self.wait_length, most)
         return Plan(length, min(self.window, most), self.leaves, wait_length, self.wait_s)
+
+    def capped(self, draft_length_cap: int) -> Plan:
+        """The same plan with at most so many draft tokens a round."""
+        if self.draft_length_max <= draft_length_cap:
+            return self
+        wait_length = min(self.wait_length, draft_length_cap)
+        return replace(self, draft_length_max=draft_length_cap, wait_length=wait_length)
+
+    @property
+    def description(self) -> str:
+        """The plan in words."""
+        shape = "a chain" if self.leaves == 1 else f"a tree of {self.leaves} leaves"
+        wait = f", waiting for {self.wait_length}" if self.wait_length else ""
+        return f"{shape}, up to {self.draft_length_max} tokens{wait}"
 
 
 PLAIN = Plan(draft_length_max=0, window=0)

@@ -217,6 +217,16 @@ def test_a_new_session_of_a_service_that_rests_begins_at_rest() -> None:
     assert not any(steady(AutoPolicy(told, Rule.GREEDY, 16), 64, told, gain=0.8))
 
 
+def test_short_texts_do_not_rest_for_ever() -> None:
+    """Claim: rests are the service's, not each session's: where texts are shorter than a rest, the first session that
+    begins after it tries at once. Sessions of 40 tokens and a rest of 100: two rest, one of the next two tries."""
+    told = Measurements()
+    steady(AutoPolicy(told, Rule.GREEDY, 16), 3000, told, gain=0.8)
+    told.rest_until[Rule.GREEDY] = told.token_count + 100
+    tried = [any(steady(AutoPolicy(told, Rule.GREEDY, 16), 40, told, gain=0.8)) for _ in range(4)]
+    assert not any(tried[:2]) and any(tried[2:])
+
+
 def test_looks_at_plain_decoding_are_short_and_rare() -> None:
     """Claim: six rounds when a service begins and six in two thousand tokens after, whatever the number of sessions.
     Conclusive: sessions that gain two tokens a round make every plain round a look, and all are counted."""
