@@ -147,7 +147,8 @@ def test_generate_reads_standard_input_and_resumes(serving):
 
 def test_generate_colours_what_the_draft_guessed(serving):
     """Colours on demand only: green for accepted draft tokens, yellow for corrections; the text stays the same."""
-    request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--address", serving.address)
+    request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--policy", "fixed")
+    request = (*request, "--address", serving.address)
     plain, coloured = specdec(*request).stdout, specdec(*request, "--color", "always").stdout
     assert "\x1b" not in plain and "\x1b[32m" in coloured
     for code in ("\x1b[32m", "\x1b[33m", "\x1b[0m"):

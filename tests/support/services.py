@@ -147,8 +147,13 @@ class Services:
 def running(
     target_model: Path, draft_model: Path | None, coordinator: dict | None = None, **replicas: Any
 ) -> Iterator[Services]:
-    """The services on free loopback ports, and a client; all are stopped at the end, whatever happens."""
-    with harness.running(target_model, draft_model, coordinator, **replicas) as started:
+    """The services on free loopback ports, and a client; all are stopped at the end, whatever happens.
+
+    Requests speculate by the fixed policy unless they say otherwise, so that there is something to disturb: models that
+    compute nothing are not worth speculating for, and the automatic policy finds that out.
+    """
+    own = {"speculation_policy": "fixed", **(coordinator or {})}
+    with harness.running(target_model, draft_model, own, **replicas) as started:
         client = Client(started.coordinator.address)
         try:
             yield Services(started.target, started.draft, started.coordinator, client, started.settings)
