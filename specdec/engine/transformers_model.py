@@ -74,7 +74,9 @@ class TransformersModel:
         thread_count = torch.get_num_threads()
         if thread_count not in self._families:
             tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
-            self._families[thread_count] = (probe_widths(self._linears), tiles or ALONE)
+            is_native = self._linears[0].weight.dtype == torch.bfloat16
+            widths = RowWidths(ALONE) if is_native and thread_count > 1 else probe_widths(self._linears)
+            self._families[thread_count] = (widths, tiles or ALONE)
         return self._families[thread_count]
 
     def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
@@ -124,12 +126,13 @@ def load_transformers_model(
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type matrix products are computed in: bfloat16 only where the processor multiplies it natively.
+    """The type of matrix products: bfloat16 only where the processor multiplies it natively, and on one thread.
 
     Elsewhere bfloat16 is emulated row by row; there the weights are kept in float32, which holds them exactly, and
-    each product is rounded to bfloat16 once.
+    each product is rounded to bfloat16 once. Native products of several threads were seen to differ with a row's
+    neighbours at widths that probing found equal (an Intel Xeon with AMX, two threads).
     """
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and torch.get_num_threads() == 1:
         return torch.bfloat16
     return torch.float32
 

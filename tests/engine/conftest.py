@@ -49,11 +49,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="session")
 def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
     """A driver by (name, dtype), loaded once; tests release what they open."""
-    loaded: dict[tuple[str, str], Driver] = {}
+    loaded: dict[tuple[str, str, int], Driver] = {}
 
     def find(name: str, dtype: str = "float32") -> Driver:
-        if (name, dtype) not in loaded:
-            loaded[name, dtype] = Driver.load(folder_of(name), dtype, block_count=200)
-        return loaded[name, dtype]
+        key = name, dtype, torch.get_num_threads()  # which a model is loaded for
+        if key not in loaded:
+            loaded[key] = Driver.load(folder_of(name), dtype, block_count=200)
+        return loaded[key]
 
     return find
