@@ -61,6 +61,7 @@ class Drafter(ItemHandler):
         self._epochs = itertools.count(1)  # of all sessions, so that no name of a session opened again meets an old one
         self._growing: dict[DraftedSession, None] = {}  # sessions that may have places to evaluate, in order of arrival
         self._in_step: list[DraftedSession] = []
+        self._cramped: dict[DraftedSession, None] = {}
         self._step_began_s = 0.0
         self._step_row_count = 0
         self._step_count = 0
@@ -137,6 +138,7 @@ class Drafter(ItemHandler):
     def before_step(self) -> float:
         """Sends what the last step made, and feeds the likeliest places of all sessions."""
         self._send()
+        self._restart_cramped()
         chosen: list[tuple[float, DraftedSession, Candidate]] = []
         for held in list(self._growing):
             taken = self._take(held)
@@ -188,17 +190,27 @@ class Drafter(ItemHandler):
         self._sessions.submit(held, lane, path, 1, request, done, lambda error: self._make_room(held, error))
 
     def _make_room(self, held: DraftedSession, error: SpecdecError) -> bool:
-        """A step found no block to copy into: gives up the session's branches and starts again with its own path, for
-        which room was reserved. False for any other error, and when there are no branches to give up."""
-        if not isinstance(error, CacheExhausted) or held.is_cramped:
+        """A step found no block to copy into: the session starts again without branches once the step is over.
+
+        Its own path has room, which was reserved. False for any other error, and when there are no branches left.
+        """
+        if not isinstance(error, CacheExhausted) or (held.is_cramped and held not in self._cramped):
             return False
-        held.is_cramped, held.leaves = True, 1
-        self._stop(held)
-        for lane in held.lanes[1:]:
-            drop(held, lane, self._sessions.engine.cache)
-        held.growth.restart(held.tokens)
-        self._growing[held] = None
+        held.is_cramped = True
+        self._cramped[held] = None
         return True
+
+    def _restart_cramped(self) -> None:
+        for held in self._cramped:
+            if held.lanes[0].table.is_released or held.growth.tree is None:
+                continue
+            held.leaves = 1
+            self._stop(held)
+            for lane in held.lanes[1:]:
+                drop(held, lane, self._sessions.engine.cache)
+            held.growth.restart(held.tokens)
+            self._growing[held] = None
+        self._cramped.clear()
 
     def _keep(self, held: DraftedSession, nodes: list[DraftNode], timing: StepTiming) -> None:
         """Keeps what one place brought until the step is over."""
