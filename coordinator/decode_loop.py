@@ -173,14 +173,13 @@ class Generation:
         if walked.ending is not None:
             self._finish(walked.ending)
             return
-        self._tell_policy(round_s, waited_s)  # while the target works on the next round: it may think for a moment
+        self._tell_policy(round_s)  # while the target works on the next round: it may think for a moment
 
-    def _tell_policy(self, round_s: float, waited_s: float) -> None:
+    def _tell_policy(self, round_s: float) -> None:
         outcome = self._session.outcome
         assert outcome is not None
         branch_hit = outcome.was_found if outcome.was_looked_up else None
-        counts = outcome.offered_count, outcome.accepted_count, outcome.in_hand_count
-        self._session.policy.on_round(*counts, branch_hit, round_s, waited_s)
+        self._session.policy.on_round(outcome.offered_count, outcome.accepted_count, branch_hit, round_s)
         self._perform(self._session.on_plan_changed())
 
     def _decide(self, answer: EvidenceAnswer) -> Verdict:

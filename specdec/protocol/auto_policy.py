@@ -92,15 +92,7 @@ class AutoPolicy:
     def plan(self, room: int) -> Plan:
         return (self._plan if self.is_speculating else PLAIN).within(room)
 
-    def on_round(
-        self,
-        offered_count: int,
-        accepted_count: int,
-        in_hand_after: int,
-        branch_hit: bool | None,
-        round_s: float,
-        waited_s: float,
-    ) -> None:
+    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
         self._round_count += 1
         self._mode_rounds += 1
         self._measurements.round_count += 1

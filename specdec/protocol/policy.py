@@ -36,18 +36,9 @@ class Policy(Protocol):
     def plan(self, room: int) -> Plan:
         """The plan for a session that can still hold `room` tokens; the same until `on_round` is told of a round."""
 
-    def on_round(
-        self,
-        offered_count: int,
-        accepted_count: int,
-        in_hand_after: int,
-        branch_hit: bool | None,
-        round_s: float,
-        waited_s: float,
-    ) -> None:
-        """One round ended: `accepted_count` of `offered_count` draft tokens passed, and `in_hand_after` tokens were in
-        hand once its tokens were committed. `branch_hit`: whether the next token was in the tree; None where the tree
-        had no child for its place. `round_s`: seconds from verdict to verdict, `waited_s` of them held back."""
+    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
+        """One round ended: `accepted_count` of `offered_count` draft tokens passed. `branch_hit`: whether the next
+        token was in the tree; None where the tree had no child for its place. `round_s`: seconds from verdict to verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +80,7 @@ class FixedPolicy:
         wait_length = self.draft_length if self.wait_s else 0
         return Plan(self.draft_length, window, self.leaves, wait_length, self.wait_s).within(room)
 
-    def on_round(
-        self,
-        offered_count: int,
-        accepted_count: int,
-        in_hand_after: int,
-        branch_hit: bool | None,
-        round_s: float,
-        waited_s: float,
-    ) -> None:
+    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
         """A fixed policy learns nothing."""
 
 

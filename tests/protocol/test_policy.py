@@ -60,10 +60,10 @@ class Driven(Simulation):
 
     def _verify(self, stream: Stream) -> None:
         if self.round_count:
-            in_hand = stream.path_length(self.now_s, DRAFT_LENGTH_LIMIT)
+            stream.path_length(self.now_s, DRAFT_LENGTH_LIMIT)  # goes as far along the committed tokens as has arrived
             hit = None if self.plan.leaves == 1 else not stream.ahead
             round_s, self._verdict_s = self.now_s - self._verdict_s, self.now_s
-            self._policy.on_round(self._offered_count, self._accepted_count, in_hand, hit, round_s, 0.0)
+            self._policy.on_round(self._offered_count, self._accepted_count, hit, round_s)
             self.plan = self._policy.plan(ROOM)
         super()._verify(stream)
 
@@ -193,7 +193,7 @@ def steady(policy: AutoPolicy, rounds: int, told: Measurements, gain: float) -> 
         told.on_target_step(1, TARGET_S, drafting)
         told.on_draft_step(1, 0.001)
         told.network.add(0.001)
-        policy.on_round(int(drafting), 0, 0, None, round_s, 0.0)
+        policy.on_round(int(drafting), 0, None, round_s)
     return drafts
 
 
@@ -239,7 +239,7 @@ def test_looks_at_plain_decoding_are_short_and_rare() -> None:
             told.on_draft_step(1, 0.001)
             told.network.add(0.001)
             offered = 2 * policy.is_speculating
-            policy.on_round(offered, offered, 0, None, TARGET_S, 0.0)
+            policy.on_round(offered, offered, None, TARGET_S)
     tokens = len(looks) + 2 * (len(looks) - sum(looks))
     assert looks[:PROBE_ROUNDS] == [True] * PROBE_ROUNDS
     assert 2 * PROBE_ROUNDS <= sum(looks) <= PROBE_ROUNDS * (1 + tokens / PROBE_TOKENS), sum(looks)
@@ -254,7 +254,7 @@ def test_a_draft_that_was_away_is_used_again_at_once() -> None:
     policy = AutoPolicy(told, Rule.GREEDY, 16)
     for _ in range(2000):
         told.on_target_step(1, TARGET_S, policy.is_speculating)
-        policy.on_round(0, 0, 0, None, TARGET_S + OVERHEAD_S, 0.0)
+        policy.on_round(0, 0, None, TARGET_S + OVERHEAD_S)
     after, policy = service(scenario, told, seed=50)
     assert policy.is_speculating and after >= 0.95 * before
 
@@ -270,7 +270,7 @@ def test_decisions_depend_on_counts_alone() -> None:
             each.on_draft_step(4, 0.002)
             each.network.add(0.01)
             accepted = (index * 7 % 5) * policy.is_speculating
-            policy.on_round(4 * policy.is_speculating, accepted, 2, index % 3 > 0, 0.02, 0.0)
+            policy.on_round(4 * policy.is_speculating, accepted, index % 3 > 0, 0.02)
         assert policies[0].plan(ROOM) == policies[1].plan(ROOM)
         assert policies[0].prediction == policies[1].prediction
 
@@ -298,6 +298,6 @@ def test_many_sessions_think_as_little_as_one() -> None:
             offered = 3 if policy.is_speculating else 0
             measurements.on_target_step(16 * (offered + 1), 0.02, bool(offered), 16, 16)
             measurements.on_draft_step(16, 0.003)
-            policy.on_round(offered, min(offered, index % 4), 2, index % 3 > 0, 0.021, 0.0)
+            policy.on_round(offered, min(offered, index % 4), index % 3 > 0, 0.021)
     assert 0 < asked < 2 * round_count / SEARCH_ROUNDS
     assert len({policy.plan(100) for policy in policies}) <= 2, "all follow, but for those about to ask"

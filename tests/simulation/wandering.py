@@ -33,15 +33,7 @@ class WanderingPolicy:
         """The plan of this round."""
         return self._plan.within(room)
 
-    def on_round(
-        self,
-        offered_count: int,
-        accepted_count: int,
-        in_hand_after: int,
-        branch_hit: bool | None,
-        round_s: float,
-        waited_s: float,
-    ) -> None:
+    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
         """Another round, another plan."""
         self._rounds += 1
         self._plan = self._drawn()
