@@ -26,7 +26,7 @@ from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
 from specdec.protocol.types import Description
 from specdec.rpc.convert_generate import ask_from_message, coordinator_description_to_message, event_to_message
-from specdec.rpc.process import until_told_to_stop
+from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
 from specdec.telemetry.logs import bound, configure_logs, get_logger
 from specdec.telemetry.trace_context import trace_of
@@ -159,6 +159,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
     address = await server.start()
+    set_startup_objects_aside()
     links = asyncio.create_task(coordinator.run_links())
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
     announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready and on_ready(address)))

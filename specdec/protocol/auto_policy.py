@@ -110,7 +110,7 @@ class AutoPolicy:
     def _on_time(self, offered_count: int, token_count: int, round_s: float) -> None:
         """What the round took, by what the policy is at."""
         if self.is_speculating:
-            if self._mode_rounds > self._warm_rounds():
+            if self._mode_rounds > WARM_ROUNDS_MAX or self._mode_rounds > self._warm_rounds():
                 self._window_offered += offered_count
                 self._window_tokens += token_count
                 self._window_s += round_s

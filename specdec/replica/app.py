@@ -27,7 +27,7 @@ from specdec.replica.handler import ItemHandler
 from specdec.replica.sessions import HeldSessions
 from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
-from specdec.rpc.process import until_told_to_stop
+from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
 from specdec.telemetry.progress import loading_bar
@@ -74,6 +74,7 @@ class ReplicaApp:
         address = await server.start()
         try:
             await asyncio.to_thread(self._load)
+            set_startup_objects_aside()
             await server.set_serving(True)
             get_logger().info("serving", address=address, model=self._description.model_name)
             if on_ready:
