@@ -40,7 +40,19 @@ def best_streamed(scenario: Scenario, leaves: tuple[int, ...], token_count: int)
 def table_of(asked: argparse.Namespace) -> Table:
     """A line per acceptance and round trip; every speed beside plain decoding."""
     table = Table(title=f"speed over plain decoding; target step {asked.target_ms} ms, draft step {asked.draft_ms} ms")
-    for name in ("acceptance", "RTT ms", "synchronous", "co-located", "chain", "tree", "leaves", "window"):
+    columns = (
+        "acceptance",
+        "RTT ms",
+        "synchronous",
+        "co-located",
+        "chain",
+        "tree",
+        "leaves",
+        "window",
+        "/ sync",
+        "/ co-l.",
+    )
+    for name in columns:
         table.add_column(name, justify="right")
     target_s, draft_s = asked.target_ms / 1e3, asked.draft_ms / 1e3
     for acceptance in asked.acceptance:
@@ -50,13 +62,18 @@ def table_of(asked: argparse.Namespace) -> Table:
                 draft_step_s=lambda leaves: draft_s * (1 + asked.leaf_cost * (leaves - 1)),
                 network_s=share * target_s,
                 acceptance=(acceptance,),
+                branch_probabilities=tuple(asked.branches),
+                bonus_match=asked.bonus_match,
+                round_overhead_s=asked.overhead_ms / 1e3,
             )
             chain, _ = best_streamed(scenario, (1,), asked.tokens)
-            tree, plan = best_streamed(scenario, (2, 4, 8), asked.tokens)
+            tree, plan = best_streamed(scenario, tuple(asked.leaves), asked.tokens)
             colocated, _ = synchronous(replace(scenario, network_s=0.0))
-            speeds = (synchronous(scenario)[0], colocated, chain, tree)
-            cells = (f"{acceptance:.2f}", f"{share * asked.target_ms:g}", *(f"{v * target_s:.2f}" for v in speeds))
-            table.add_row(*cells, str(plan.leaves), str(plan.window))
+            apart, _ = synchronous(scenario)
+            cells = [f"{acceptance:.2f}", f"{share * asked.target_ms:g}"]
+            cells += [f"{speed * target_s:.2f}" for speed in (apart, colocated, chain, tree)]
+            ratios = [f"{max(chain, tree) / other:.2f}" for other in (apart, colocated)]
+            table.add_row(*cells, str(plan.leaves), str(plan.window), *ratios)
     return table
 
 
@@ -67,6 +84,14 @@ def main() -> int:
     parser.add_argument("--leaf-cost", type=float, default=0.1, help="what each further leaf adds to it, as a share")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.7, 0.8])
     parser.add_argument("--round-trips", type=float, nargs="+", default=[0, 0.1, 0.25, 0.5, 1, 2, 5], help="of a step")
+    parser.add_argument(
+        "--branches", type=float, nargs="*", default=[0.45, 0.15], help="second, third guess right in misses"
+    )
+    parser.add_argument(
+        "--bonus-match", type=float, help="first guess right where it was not offered; as the acceptance"
+    )
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="of a round beside the target's step (0)")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[2, 4, 8], help="a draft step of a tree (2 4 8)")
     parser.add_argument("--tokens", type=int, default=2000, help="simulated tokens of each run (2000)")
     Console(width=140).print(table_of(parser.parse_args()))
     return 0
