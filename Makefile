@@ -47,8 +47,8 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: install  ## Time the engine's steps.
-	@$(BIN)/python -m bench.engine_step
+bench-engine: $(VENV)/.bench-installed  ## Time the engine: steps, streams, evidence; about 15 minutes.
+	@$(BIN)/python -m bench.engine
 
 proto: install  ## Regenerate the stubs in specdec/v1.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto

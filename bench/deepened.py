@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from bench.engine_step import BLOCK_SIZE, CACHED_COUNT, batch_of, time_step
+from bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
 from bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.engine.kv_cache import KVCache
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.transformers_model import TransformersModel
@@ -33,7 +32,6 @@ from specdec.engine.transformers_model import TransformersModel
 EXTRA_LAYERS_DEFAULT = 12  # 24 in all: about 18 ms a step with one thread, nearly flat to 8 rows in bfloat16
 OUTPUT_PROJECTIONS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 LAYERS = "model.layers."
-Shape = tuple[int, int]  # sequences, rows of each
 
 
 def write_deepened(folder: Path, extra_layer_count: int = EXTRA_LAYERS_DEFAULT, source: Path = TARGET_MODEL) -> Path:
@@ -59,13 +57,14 @@ def write_deepened(folder: Path, extra_layer_count: int = EXTRA_LAYERS_DEFAULT, 
     return folder
 
 
-def step_times_ms(model: TransformersModel, shapes: Sequence[Shape], repeats: int) -> dict[Shape, float]:
+def step_times_ms(
+    model: TransformersModel, shapes: Sequence[tuple[int, int]], repeats: int
+) -> dict[tuple[int, int], float]:
     """Median milliseconds of one forward by (sequences, rows of each); shapes take turns."""
-    sequence_count = sum(sequences for sequences, _ in shapes)
-    block_count = 1 + sequence_count * -(-(CACHED_COUNT + max(rows for _, rows in shapes)) // BLOCK_SIZE)
-    cache = KVCache(block_count, BLOCK_SIZE, model.allocate(block_count, BLOCK_SIZE))
-    batches = {shape: batch_of(cache, model, *shape) for shape in shapes}
-    times_ms: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    sequences, rows = (max(counts) for counts in zip(*shapes))
+    texts = CachedTexts(model, sequences, CONTEXT + rows)
+    batches = {shape: texts.batch(Shape(*shape, CONTEXT)) for shape in shapes}
+    times_ms: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(repeats):
         for shape, batch in batches.items():
             times_ms[shape].append(time_step(model, batch))

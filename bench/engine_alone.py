@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import cast
 
-from bench.engine_step import BLOCK_SIZE
+from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model import load_model

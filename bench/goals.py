@@ -1,7 +1,7 @@
 """`python -m bench.goals`: what the benchmarks were to reach beside what they reached, from the JSON they wrote.
 
-Goals of the pipeline, of overhead and of the wire. A goal that nothing was measured for says so; where rules differ the
-worst one counts and all are shown.
+Goals of the pipeline, of overhead, of the wire and of the engine. A goal that nothing was measured for says so; where
+rules or models differ the worst one counts and all are shown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,15 @@ def peers(found: Json | None) -> Iterator[Line]:
     yield worst_of("auto / transformers assisted generation", 1.5, 2.0, found["against_assisted"] if found else {})
 
 
+def engine(found: Json | None) -> Iterator[Line]:
+    """Streams decoding at once, by the engine alone, for every model and type."""
+    rates: dict[str, dict[int, float]] = {}
+    for line in found["streams"] if found else []:
+        rates.setdefault(f"{line['model']} {line['dtype']}", {})[line["streams"]] = line["tokens_per_s"]
+    gains = {name: own[16] / own[1] for name, own in rates.items() if 1 in own and 16 in own}
+    yield worst_of("plain decoding, 16 streams / 1, the engine alone", 5.0, 8.0, gains)
+
+
 def lines(folder: Path) -> list[Line]:
     """All goals, with what the results in a folder reached."""
     pipeline, concurrency = read(folder / "pipeline.json"), read(folder / "concurrency.json")
@@ -163,15 +172,21 @@ def lines(folder: Path) -> list[Line]:
         *predictions(pipeline),
         *peers(read(folder / "peers.json")),
         *overheads(read(folder / "overhead.json")),
+        *engine(read(folder / "engine.json")),
     ]
 
 
 def table(folder: Path) -> Table:
+    """All goals, with what the results in a folder reached."""
+    return table_of(lines(folder))
+
+
+def table_of(found: Iterable[Line]) -> Table:
     """One line per goal."""
     result = Table(title="goals", show_lines=True)
     for name in ("goal", "to reach", "stretch", "reached", "", "of"):
         result.add_column(name, justify="right" if name in ("to reach", "stretch", "reached") else "left")
-    for line in lines(folder):
+    for line in found:
         sign = "≤" if line.is_limit else "≥"
         reached = "" if line.reached is None else f"{line.reached:.3g}"
         stretch = "" if line.stretch is None else f"{sign} {line.stretch:g}"

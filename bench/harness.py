@@ -38,17 +38,22 @@ def running(
     draft_model: Path | None = DRAFT_MODEL,
     coordinator: dict[str, Any] | None = None,
     draft: dict[str, Any] | None = None,
+    target: dict[str, Any] | None = None,
     network: Network | None = None,
     **engine: Any,
 ) -> Iterator[Services]:
     """Starts the services and stops them at the end, whatever happens. `engine`: settings of both replicas;
-    `draft` and `coordinator`: of these alone. With a network each runs on the machine of its name.
+    `draft`, `target` and `coordinator`: of these alone. With a network each runs on the machine of its name.
 
     Raises ConfigError with a service's own sentence when one cannot start.
     """
     children: list[Child] = []
     common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
-    own = {"coordinator": coordinator or {}, "draft": {**engine, **(draft or {})}, "target": engine}
+    own = {
+        "coordinator": coordinator or {},
+        "draft": {**engine, **(draft or {})},
+        "target": {**engine, **(target or {})},
+    }
 
     def begin(role: str, settings: type[ServiceSettings], **values: Any) -> tuple[Child, ServiceSettings]:
         machine = network.machines[role] if network else None
@@ -62,13 +67,13 @@ def running(
         return network.address_from("coordinator", role, child.address) if network else child.address
 
     try:
-        target, _ = begin("target", TargetSettings, model=str(target_model))
+        main, _ = begin("target", TargetSettings, model=str(target_model))
         guess = begin("draft", DraftSettings, model=str(draft_model))[0] if draft_model is not None else None
         wait_all_ready(children)
-        addresses = {"target": reached("target", target), "draft": reached("draft", guess) if guess else None}
+        addresses = {"target": reached("target", main), "draft": reached("draft", guess) if guess else None}
         child, settings = begin("coordinator", CoordinatorSettings, tokenizer=str(target_model), **addresses)
         child.wait_ready()
         assert isinstance(settings, CoordinatorSettings)
-        yield Services(target, guess, child, settings)
+        yield Services(main, guess, child, settings)
     finally:
         stop_all(reversed(children))

@@ -25,9 +25,14 @@ STYLES: dict[str, dict[str, Any]] = {  # in the order of the legend
 RTT_LINEAR_MS = 5.0  # the axis is linear up to here, logarithmic beyond
 
 
+def is_possible() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def require() -> None:
     """Raises ConfigError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
+    if not is_possible():
         raise ConfigError("pictures need matplotlib: install specdec with its extra, `pip install 'specdec[bench]'`")
 
 

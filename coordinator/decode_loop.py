@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from coordinator.output import Ending, OutputWalker
-from coordinator.rejection import decide
+from coordinator.rejection import conclude, logprobs_of
 from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
+from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
-from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
 from specdec.protocol.session import Session
-from specdec.protocol.types import PositionLogprobs, Rule, TokenKind, Verdict
+from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
@@ -39,6 +39,7 @@ class Generation:
         target: Replica,
         draft: Replica | None,
         speculation: Speculation,
+        trace: GenerationTrace,
     ) -> None:
         self._session = session
         self._walker = walker
@@ -46,6 +47,7 @@ class Generation:
         self._target = target
         self._draft = draft
         self._speculation = speculation
+        self._trace = trace
         self._loop = asyncio.get_running_loop()
         self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s
@@ -68,6 +70,7 @@ class Generation:
         self._target.attach(self._session.number, self)
         if self._draft is not None:
             self._draft.attach(self._session.number, self)
+        self._trace.began(self._session)
         self._perform(self._session.begin())
         if self._draft is not None and self._draft.is_up:
             self._perform(self._session.on_draft_up())
@@ -78,6 +81,7 @@ class Generation:
         self._target.detach(self._session.number)
         if self._draft is not None:
             self._draft.detach(self._session.number)
+        self._trace.left(self._session, self._draft)
 
     async def events(self) -> AsyncIterator[Event]:
         """Started, deltas, finished; or raises the error that ended the generation."""
@@ -95,11 +99,13 @@ class Generation:
     def on_up(self, replica: Replica) -> None:
         """A replica is connected again."""
         if replica is self._draft:
+            self._trace.note("draft connected")
             self._perform(self._session.on_draft_up())
 
     def on_down(self, replica: Replica, reason: str) -> None:
         """A replica is gone: without a draft it goes on, without a target it ends."""
         if replica is self._draft:
+            self._trace.note("draft lost")
             self._perform(self._session.on_draft_down())
         else:
             self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
@@ -129,10 +135,14 @@ class Generation:
             self.statistics.count_nodes(item)
             network_s = self._draft.link.stamps.network_s
             self._speculation.on_draft_step(item, self._session.law.rule, byte_count, network_s)
-            self._perform(self._session.on_nodes(item))
+            actions = self._session.on_nodes(item)
+            self._trace.nodes(self._session, item, self._draft.link)
+            self._perform(actions)
         elif isinstance(item, Short):
+            self._trace.note("draft re-opened" if item.unknown else "draft behind", known_length=item.known_length)
             self._perform(self._session.on_draft_short(item))
         elif isinstance(item, Failure):
+            self._trace.note("draft refused", reason=item.reason)
             self._perform(self._session.on_draft_failure(item))
 
     def _on_target_item(self, item) -> None:
@@ -140,6 +150,7 @@ class Generation:
             if self._session.expects(item):
                 self._on_evidence(item)
         elif isinstance(item, Short):
+            self._trace.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
             self._perform(self._session.on_target_short(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
             self._fail(error_from_failure(item))
@@ -149,8 +160,9 @@ class Generation:
         session = self._session
         flying = session.in_flight
         assert flying is not None
+        self._trace.answered()
         try:
-            verdict = self._decide(answer)
+            verdict = conclude(session.law, flying, answer)
         except SpecdecError as error:
             self._fail(error)
             return
@@ -162,12 +174,14 @@ class Generation:
         self._verdict_s, self._waited_s = now_s, 0.0
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
         self._measure(answer, round_s - waited_s)
+        self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
         actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
         self._count(answer, now_s, is_after_hit)
+        self._trace.committed(session, self._target.link)
         self._perform(actions)
         kept = walked.kept_count
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
-        logprobs = self._logprobs(answer, verdict)[:kept]
+        logprobs = logprobs_of(answer.evidence, verdict)[:kept]
         lengths = tuple(map(len, walked.texts))
         self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(walked.texts), lengths, logprobs))
         if walked.ending is not None:
@@ -182,27 +196,10 @@ class Generation:
         self._session.policy.on_round(outcome.offered_count, outcome.accepted_count, branch_hit, round_s)
         self._perform(self._session.on_plan_changed())
 
-    def _decide(self, answer: EvidenceAnswer) -> Verdict:
-        session, flying = self._session, self._session.in_flight
-        draws: Sequence[float] = ()
-        if session.law.rule is Rule.REJECTION:
-            draws = [
-                uniform(session.law.seed, Lane.ACCEPT, flying.round_index, flying.base_position + index)
-                for index in range(len(flying.draft_token_ids))
-            ]
-        return decide(session.law.rule, flying.draft_token_ids, flying.rows, answer.evidence, draws)
-
-    @staticmethod
-    def _logprobs(answer: EvidenceAnswer, verdict: Verdict) -> tuple[PositionLogprobs, ...]:
-        evidence, accepted_count = answer.evidence, verdict.accepted_count
-        if not evidence.replacement_logprobs:
-            return ()
-        return *evidence.draft_logprobs[:accepted_count], evidence.replacement_logprobs[accepted_count]
-
     def _measure(self, answer: EvidenceAnswer, round_s: float) -> None:
         """Tells what the service has learnt from a round: the target's step, and what a round takes beside it."""
         step_s = (answer.forward_us + answer.evidence_us) / 1e6
-        if self.statistics.rounds:  # the first reads the prompt
+        if self.statistics.rounds and answer.step_count <= 1:  # others read a prompt, or what was evicted
             drafts = self._session.has_draft and self._session.policy.is_speculating
             self._speculation.on_target_step(answer, step_s, drafts)
             self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
@@ -214,6 +211,8 @@ class Generation:
         statistics.num_rounds_off += not self._session.policy.is_speculating
         statistics.step_sessions += answer.step_sessions
         statistics.active_sessions += answer.active_sessions
+        statistics.cached_prompt_tokens += answer.cached_prompt_tokens
+        statistics.evictions += answer.evictions
         at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
         statistics.target_queue_s += answer.queue_us / 1e6
         statistics.target_forward_s += answer.forward_us / 1e6
@@ -242,10 +241,13 @@ class Generation:
             self._waited_s += self._sent_s - self._wait_began_s
             self.statistics.draft_wait_s += self._sent_s - self._wait_began_s
             self._wait_began_s = None
+        self._trace.sent(self._session, self._sent_s)
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
-        self.statistics.draft_waits_expired += bool(actions)
+        if actions:
+            self.statistics.draft_waits_expired += 1
+            self._trace.note("wait expired")
         self._perform(actions)
 
     def _emit(self, event: Event | SpecdecError) -> None:
@@ -265,19 +267,20 @@ class Generation:
         statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", session=session.number, count=session.malformed_node_count)
-        self._emit(
-            Finished(
-                ending.reason,
-                ending.stop_string,
-                ending.stop_token_id,
-                session.law.prompt_length,
-                self._walker.count,
-                statistics,
-                session.trace.trace_id.hex(),
-            )
+        finished = Finished(
+            ending.reason,
+            ending.stop_string,
+            ending.stop_token_id,
+            session.law.prompt_length,
+            self._walker.count,
+            statistics,
+            session.trace.trace_id.hex(),
         )
+        self._trace.finished(session, finished)
+        self._emit(finished)
 
     def _fail(self, error: SpecdecError) -> None:
+        self._trace.failed(error)
         self._perform(self._session.end())
         self._emit(error)
 

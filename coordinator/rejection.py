@@ -9,7 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.types import Evidence, Row, Rule, TokenKind, Verdict
+from specdec.protocol.items import EvidenceAnswer, Verification
+from specdec.protocol.noise import Lane, uniform
+from specdec.protocol.types import Evidence, Law, PositionLogprobs, Row, Rule, TokenKind, Verdict
+
+
+def conclude(law: Law, flying: Verification, answer: EvidenceAnswer) -> Verdict:
+    """The verdict on the verification in flight, with the draws its law gives it. Raises as `decide` does."""
+    draws: Sequence[float] = ()
+    if law.rule is Rule.REJECTION:
+        draws = [
+            uniform(law.seed, Lane.ACCEPT, flying.round_index, flying.base_position + index)
+            for index in range(len(flying.draft_token_ids))
+        ]
+    return decide(law.rule, flying.draft_token_ids, flying.rows, answer.evidence, draws)
+
+
+def logprobs_of(evidence: Evidence, verdict: Verdict) -> tuple[PositionLogprobs, ...]:
+    """The log-probabilities of the tokens a verdict commits; none where the law does not ask for them."""
+    if not evidence.replacement_logprobs:
+        return ()
+    return *evidence.draft_logprobs[: verdict.accepted_count], evidence.replacement_logprobs[verdict.accepted_count]
 
 
 def decide(

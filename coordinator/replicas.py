@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from specdec.config import TlsSettings
 from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import Commit, Verification
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.convert import description_from_message
@@ -118,7 +119,8 @@ class Replica:
         """Queues an item; dropped while the link is down: attached sessions are told by `on_down`."""
         message = item_to_message(self.kind.request_item, item)
         listener = self._listeners.get(item.session)
-        if self.link.send(message) and listener is not None:
+        is_timed = isinstance(item, Verification | Commit) and item.trace.detailed
+        if self.link.send(message, is_timed) and listener is not None:
             listener.on_sent(self, message.ByteSize())
 
     def _on_up(self) -> None:

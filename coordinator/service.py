@@ -16,11 +16,12 @@ from contextlib import aclosing
 from coordinator.decode_loop import Generation
 from coordinator.output import OutputWalker, Walked
 from coordinator.replicas import DRAFT, TARGET, Replica
+from coordinator.request_trace import open_trace
 from coordinator.speculation import Speculation
 from coordinator.tokenizer import Tokenizer
+from coordinator.tracing import GenerationTrace
 from specdec.config import CoordinatorSettings
-from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable
-from specdec.protocol.items import Trace
+from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.report import Started
 from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
@@ -29,7 +30,8 @@ from specdec.rpc.convert_generate import ask_from_message, coordinator_descripti
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
 from specdec.telemetry.logs import bound, configure_logs, get_logger
-from specdec.telemetry.trace_context import trace_of
+from specdec.telemetry.trace_context import caller_trace
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 
@@ -43,8 +45,11 @@ POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: it is not
 class Coordinator:
     """All generations of one coordinator process."""
 
-    def __init__(self, settings: CoordinatorSettings, tokenizer: Tokenizer, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: CoordinatorSettings, tokenizer: Tokenizer, tracing: Tracing, changed: Callable[[], None]
+    ) -> None:
         self._settings = settings
+        self._tracing = tracing
         self._tokenizer = tokenizer
         self._speculation = Speculation(settings)
         self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
@@ -58,22 +63,35 @@ class Coordinator:
         self, request: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """One generation; its work ends when this generator is closed."""
-        ask = ask_from_message(request)
+        trace = open_trace(self._tracing, caller_trace(context.invocation_metadata()))
+        try:
+            ask = ask_from_message(request)
+            with bound(trace_id=trace.context.trace_id.hex(), label=ask.label):
+                async with aclosing(self._run_in_place(ask, trace)) as messages:
+                    async for message in messages:
+                        yield message
+        except Exception as error:
+            trace.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
+            raise
+        finally:
+            trace.closed()
+
+    async def _run_in_place(
+        self, ask: Ask, trace: GenerationTrace
+    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         target = self.target.usable()
         if self._running_count >= self._settings.max_num_seqs:
             raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
         self._running_count += 1
         try:
-            trace = trace_of(context.invocation_metadata())
-            with bound(trace_id=trace.trace_id.hex(), label=ask.label):
-                async with aclosing(self._run(ask, target, trace)) as messages:
-                    async for message in messages:
-                        yield message
+            async with aclosing(self._run(ask, target, trace)) as messages:
+                async for message in messages:
+                    yield message
         finally:
             self._running_count -= 1
 
     async def _run(
-        self, ask: Ask, target: Description, trace: Trace
+        self, ask: Ask, target: Description, trace: GenerationTrace
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
         if self.target.usable() != target:
@@ -108,7 +126,7 @@ class Coordinator:
         return prompt, walker, resumed
 
     def _admit(
-        self, ask: Ask, prompt: tuple[int, ...], walker: OutputWalker, target: Description, trace: Trace
+        self, ask: Ask, prompt: tuple[int, ...], walker: OutputWalker, target: Description, trace: GenerationTrace
     ) -> Generation:
         """The generation, not yet begun. Raises InvalidRequest."""
         law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
@@ -119,11 +137,13 @@ class Coordinator:
             target.vocabulary_size,
             self._speculation.policy(ask),
             [*prompt, *ask.resumed_token_ids],
-            trace,
+            trace.context,
+            ask.cache_salt,
         )
-        started = Started(secrets.token_hex(16), law.seed, law.rule, len(prompt), walker.max_tokens)
+        started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens)
         get_logger().info("generation", request_id=started.request_id, session=session.number, rule=law.rule.name)
-        return Generation(session, walker, started, self.target, self.draft, self._speculation)
+        trace.admitted(ask, started, target)
+        return Generation(session, walker, started, self.target, self.draft, self._speculation, trace)
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
@@ -152,7 +172,8 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logs(settings.log_level, "coordinator")
     changed = asyncio.Event()
-    coordinator = Coordinator(settings, Tokenizer(settings.tokenizer), changed.set)
+    tracing = Tracing.open("coordinator", settings.otlp_traces_endpoint)
+    coordinator = Coordinator(settings, Tokenizer(settings.tokenizer), tracing, changed.set)
     methods = {
         "Generate": unary_stream(coordinator_pb.GenerateRequest, coordinator.generate),
         "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
@@ -171,6 +192,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
         await server.stop(settings.drain_grace_s)
         links.cancel()
         await asyncio.gather(links, following, announcing, return_exceptions=True)
+        await asyncio.to_thread(tracing.close)
 
 
 async def _follow_health(coordinator: Coordinator, server: Server, changed: asyncio.Event) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draft_service.lanes import drop, lane_for, settle
+from draft_service.tracing import DETAILED_STEP_COUNT_MAX, draft_span
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.engine.scheduler import StepTiming
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
@@ -25,6 +26,7 @@ from specdec.protocol.tree import Guess
 from specdec.protocol.types import check_token_ids
 from specdec.replica.handler import ItemHandler, check_law_tokens
 from specdec.replica.sessions import HeldSession, HeldSessions, Reply
+from specdec.telemetry.tracing import Tracing
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; the fourth comes true once in thirty misses
 STEPS_PER_TIMING = 4  # every so many steps their time is told: a few bytes less in the others
@@ -36,7 +38,7 @@ class DraftedSession(HeldSession):
     """A held session and its tree. `secret` keys the draft's own draws, so no other noise meets them.
 
     `grown` are nodes to be sent when the step is over. `is_cramped`: branches once took the room its own path needed,
-    so it grows a chain from there on.
+    so it grows a chain from there on. `traced_step_count`: so many steps more are recorded in detail.
     """
 
     growth: Growth = field(kw_only=True)
@@ -45,6 +47,7 @@ class DraftedSession(HeldSession):
     leaves: int = 1
     grown: list[DraftNode] = field(default_factory=list)
     is_cramped: bool = False
+    traced_step_count: int = 0
 
     @property
     def reach(self) -> int:
@@ -65,6 +68,7 @@ class Drafter(ItemHandler):
         self._step_began_s = 0.0
         self._step_row_count = 0
         self._step_count = 0
+        self._tracing = Tracing()
 
     def work(self, held: DraftedSession, item: Extend | Commit) -> Short | None:
         """Holds committed tokens, or drafts on below newly committed ones."""
@@ -91,6 +95,9 @@ class Drafter(ItemHandler):
                 raise
             self._sessions.open(stream, item, reply, make)
 
+    def trace_to(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
     def _give_up_branches(self) -> int:
         """Releases every idle branch lane: a new session is worth more. Returns how many there were."""
         count = 0
@@ -114,6 +121,7 @@ class Drafter(ItemHandler):
         self._follow(held, item)
         held.window = max(0, item.committed_length + item.window - len(held.tokens))
         held.leaves = 1 if held.is_cramped else item.leaves
+        held.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         self._growing[held] = None
         return None
 
@@ -225,11 +233,23 @@ class Drafter(ItemHandler):
             return
         self._step_count += 1
         is_told = self._step_count % STEPS_PER_TIMING == 0
-        step_us = round((time.perf_counter() - self._step_began_s) * 1e6) if is_told else 0
         for held in self._in_step:
             if held.grown:
-                name = (*held.name, held.growth.epoch, held.growth.root_length)
-                nodes = Nodes(*name, tuple(held.grown), step_us, is_told * self._step_row_count)
-                held.reply(nodes)
+                self._send_grown(held, is_told)
                 held.grown = []
         self._in_step.clear()
+
+    def _send_grown(self, held: DraftedSession, is_told: bool) -> None:
+        now_s = time.perf_counter()
+        is_traced = held.traced_step_count > 0
+        name = (*held.name, held.growth.epoch, held.growth.root_length)
+        nodes = Nodes(*name, tuple(held.grown))
+        if is_told or is_traced:
+            step_us = round((now_s - self._step_began_s) * 1e6)
+            began_us = int(self._step_began_s * 1e6) if is_traced else 0
+            nodes = replace(nodes, step_us=step_us, step_rows=self._step_row_count, step_began_us=began_us)
+        held.reply(nodes)
+        if is_traced:
+            held.traced_step_count -= 1
+            span = draft_span(held.opened.trace, nodes, self._step_began_s, now_s, len(self._in_step))
+            self._tracing.record((span,))

@@ -5,9 +5,18 @@ from __future__ import annotations
 from draft_service.drafter import Drafter
 from specdec.config import DraftSettings
 from specdec.decoding.proposal import propose
+from specdec.engine.scheduler import Engine
+from specdec.protocol.types import Description
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
+from specdec.replica.sessions import HeldSessions
 from specdec.replica.stream import StreamMessages
 from specdec.v1 import draft_service_pb2 as draft_pb
+
+
+def make_drafter(engine: Engine, description: Description, settings: DraftSettings) -> Drafter:
+    """The handler of a draft's items, with its sessions."""
+    return Drafter(HeldSessions(engine, description, settings.max_num_seqs))
+
 
 DRAFT = ReplicaKind(
     name="draft",
@@ -15,7 +24,7 @@ DRAFT = ReplicaKind(
     stream_method="Draft",
     messages=StreamMessages(draft_pb.DraftRequest, draft_pb.DraftResponse, draft_pb.DraftResponseItem),
     evidence=propose,
-    make_handler=Drafter,
+    make_handler=make_drafter,
 )
 
 

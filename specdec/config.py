@@ -7,106 +7,38 @@ folder or port can be used (its service) is not known here.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
-EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
-
-# Groups of settings, in the order help shows them.
-GROUPS = PROMPT, CONNECTION, MODEL, SAMPLING, SPECULATION, LIMITS, OUTPUT, SECURITY, PROCESS = (
-    "Prompt",
-    "Connection",
-    "Model",
-    "Sampling",
-    "Speculation",
-    "Limits",
-    "Output",
-    "Security",
-    "Process",
+from specdec.settings import (
+    CONNECTION,
+    GROUPS,
+    LIMITS,
+    MODEL,
+    OUTPUT,
+    PROCESS,
+    PROMPT,
+    RANKS,
+    SAMPLING,
+    SECURITY,
+    SPECULATION,
+    Address,
+    Endpoint,
+    LogLevel,
+    Settings,
+    TlsSettings,
+    is_loopback,
+    setting,
+    split_address,
 )
 
+__all__ = ["GROUPS", "OUTPUT", "PROMPT", "SAMPLING"]  # for the schemas of clients, beside what is defined here
 
-def setting(default: Any, group: str, help: str, **limits: Any) -> Any:
-    """A field of a settings class; `default` is `...` where a value is required."""
-    return Field(default, description=help, json_schema_extra={"group": group}, **limits)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether packets to or from `host` stay on this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of `host:port`; ValueError saying how it is written."""
-    host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError("it must be HOST:PORT, such as 127.0.0.1:50051")
-    return host, int(port)
-
-
-def check_address(address: str) -> str:
-    split_address(address)
-    return address
-
-
-Address = Annotated[str, AfterValidator(check_address)]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, protected_namespaces=())
-
-
-class TlsSettings(Settings):
-    """Mutual TLS: what this side shows, and whom it believes."""
-
-    ssl_certfile: Path | None = setting(
-        None, SECURITY, "Certificate chain of this side, PEM. Read again when it changes."
-    )
-    ssl_keyfile: Path | None = setting(None, SECURITY, "Private key of --ssl-certfile, PEM.")
-    ssl_ca_certs: Path | None = setting(
-        None, SECURITY, "Certificates of the authorities the other side must be signed by, PEM."
-    )
-    insecure: bool = setting(
-        False, SECURITY, "Allow plain connections beyond this machine. Anyone on the way can read them."
-    )
-
-    @property
-    def has_tls(self) -> bool:
-        """Whether connections are encrypted and both sides prove who they are."""
-        return self.ssl_certfile is not None
-
-    @model_validator(mode="after")
-    def _check_tls(self) -> TlsSettings:
-        files = {
-            "--ssl-certfile": self.ssl_certfile,
-            "--ssl-keyfile": self.ssl_keyfile,
-            "--ssl-ca-certs": self.ssl_ca_certs,
-        }
-        missing = [flag for flag, path in files.items() if path is None]
-        if missing and len(missing) < len(files):
-            raise ValueError(f"TLS is mutual and needs three files; give {' and '.join(missing)} too")
-        for flag, path in files.items():
-            if path is not None and not path.is_file():
-                raise ValueError(f"{flag} {path} is not a file")
-        return self
-
-    def check_reach(self, host: str, what: str) -> None:
-        """ValueError when `host` is beyond this machine and connections would be plain without --insecure."""
-        if not (is_loopback(host) or self.has_tls or self.insecure):
-            raise ValueError(
-                f"{what} {host} reaches beyond this machine: give --ssl-certfile, --ssl-keyfile and --ssl-ca-certs, "
-                "or --insecure to go without encryption"
-            )
+EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
+SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs
 
 
 class ServiceSettings(TlsSettings):
@@ -124,6 +56,9 @@ class ServiceSettings(TlsSettings):
         le=86400,
     )
     log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
+    otlp_traces_endpoint: Endpoint | None = setting(
+        None, PROCESS, "Where to send traces (OTLP over gRPC); absent: as OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere."
+    )
 
     @model_validator(mode="after")
     def _check_host(self) -> ServiceSettings:
@@ -139,7 +74,7 @@ class EngineSettings(Settings):
     )
     device: str = setting("auto", MODEL, "Where the model runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
     threads: int = setting(
-        0, MODEL, "CPU threads for a model; 0 takes one per core, half of that with serve.", ge=0, le=1024
+        0, MODEL, "CPU threads for a model, of each rank; 0 takes one per core, half of that with serve.", ge=0, le=1024
     )
     max_model_len: int | None = setting(
         None,
@@ -155,13 +90,37 @@ class EngineSettings(Settings):
         "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.",
         ge=1 << 16,
     )
-    block_size: int = setting(64, LIMITS, "Positions in one cache block: a power of two.", ge=8, le=128)
+    kv_cache_memory_share: float | None = setting(
+        None,
+        LIMITS,
+        "Instead of --kv-cache-bytes: share of the memory that is free once weights are loaded, on a GPU of its own.",
+        gt=0,
+        le=0.95,
+    )
+    block_size: int = setting(
+        0,
+        LIMITS,
+        "Positions in one cache block, a power of two from 8 to 128, on a GPU to 256; 0 takes 64, on a GPU 256.",
+        ge=0,
+        le=256,
+    )
+    enforce_eager: bool = setting(False, MODEL, "On a GPU: run every step kernel by kernel, without captured graphs.")
 
     @model_validator(mode="after")
     def _check_block_size(self) -> EngineSettings:
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"--block-size is {self.block_size}; it must be a power of two")
+        if self.block_size & (self.block_size - 1) or 0 < self.block_size < 8:
+            raise ValueError(f"--block-size is {self.block_size}; it must be a power of two from 8 on, or 0")
+        if self.kv_cache_bytes is not None and self.kv_cache_memory_share is not None:
+            raise ValueError("--kv-cache-bytes and --kv-cache-memory-share both say how large the cache is; give one")
         return self
+
+
+class PrefixSettings(Settings):
+    """What the target does with cached prefixes."""
+
+    enable_prefix_caching: bool = setting(
+        True, LIMITS, "Keep cached blocks of committed tokens for later sessions of the same salt that begin with them."
+    )
 
 
 class ModelSettings(ServiceSettings, EngineSettings):
@@ -173,7 +132,50 @@ class ModelSettings(ServiceSettings, EngineSettings):
     served_model_name: str | None = setting(None, MODEL, "Name to serve the model under; absent: as --model says.")
 
 
-class TargetSettings(ModelSettings):
+class SplitSettings(Settings):
+    """Over how many processes a model is split."""
+
+    tensor_parallel_size: int = setting(
+        1,
+        RANKS,
+        "Processes (ranks) the target is split over, each with its share of weights and cache.",
+        short_flag="-tp",
+        ge=1,
+        le=1024,
+    )
+
+
+class RankSettings(SplitSettings, TlsSettings):
+    """Where the ranks of a model run and how they meet."""
+
+    nnodes: int = setting(1, RANKS, "Machines the ranks are spread over, equally many on each.", ge=1, le=1024)
+    node_rank: int = setting(0, RANKS, "Which of them this is, from 0; 0 serves, the others follow.", ge=0, le=1023)
+    master_addr: str = setting(
+        "127.0.0.1", RANKS, "Address of machine 0 on which the ranks meet; nothing else is used."
+    )
+    master_port: int = setting(0, RANKS, "Port of --master-addr; 0 takes a free one, on one machine.", ge=0, le=65535)
+    insecure_ranks: bool = setting(
+        False, SECURITY, "Let ranks meet beyond this machine: they talk unencrypted, so keep their network closed."
+    )
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> RankSettings:
+        if self.tensor_parallel_size % self.nnodes:
+            limit = f"it must be a multiple of --nnodes {self.nnodes}"
+            raise ValueError(f"--tensor-parallel-size is {self.tensor_parallel_size}; {limit}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank is {self.node_rank}; it must be below --nnodes {self.nnodes}")
+        if self.nnodes > 1 and not self.master_port:
+            raise ValueError("--nnodes above 1 needs --master-addr and --master-port, the same on every machine")
+        if not (is_loopback(self.master_addr) or self.insecure or self.insecure_ranks):
+            raise ValueError(
+                f"--master-addr {self.master_addr} reaches beyond this machine, where ranks talk unencrypted: keep "
+                "that network closed to others and give --insecure-ranks"
+            )
+        return self
+
+
+class TargetSettings(ModelSettings, PrefixSettings, RankSettings):
     """The target service: the model whose law is kept."""
 
     port: int = setting(50052, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
@@ -244,7 +246,7 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings):
         return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
-class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
+class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings):
     """All three services on this machine; --host, --port and TLS are the coordinator's, the others stay on loopback."""
 
     model: str = setting(str(EMBEDDED_MODELS / "target"), MODEL, "Target model: folder or hub id.", min_length=1)
@@ -259,9 +261,9 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
 
     def target_settings(self) -> TargetSettings:
         """Of the target, on a free loopback port."""
-        return TargetSettings(
-            **self._shared(TargetSettings), model=self.model, served_model_name=self.served_model_name
-        )
+        own = self._shared(TargetSettings)
+        own["threads"] = self.threads or max(1, own["threads"] // self.tensor_parallel_size)
+        return TargetSettings(**own, model=self.model, served_model_name=self.served_model_name)
 
     def draft_settings(self) -> DraftSettings:
         """Of the draft, on a free loopback port."""
@@ -274,7 +276,9 @@ class ServeSettings(ServiceSettings, EngineSettings, SpeculationSettings):
         return CoordinatorSettings(**own)
 
     def _shared(self, service: type[ModelSettings]) -> dict[str, Any]:
-        own = (EngineSettings.model_fields.keys() | {"log_level", "drain_grace_s"}) & service.model_fields.keys()
+        schemas = EngineSettings, PrefixSettings, SplitSettings
+        own = SHARED.union(*(schema.model_fields for schema in schemas))
+        own &= service.model_fields.keys()
         threads = self.threads or max(1, (os.cpu_count() or 1) // 2)  # two models share this machine
         return {**{name: getattr(self, name) for name in own}, "port": 0, "threads": threads}
 

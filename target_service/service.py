@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+import torch
+
 from specdec.config import TargetSettings
 from specdec.decoding.evidence import evidence
-from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
+from specdec.engine.parallel.place import RankPlace
+from specdec.engine.scheduler import Engine
+from specdec.protocol.types import Description
+from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.replica.stream import StreamMessages
+from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
+from target_service.room import GrowingSessions
 from target_service.verifier import Verifier
+
+
+def make_verifier(engine: Engine, description: Description, settings: TargetSettings) -> Verifier:
+    """The handler of a target's items, with its sessions."""
+    shares_prefixes = settings.enable_prefix_caching
+    return Verifier(GrowingSessions(engine, description, settings.max_num_seqs, shares_prefixes))
+
 
 TARGET = ReplicaKind(
     name="target",
@@ -15,10 +32,27 @@ TARGET = ReplicaKind(
     stream_method="Verify",
     messages=StreamMessages(target_pb.VerifyRequest, target_pb.VerifyResponse, target_pb.VerifyResponseItem),
     evidence=evidence,
-    make_handler=Verifier,
+    make_handler=make_verifier,
 )
 
 
 async def run(settings: TargetSettings, on_ready: OnReady | None = None) -> None:
     """Serves until told to stop; `on_ready` is given the address once the model serves."""
     await ReplicaApp(TARGET, settings).run(on_ready)
+
+
+async def run_rank(settings: TargetSettings, place: RankPlace, on_ready: OnReady | None = None) -> None:
+    """One rank of a target that is several processes: rank 0 serves like `run`, the others do what it says.
+
+    All a launcher calls, in each process it starts: of `settings` every rank needs the same, but for where the model
+    lies and its device. Returns when rank 0 was told to stop; ends the process when a rank is lost.
+    """
+    if place.rank == 0:
+        await ReplicaApp(TARGET, settings, place).run(on_ready)
+        return
+    from specdec.engine.parallel.rank import ModelSource, run_follower
+
+    configure_logs(settings.log_level, TARGET.name)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    run_follower(ModelSource(settings.model, settings.dtype, device(settings.device, place.local_rank)), place)

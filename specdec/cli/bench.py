@@ -18,7 +18,7 @@ BENCHMARKS = {
     "goals": ("bench.goals", "Each goal beside what the last runs reached."),
     "ceiling": ("bench.ceiling", "The cost model beside an event simulation."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
-    "engine": ("bench.engine_step", "The engine's step by rows and sequences."),
+    "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),
     "demo": ("bench.demo", "Three generations, on against off."),
 }
 

@@ -116,7 +116,8 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
         group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, help=help_of(field))
     else:
         action = "append" if is_list(field) else "store"
-        group.add_argument(flag_of(name), action=action, metavar=metavar_of(field), help=help_of(field))
+        flags = [flag for flag in (flag_of(name), _extra(field).get("short_flag")) if flag]
+        group.add_argument(*flags, dest=name, action=action, metavar=metavar_of(field), help=help_of(field))
 
 
 def read_settings(

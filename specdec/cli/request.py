@@ -67,6 +67,9 @@ class GenerateSettings(ClientSettings):
         PROMPT, "Output token ids of a stream that broke off; give its --seed too.", (), "ID,ID,…"
     )
     label: str = option(PROMPT, "Your name for the request, for logs.", "")
+    cache_salt: str = option(
+        PROMPT, "Cached prefixes are shared only among requests of the same salt.", "", metavar="TEXT"
+    )
     max_tokens: int | None = option(SAMPLING, "Most output tokens.", ge=0, le=UINT32_MAX)
     min_tokens: int | None = option(SAMPLING, "Fewest output tokens before a stop counts.", ge=0, le=UINT32_MAX)
     temperature: float | None = option(SAMPLING, "0 takes the likeliest token; otherwise 0.01 to 100. Absent: 1.")
@@ -139,6 +142,7 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
             ),
             speculative=coordinator_pb.SpeculativePolicy(**speculative),
             label=settings.label,
+            cache_salt=settings.cache_salt,
         )
     except (UnicodeEncodeError, ValueError) as error:
         raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error

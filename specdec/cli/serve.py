@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch, ReplicaUnavailable
+from specdec.protocol.types import Description
 
 POLL_S = 0.2
 LOADING_S_MAX = 3600.0  # the largest models come over a network
@@ -50,30 +51,38 @@ def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child
     draft = start("draft", settings.draft_settings())
     children.append(draft)
     wait_all_ready((target, draft), LOADING_S_MAX)
-    asyncio.run(check_match(settings, target.address, draft.address))
+    for name, description in asyncio.run(check_match(settings, target.address, draft.address)).items():
+        if description.cache is not None:
+            print(f"{name}'s cache: {description.cache.sentence(description.positions_max)}", flush=True)
     coordinator = start("coordinator", settings.coordinator_settings(target.address, draft.address))
     children.append(coordinator)
     coordinator.wait_ready()
     return coordinator, target, draft
 
 
-async def check_match(settings: ServeSettings, target_address: str, draft_address: str) -> None:
-    """Raises Mismatch, naming both models, unless they have one tokenizer."""
+async def check_match(settings: ServeSettings, target_address: str, draft_address: str) -> dict[str, Description]:
+    """What the two say they serve, by name. Raises Mismatch, naming both models, unless they have one tokenizer."""
     from specdec.rpc.client import call_unary, open_channel
+    from specdec.rpc.convert import description_from_message
     from specdec.v1 import types_pb2 as types_pb
 
-    fingerprints = []
-    for service, address in (("TargetService", target_address), ("DraftService", draft_address)):
+    found: dict[str, Description] = {}
+    for name, service, address in (
+        ("target", "TargetService", target_address),
+        ("draft", "DraftService", draft_address),
+    ):
         async with open_channel(address, PLAIN) as channel:
             method = f"/specdec.v1.{service}/Describe"
             request = types_pb.DescribeRequest()
             answer = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
-            fingerprints.append(answer.tokenizer_fingerprint)
+            found[name] = description_from_message(answer)
+    fingerprints = found["target"].tokenizer_fingerprint, found["draft"].tokenizer_fingerprint
     if fingerprints[0] != fingerprints[1]:
         raise Mismatch(
             f"draft {settings.draft_model} and target {settings.model} have different tokenizers (fingerprints "
             f"{fingerprints[1][:12]} and {fingerprints[0][:12]}); choose a draft with the target's tokenizer"
         )
+    return found
 
 
 def _watch(coordinator: Child, target: Child, draft: Child) -> None:

@@ -10,16 +10,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from specdec.cli import events
+from specdec.cli.ranks import ranks_of_machine
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 
 OnReady = Callable[[str], None]
 
 
 def run_target(settings: TargetSettings) -> int:
-    """Serves the target model."""
-    from target_service.service import run
+    """Serves the target model, or runs ranks of it on this machine."""
+    from target_service.service import run, run_rank
 
-    return _serve(run(settings, on_ready("target")))
+    if settings.tensor_parallel_size == 1:
+        return _serve(run(settings, on_ready("target")))
+    with ranks_of_machine(settings) as (own, place):
+        return _serve(run_rank(own, place, on_ready("target")))
 
 
 def run_draft(settings: DraftSettings) -> int:

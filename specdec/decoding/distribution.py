@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.decoding.crossing import Crossing, sent
 from specdec.decoding.edits import PathContext, edited_logits
 from specdec.protocol.types import Law
 
 NUCLEUS_COLUMNS = (128, 1024, 8192, 32768)  # top_p looks among so many likeliest before it sorts the vocabulary
+PRESUMED_NUCLEUS_COLUMNS = 1024  # where asking costs a wait: the median support under top_p is 3 to 14 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Support:
     support, among them padding columns, whose id is 0. Every row keeps at least one token.
     """
 
-    rows: Tensor  # [n] int64: which rows of the call
+    rows: list[int]  # which rows of the call
     token_ids: Tensor | None  # [n, columns] int64; None when the columns are the whole vocabulary
     scores: Tensor  # [n, columns] float64
 
@@ -62,6 +64,9 @@ class Support:
         if self.token_ids is None:
             return columns
         return self.token_ids.gather(1, columns.unsqueeze(1)).squeeze(1)
+
+
+WayToSupport = Callable[[Tensor, list[int], list[Law], Crossing | None], list[Support]]
 
 
 def row_sums(values: Tensor) -> Tensor:
@@ -101,11 +106,11 @@ def first_argmax(values: Tensor) -> Tensor:
     return values.argmax(dim=1)  # torch documents that the first of several maxima is returned
 
 
-def sampled_law(logits: Tensor, contexts: Sequence[PathContext]) -> list[Support]:
+def sampled_law(logits: Tensor, contexts: Sequence[PathContext], crossing: Crossing | None = None) -> list[Support]:
     """The sampled law of every row, for laws with a temperature.  logits: [rows, vocabulary] float32
 
     `contexts` cover the rows in order, `context.row_count` each. Rows come back in groups by how their support was
-    found; which way that is depends on a row's own law and logits only.
+    found; which way that is depends on a row's own law and logits only. `crossing`: of the computation this is part of.
     """
     edited = edited_logits(logits, contexts)
     laws = [context.law for context in contexts for _ in range(context.row_count)]
@@ -113,12 +118,11 @@ def sampled_law(logits: Tensor, contexts: Sequence[PathContext]) -> list[Support
     for find in (law_by_top_k, law_by_top_p, law_of_all):
         chosen = [row for row, law in enumerate(laws) if way_to_support(law, logits.shape[1]) is find]
         if chosen:
-            rows = torch.tensor(chosen, device=logits.device)
-            supports += find(taken(edited, chosen), rows, [laws[row] for row in chosen])
+            supports += find(taken(edited, chosen), chosen, [laws[row] for row in chosen], crossing)
     return supports
 
 
-def way_to_support(law: Law, width: int) -> Callable[[Tensor, Tensor, list[Law]], list[Support]]:
+def way_to_support(law: Law, width: int) -> WayToSupport:
     """The cheapest way to the support of a law over `width` tokens."""
     if 0 < law.top_k < width:
         return law_by_top_k
@@ -131,13 +135,24 @@ def dense_scores(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
     for support in sampled_law(logits, contexts):
         inside = support.scores > -math.inf
         line, column = inside.nonzero(as_tuple=True)
-        dense[support.rows[line], support.ids.expand(inside.shape)[line, column]] = support.scores[line, column]
+        rows = sent(support.rows, logits.device)[line]
+        dense[rows, support.ids.expand(inside.shape)[line, column]] = support.scores[line, column]
     return dense
 
 
 def taken(values: Tensor, rows: list[int]) -> Tensor:
-    """Those rows; without a copy when they are all rows."""
-    return values if len(rows) == values.shape[0] else values[torch.tensor(rows, device=values.device)]
+    """Those rows, which rise; without a copy when they are all rows."""
+    return values if len(rows) == values.shape[0] else values[sent(rows, values.device)]
+
+
+def in_row_order(parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+    """One number per row, given by groups of rows that together are all of them, by rising row.  # [rows]"""
+    if len(parts) == 1:
+        return parts[0][1]
+    rows = [row for part, _ in parts for row in part]
+    places = sorted(range(len(rows)), key=rows.__getitem__)
+    values = torch.cat([values for _, values in parts])
+    return values[sent(places, values.device)]
 
 
 def every_token_id(values: Tensor) -> Tensor:
@@ -147,7 +162,7 @@ def every_token_id(values: Tensor) -> Tensor:
 
 def per_row(numbers: list[float], like: Tensor) -> Tensor:
     """A column of one number per row.  # [n, 1] float64"""
-    return torch.tensor(numbers, dtype=torch.float64, device=like.device).unsqueeze(1)
+    return sent(numbers, like.device, torch.float64).unsqueeze(1)
 
 
 def tempered(values: Tensor, maxima: Tensor, laws: list[Law]) -> Tensor:
@@ -164,28 +179,30 @@ def without_improbable(tempered_scores: Tensor, laws: list[Law]) -> Tensor:
     return tempered_scores.masked_fill_(tempered_scores < limits, -math.inf)
 
 
-def law_of_all(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
+def law_of_all(values: Tensor, rows: list[int], laws: list[Law], crossing: Crossing | None = None) -> list[Support]:
     """The law of rows with neither top_k nor top_p: every token min_p leaves."""
     scores = tempered(values, values.amax(dim=1, keepdim=True), laws)
     return [Support(rows, None, without_improbable(scores, laws))]
 
 
-def law_by_top_k(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
+def law_by_top_k(values: Tensor, rows: list[int], laws: list[Law], crossing: Crossing | None) -> list[Support]:
     """The law of rows with top_k: only the k likeliest tokens of each are ever looked at again.
 
     min_p, which comes before top_k, may as well follow it: both keep the likeliest, and the shorter list is theirs.
     """
-    token_ids, used = likeliest(values, [law.top_k for law in laws])
+    token_ids, used = likeliest(values, [law.top_k for law in laws], crossing)
     raw = values.gather(1, token_ids).masked_fill_(~used, -math.inf)
     kept = without_improbable(tempered(raw, raw.amax(dim=1, keepdim=True), laws), laws)
     weights = kept.exp()
     return [Support(rows, token_ids, nucleus(kept, weights, row_totals(weights), laws)[0])]
 
 
-def law_by_top_p(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]:
+def law_by_top_p(values: Tensor, rows: list[int], laws: list[Law], crossing: Crossing | None) -> list[Support]:
     """The law of rows with top_p alone: found among the likeliest tokens, or by sorting the vocabulary if need be."""
     scores = law_of_all(values, rows, laws)[0].scores
     totals = row_totals(scores.exp())
+    if crossing is not None and crossing.is_blind:
+        return [presumed_nucleus(scores, rows, totals, laws, crossing)]
     supports: list[Support] = []
     for columns in NUCLEUS_COLUMNS:
         if 4 * columns > values.shape[1] or not laws:
@@ -193,14 +210,28 @@ def law_by_top_p(values: Tensor, rows: Tensor, laws: list[Law]) -> list[Support]
         token_ids, _ = likeliest(scores, [columns] * len(laws))
         compact = scores.gather(1, token_ids)
         kept, enough = nucleus(compact, compact.exp(), totals, laws)
-        found, missed = enough.nonzero().squeeze(1), (~enough).nonzero().squeeze(1)
-        if len(found):
-            supports.append(Support(rows[found], token_ids[found], kept[found]))
-        laws = [laws[index] for index in missed.tolist()]
-        rows, scores, totals = rows[missed], scores[missed], totals[missed]
+        was_found = enough.tolist()
+        found = [index for index, is_found in enumerate(was_found) if is_found]
+        missed = [index for index, is_found in enumerate(was_found) if not is_found]
+        if found:
+            supports.append(Support([rows[index] for index in found], taken(token_ids, found), taken(kept, found)))
+        laws, rows = [laws[index] for index in missed], [rows[index] for index in missed]
+        if missed:
+            scores, totals = taken(scores, missed), taken(totals, missed)
     if laws:
         supports.append(Support(rows, None, nucleus(scores, scores.exp(), totals, laws)[0]))
     return supports
+
+
+def presumed_nucleus(scores: Tensor, rows: list[int], totals: Tensor, laws: list[Law], crossing: Crossing) -> Support:
+    """`law_by_top_p` without asking: the nucleus is presumed to be among so many likeliest tokens."""
+    if 4 * PRESUMED_NUCLEUS_COLUMNS > scores.shape[1]:
+        return Support(rows, None, nucleus(scores, scores.exp(), totals, laws)[0])
+    token_ids, _ = likeliest(scores, [PRESUMED_NUCLEUS_COLUMNS] * len(laws), crossing)
+    compact = scores.gather(1, token_ids)
+    kept, enough = nucleus(compact, compact.exp(), totals, laws)
+    crossing.presume_none(~enough)
+    return Support(rows, token_ids, kept)
 
 
 def nucleus(scores: Tensor, weights: Tensor, totals: Tensor, laws: list[Law]) -> tuple[Tensor, Tensor]:
@@ -219,7 +250,7 @@ def nucleus(scores: Tensor, weights: Tensor, totals: Tensor, laws: list[Law]) ->
     return scores.masked_fill(dropped, -math.inf), (sums[:, -1:] >= limits).squeeze(1)
 
 
-def likeliest(values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+def likeliest(values: Tensor, counts: list[int], crossing: Crossing | None = None) -> tuple[Tensor, Tensor]:
     """Exactly counts[row] likeliest tokens of each row, ties to the lowest id, ids ascending.
 
     Returns ids [n, columns] int64 padded with 0, and which columns are used [n, columns] bool, the first of each row.
@@ -227,14 +258,16 @@ def likeliest(values: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """
     width = values.shape[1]
     columns = min(max(counts), width)
-    count = torch.tensor([min(c, width) for c in counts], device=values.device).unsqueeze(1)
+    count = sent([min(c, width) for c in counts], values.device).unsqueeze(1)
     top = values.topk(min(columns + 1, width), dim=1)
     last = top.values.gather(1, count - 1)
     used = torch.arange(columns, device=values.device).unsqueeze(0) < count
     token_ids = top.indices[:, :columns].masked_fill(~used, width).sort(dim=1).values
     following = top.values.gather(1, count.clamp(max=top.values.shape[1] - 1))
-    torn = ((last == following) & (last > -math.inf) & (count < width)).squeeze(1).nonzero().squeeze(1)
-    if len(torn):
+    is_torn = ((last == following) & (last > -math.inf) & (count < width)).squeeze(1)
+    if crossing is not None and crossing.is_blind:
+        crossing.presume_none(is_torn)
+    elif len(torn := is_torn.nonzero().squeeze(1)):
         token_ids[torn] = likeliest_among_ties(values[torn], last[torn], count[torn], columns)
     return token_ids.masked_fill(~used, 0), used
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.decoding.crossing import sent
 from specdec.protocol.types import Law
 
 
@@ -72,8 +73,8 @@ def edit_path(values: Tensor, context: PathContext) -> None:
     mask_stop_tokens(values[: context.masked_row_count], [t for t in law.stop_token_ids if t < width])
     bias = [(token_id, number) for token_id, number in law.logit_bias if token_id < width]
     if bias:
-        columns = torch.tensor([token_id for token_id, _ in bias], device=values.device)
-        values[:, columns] += torch.tensor([number for _, number in bias], dtype=values.dtype, device=values.device)
+        columns = sent([token_id for token_id, _ in bias], values.device)
+        values[:, columns] += sent([number for _, number in bias], values.device, values.dtype)
     if law.has_penalties:
         penalise(values, context)
 
@@ -82,7 +83,7 @@ def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
     """-inf for stop ids, except in a row that would be left without any token: a law never has empty support."""
     if not len(values) or not stop_token_ids:
         return
-    columns = torch.tensor(stop_token_ids, device=values.device)
+    columns = sent(stop_token_ids, values.device)
     before = values[:, columns]
     values[:, columns] = -math.inf
     emptied = values.amax(dim=1, keepdim=True) == -math.inf
@@ -95,15 +96,15 @@ def penalise(values: Tensor, context: PathContext) -> None:
     first_counts = Counter(context.committed[law.prompt_length :])
     first_seen = first_counts.keys() if law.repetition_penalty == 1 else set(context.committed)
     token_ids = [token_id for token_id in {*first_seen, *context.draft_token_ids} if token_id < width]
-    columns = torch.tensor(token_ids, dtype=torch.int64, device=values.device)
-    draft_counts = draft_counts_before(context, token_ids).to(values.device)
+    columns = sent(token_ids, values.device, torch.int64)
+    draft_counts = sent(draft_counts_before(context, token_ids), values.device)
     chosen = values[:, columns]
     if law.repetition_penalty != 1:
         repeated = torch.where(chosen > 0, chosen / law.repetition_penalty, chosen * law.repetition_penalty)
-        seen_at_first = torch.tensor([token_id in first_seen for token_id in token_ids], device=values.device)
+        seen_at_first = sent([token_id in first_seen for token_id in token_ids], values.device, torch.bool)
         chosen = torch.where(seen_at_first | (draft_counts > 0), repeated, chosen)
     if law.presence_penalty or law.frequency_penalty:
-        counts = torch.tensor([first_counts[token_id] for token_id in token_ids], device=values.device) + draft_counts
+        counts = sent([first_counts[token_id] for token_id in token_ids], values.device, torch.int64) + draft_counts
         chosen -= law.presence_penalty * (counts > 0).to(values.dtype)
         chosen -= law.frequency_penalty * counts.to(values.dtype)
     values[:, columns] = chosen

@@ -7,18 +7,30 @@ decides nothing: `coordinator.rejection` does. With no draft tokens this is plai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from specdec.decoding.distribution import Support, first_argmax, greedy_token_ids, row_sums, sampled_law, taken
+from specdec.decoding.crossing import Crossing, crossed, is_far, sent
+from specdec.decoding.distribution import (
+    Support,
+    first_argmax,
+    greedy_token_ids,
+    in_row_order,
+    row_sums,
+    sampled_law,
+    taken,
+)
 from specdec.decoding.edits import PathContext
 from specdec.decoding.logprobs import position_logprobs
 from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.types import Evidence, Law, PositionLogprobs, Row, Rule
+
+Item = TypeVar("Item")
 
 CHUNK_ELEMENTS = 1 << 24  # logits worked on at once: bounds temporary memory to a few times 128 MiB
 CHUNK_ELEMENTS_CPU = 1 << 19  # larger temporaries leave the caches, and the allocator returns their pages each time
@@ -57,20 +69,29 @@ def evidence(requests: Sequence[EvidenceRequest], row_counts: Sequence[int], log
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
     starts = [0, *itertools.accumulate(expected)]
-    results: list[Evidence | None] = [None] * len(requests)
-    for rule in Rule:
-        for chunk in chunks([i for i, r in enumerate(requests) if r.law.rule is rule], expected, logits):
-            chosen = [requests[index] for index in chunk]
-            rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
-            for index, result in zip(chunk, evidence_of_rule(rule, chosen, taken(logits, rows))):
-                results[index] = result
-    return [result for result in results if result is not None]
+
+    def compute(crossing: Crossing) -> Callable[[], list[Evidence]]:
+        finishes: list[tuple[list[int], Callable[[], list[Evidence]]]] = []
+        for rule in Rule:
+            for chunk in chunks([i for i, r in enumerate(requests) if r.law.rule is rule], expected, logits):
+                chosen = [requests[index] for index in chunk]
+                rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
+                finishes.append((chunk, evidence_of_rule(rule, chosen, taken(logits, rows), crossing)))
+        return lambda: in_order(finishes)
+
+    return crossed(logits.device, compute)
+
+
+def in_order(finishes: Sequence[tuple[list[int], Callable[[], list[Item]]]]) -> list[Item]:
+    """The results of chunks, each with the indices of its requests, in the order of the requests."""
+    results = {index: result for chunk, finish in finishes for index, result in zip(chunk, finish())}
+    return [results[index] for index in range(len(results))]
 
 
 def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> list[list[int]]:
     """The indices in groups of a bounded number of logits, or of one request."""
     groups: list[list[int]] = []
-    limit = CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
+    limit = CHUNK_ELEMENTS if is_far(logits.device) else CHUNK_ELEMENTS_CPU
     room = 0
     for index in indices:
         size = row_counts[index] * logits.shape[1]
@@ -82,44 +103,55 @@ def chunks(indices: list[int], row_counts: Sequence[int], logits: Tensor) -> lis
     return groups
 
 
-def evidence_of_rule(rule: Rule, requests: Sequence[EvidenceRequest], logits: Tensor) -> list[Evidence]:
-    """Evidence for requests that share a rule."""
+def evidence_of_rule(
+    rule: Rule, requests: Sequence[EvidenceRequest], logits: Tensor, crossing: Crossing
+) -> Callable[[], list[Evidence]]:
+    """Evidence for requests that share a rule; once crossed."""
     contexts = [request.context for request in requests]
-    target_probs: list[float] = []
+    target_probs: Callable[[], list[float]] = list
     if rule is Rule.GREEDY:
-        replacements = greedy_token_ids(logits, contexts).tolist()
+        chosen = greedy_token_ids(logits, contexts)
     elif rule is Rule.COUPLED:
-        replacements = coupled_token_ids(sampled_law(logits, contexts), contexts, logits).tolist()
+        chosen = coupled_token_ids(sampled_law(logits, contexts, crossing), contexts, logits.device)
     else:
-        replacements, target_probs = rejection_evidence(sampled_law(logits, contexts), requests)
-    results, start = [], 0
-    for request in requests:
-        end = start + request.row_count
-        tokens = tuple(replacements[start:end])
-        probs = tuple(target_probs[start : end - 1])
-        results.append(Evidence(tokens, probs, *logprobs_of(request, tokens, logits[start:end])))
-        start = end
-    return results
+        chosen, probs = rejection_evidence(sampled_law(logits, contexts, crossing), requests)
+        target_probs = crossing.bring(probs)
+    replacements = crossing.bring(chosen)
+    ends = list(itertools.accumulate(request.row_count for request in requests))
+    places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
+    reported = [logprobs_of(r, chosen[place], logits[place], crossing) for r, place in zip(requests, places)]
+
+    def finish() -> list[Evidence]:
+        tokens, probs = replacements(), target_probs()
+        return [
+            Evidence(tuple(tokens[place]), tuple(probs[place][: place.stop - place.start - 1]), *logprobs())
+            for place, logprobs in zip(places, reported)
+        ]
+
+    return finish
 
 
 def logprobs_of(
-    request: EvidenceRequest, replacements: tuple[int, ...], logits: Tensor
-) -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
-    """Log-probabilities of draft tokens and replacements, when the law asks for them."""
-    count = request.law.logprobs
-    if count is None:
-        return (), ()
-    tokens = [(*pair,) for pair in zip(replacements, (*request.draft_token_ids, replacements[-1]))]
-    both = position_logprobs(logits, tokens, count)
-    return tuple(pair[1] for pair in both[:-1]), tuple(pair[0] for pair in both)
+    request: EvidenceRequest, replacements: Tensor, logits: Tensor, crossing: Crossing
+) -> Callable[[], tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]]:
+    """Log-probabilities of draft tokens and replacements, when the law asks for them; once crossed."""
+    if request.law.logprobs is None:
+        return lambda: ((), ())
+    draft_token_ids = sent(request.draft_token_ids, logits.device, torch.int64)
+    tokens = torch.stack([replacements, torch.cat([draft_token_ids, replacements[-1:]])], dim=1)
+    both = position_logprobs(logits, tokens, request.law.logprobs, crossing)
+
+    def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
+        pairs = both()
+        return tuple(pair[1] for pair in pairs[:-1]), tuple(pair[0] for pair in pairs)
+
+    return finish
 
 
-def coupled_token_ids(supports: list[Support], contexts: Sequence[PathContext], logits: Tensor) -> Tensor:
+def coupled_token_ids(supports: list[Support], contexts: Sequence[PathContext], device: torch.device) -> Tensor:
     """argmax(score + G) over the support, ties to the lowest id: the same token whoever proposes.  # [rows] int64"""
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    for support, perturbed in perturbed_scores(supports, contexts, logits.device):
-        chosen[support.rows] = support.token_ids_at(first_argmax(perturbed))
-    return chosen
+    perturbed = perturbed_scores(supports, contexts, device)
+    return in_row_order([(support.rows, support.token_ids_at(first_argmax(scores))) for support, scores in perturbed])
 
 
 def perturbed_scores(
@@ -130,11 +162,14 @@ def perturbed_scores(
     positions = [context.base_position + offset for context in contexts for offset in range(context.row_count)]
     keys = gumbel_keys(seeds, positions, device)
     for support in supports:
-        yield support, gumbel(keys[support.rows], support.ids).add_(support.scores)
+        yield support, gumbel(taken(keys, support.rows), support.ids).add_(support.scores)
 
 
-def rejection_evidence(supports: list[Support], requests: Sequence[EvidenceRequest]) -> tuple[list[int], list[float]]:
-    """Replacement token and target probability of the draft token, per row; the latter 0 at last positions."""
+def rejection_evidence(supports: list[Support], requests: Sequence[EvidenceRequest]) -> tuple[Tensor, Tensor]:
+    """Replacement token and target probability of the draft token, per row.  # [rows] int64, [rows] float64
+
+    The probability means nothing at last positions.
+    """
     draft_token_ids = [token for request in requests for token in (*request.draft_token_ids, -1)]
     draft_rows = [row for request in requests for row in (*request.rows, None)]
     uniforms = [
@@ -142,33 +177,33 @@ def rejection_evidence(supports: list[Support], requests: Sequence[EvidenceReque
         for request in requests
         for offset in range(request.row_count)
     ]
-    replacements, target_probs = [0] * len(uniforms), [0.0] * len(uniforms)
+    replacements: list[tuple[list[int], Tensor]] = []
+    target_probs: list[tuple[list[int], Tensor]] = []
     for support in supports:
-        rows = support.rows.tolist()
+        rows = support.rows
         target = support.probabilities()
         entries = draft_entries(support, [draft_rows[row] for row in rows])
         chosen = support.token_ids_at(replacement_columns(target, *entries, [uniforms[row] for row in rows]))
-        wanted = torch.tensor([max(draft_token_ids[row], 0) for row in rows], device=target.device)
+        wanted = sent([max(draft_token_ids[row], 0) for row in rows], target.device)
         line = torch.arange(len(rows), device=target.device)
         columns, found = support.columns_of(line, wanted)
-        probs = torch.where(found, target[line, columns], 0.0)
-        for row, token_id, prob in zip(rows, chosen.tolist(), probs.tolist()):
-            replacements[row], target_probs[row] = token_id, prob
-    return replacements, target_probs
+        replacements.append((rows, chosen))
+        target_probs.append((rows, torch.where(found, target[line, columns], 0.0)))
+    return in_row_order(replacements), in_row_order(target_probs)
 
 
 def draft_entries(support: Support, draft_rows: Sequence[Row | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft's rows as (line, column, probability) of the tokens the target's support holds too.
+    """The draft's rows as (line, column, probability); 0 at some column for a token the target's support lacks.
 
     A last position has no row and no entries. Probabilities are those of `Row.probability`, which the test reads.
     """
     entries = [(line, row) for line, row in enumerate(draft_rows) if row is not None]
     device = support.scores.device
-    lines = torch.tensor([line for line, row in entries for _ in row.token_ids], dtype=torch.int64, device=device)
-    token_ids = torch.tensor([t for _, row in entries for t in row.token_ids], dtype=torch.int64, device=device)
-    probs = torch.tensor([p for _, row in entries for p in row.probabilities], dtype=torch.float64, device=device)
+    lines = sent([line for line, row in entries for _ in row.token_ids], device, torch.int64)
+    token_ids = sent([t for _, row in entries for t in row.token_ids], device, torch.int64)
+    probs = sent([p for _, row in entries for p in row.probabilities], device, torch.float64)
     columns, found = support.columns_of(lines, token_ids)
-    return lines[found], columns[found], probs[found]
+    return lines, columns, torch.where(found, probs, 0.0)
 
 
 def replacement_columns(
@@ -176,13 +211,14 @@ def replacement_columns(
 ) -> Tensor:
     """A draw from the residual max(0, target - draft) of each row, or from the target where that has no mass.
 
-    target: [n, columns] float64; the draft's probabilities at (lines, columns), each pair once, nothing at a last
-    position, whose residual is the target itself.  # [n] int64
+    target: [n, columns] float64; the draft's probabilities at (lines, columns), each pair once or with zeros, nothing
+    at a last position, whose residual is the target itself.  # [n] int64
     """
     residual = target.clone()
-    residual[lines, columns] = (target[lines, columns] - draft_probs).clamp_(min=0)
+    residual.index_put_((lines, columns), -draft_probs, accumulate=True)
+    residual[lines, columns] = residual[lines, columns].clamp_(min=0)
     empty = residual.amax(dim=1, keepdim=True) == 0
-    if bool(empty.any()):
+    if is_far(target.device) or bool(empty.any()):
         residual = torch.where(empty, target, residual)
     return inverse_cdf(residual, uniforms)
 
@@ -194,6 +230,6 @@ def inverse_cdf(masses: Tensor, uniforms: Sequence[float]) -> Tensor:
     """
     sums = row_sums(masses)
     totals = sums[:, -1:].contiguous()
-    draws = torch.tensor(uniforms, dtype=torch.float64, device=masses.device).unsqueeze(1)
+    draws = sent(uniforms, masses.device, torch.float64).unsqueeze(1)
     columns = torch.searchsorted(sums, draws * totals, right=True)
     return torch.minimum(columns, torch.searchsorted(sums, totals)).squeeze(1)

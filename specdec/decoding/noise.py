@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.decoding.crossing import sent
 from specdec.protocol.noise import GUMBEL_BITS, INCREMENT, MULTIPLIER_1, MULTIPLIER_2, Lane, stream_key
 
 
@@ -27,7 +28,7 @@ def xor_shifted(state: Tensor, count: int) -> Tensor:
 def gumbel_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
     """One stream key per row: what the noise of all token ids at (seed, position) shares.  # [rows, 1] int64"""
     keys = [signed(stream_key(seed, Lane.GUMBEL, position)) for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(1)
+    return sent(keys, device, torch.int64).unsqueeze(1)
 
 
 def gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from specdec.decoding.crossing import Crossing, crossed
 from specdec.decoding.distribution import (
     Support,
     first_argmax,
@@ -26,9 +28,11 @@ from specdec.decoding.distribution import (
     taken,
 )
 from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.evidence import chunks, perturbed_scores
+from specdec.decoding.evidence import chunks, in_order, perturbed_scores
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ROW_STEPS_PER_OCTAVE, ROW_WEIGHTS, Law, Row, Rule
+
+Guesses: TypeAlias = tuple[tuple[int, float], ...]  # (token id, confidence)
 
 PROPOSAL_ROW_TOKENS_MAX = 96  # 2 to 3 bytes each: the rows of 4 draft tokens stay near 1 KiB
 
@@ -72,55 +76,71 @@ def propose(requests: Sequence[ProposalRequest], row_counts: Sequence[int], logi
     """One proposal per request, in order.  logits: [len(requests), vocabulary] float32; every row count is 1."""
     if list(row_counts) != [1] * len(requests) or logits.shape[0] != len(requests):
         raise ValueError(f"{list(row_counts)} rows for {len(requests)} proposals, and {logits.shape[0]} of logits")
-    results: list[Proposal | None] = [None] * len(requests)
     groups: dict[tuple[Rule, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
         groups.setdefault((request.law.rule, width), []).append(index)
-    for (rule, width), indices in groups.items():
-        for chunk in chunks(indices, row_counts, logits):
-            chosen = [requests[index] for index in chunk]
-            for index, result in zip(chunk, proposals_of_rule(rule, chosen, taken(logits, chunk)[:, :width])):
-                results[index] = result
-    return [result for result in results if result is not None]
+
+    def compute(crossing: Crossing) -> Callable[[], list[Proposal]]:
+        finishes: list[tuple[list[int], Callable[[], list[Proposal]]]] = []
+        for (rule, width), indices in groups.items():
+            for chunk in chunks(indices, row_counts, logits):
+                chosen = [requests[index] for index in chunk]
+                finish = proposals_of_rule(rule, chosen, taken(logits, chunk)[:, :width], crossing)
+                finishes.append((chunk, finish))
+        return lambda: in_order(finishes)
+
+    return crossed(logits.device, compute)
 
 
-def proposals_of_rule(rule: Rule, requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposal]:
-    """Proposals for requests that share a rule and a vocabulary."""
+def proposals_of_rule(
+    rule: Rule, requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+) -> Callable[[], list[Proposal]]:
+    """Proposals for requests that share a rule and a vocabulary; once crossed."""
     contexts = [PathContext(request.law, request.path) for request in requests]
+    if rule is Rule.REJECTION:
+        rows = encoded_rows(sampled_law(logits, contexts, crossing), crossing)
+        return lambda: [Proposal(guesses_of_row(row, request), row) for row, request in zip(rows(), requests)]
     if rule is Rule.GREEDY:
         values = edited_logits(logits, contexts).to(torch.float64)
-        support = Support(torch.arange(len(requests), device=logits.device), None, values)
-        return [Proposal(guesses) for guesses in guesses_of([(support, values)], requests)]
-    supports = sampled_law(logits, contexts)
-    if rule is Rule.COUPLED:
-        perturbed = list(perturbed_scores(supports, contexts, logits.device))
-        return [Proposal(guesses) for guesses in guesses_of(perturbed, requests)]
-    rows = encoded_rows(supports, len(requests))
-    return [Proposal(guesses_of_row(row, request), row) for row, request in zip(rows, requests)]
+        scored = [(Support(list(range(len(requests))), None, values), values)]
+    else:
+        scored = list(perturbed_scores(sampled_law(logits, contexts, crossing), contexts, logits.device))
+    guesses = guesses_of(scored, requests, crossing)
+    return lambda: [Proposal(guess) for guess in guesses()]
 
 
 def guesses_of(
-    scored: Sequence[tuple[Support, Tensor]], requests: Sequence[ProposalRequest]
-) -> list[tuple[tuple[int, float], ...]]:
+    scored: Sequence[tuple[Support, Tensor]], requests: Sequence[ProposalRequest], crossing: Crossing
+) -> Callable[[], list[Guesses]]:
     """The tokens of highest score in each row and their shares of the softmax; the first is the argmax, ties to the
-    lowest id.  scores: [n, columns] float64"""
-    found: list[tuple[tuple[int, float], ...]] = [()] * len(requests)
+    lowest id; once crossed.  scores: [n, columns] float64"""
+    brought = []
     for support, scores in scored:
         weights = (scores - scores.amax(dim=1, keepdim=True)).exp_()
         shares = weights.div_(row_totals(weights))
         first = first_argmax(scores)
-        rows = support.rows.tolist()
-        count = min(1 + max(requests[row].branch_count for row in rows), scores.shape[1])
+        count = min(1 + max(requests[row].branch_count for row in support.rows), scores.shape[1])
         others = scores.topk(count, dim=1).indices
         columns = torch.cat([first.unsqueeze(1), others], dim=1)
-        token_ids = support.ids.expand(scores.shape).gather(1, columns).tolist()
-        confidences = shares.gather(1, columns).tolist()
-        for row, ids, values in zip(rows, token_ids, confidences):
-            guesses = dict(zip(ids[::-1], values[::-1]))  # the argmax once, in its first place
-            ordered = [(ids[0], guesses.pop(ids[0])), *((t, guesses[t]) for t in ids[1:] if guesses.get(t, 0) > 0)]
-            found[row] = tuple(ordered[: 1 + requests[row].branch_count])
-    return found
+        token_ids = crossing.bring(support.ids.expand(scores.shape).gather(1, columns))
+        brought.append((support.rows, token_ids, crossing.bring(shares.gather(1, columns))))
+
+    def finish() -> list[Guesses]:
+        found: list[Guesses] = [()] * len(requests)
+        for rows, token_ids, confidences in brought:
+            for row, ids, values in zip(rows, token_ids(), confidences()):
+                found[row] = ordered_guesses(ids, values)[: 1 + requests[row].branch_count]
+        return found
+
+    return finish
+
+
+def ordered_guesses(token_ids: list[int], confidences: list[float]) -> Guesses:
+    """The argmax, given first and once more among the others, then the others that have any confidence."""
+    guesses = dict(zip(token_ids[::-1], confidences[::-1]))
+    first = (token_ids[0], guesses.pop(token_ids[0]))
+    return first, *((token_id, guesses[token_id]) for token_id in token_ids[1:] if guesses.get(token_id, 0) > 0)
 
 
 def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float], ...]:
@@ -133,22 +153,32 @@ def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float
     return first, *((token_id, weight / total) for token_id, weight in likeliest_others)
 
 
-def encoded_rows(supports: list[Support], count: int) -> list[Row]:
-    """Each row's law as it will be sent: its likeliest tokens, with the nearest of the weights a row can carry.
+def encoded_rows(supports: list[Support], crossing: Crossing) -> Callable[[], list[Row]]:
+    """Each row's law as it will be sent: its likeliest tokens, with the nearest of the weights a row can carry; once
+    crossed.
 
     The likeliest weighs 65535. A token less likely than 1 in 65535 beside it is left out, of the row and so of what can
     be drawn.
     """
-    rows: list[Row | None] = [None] * count
+    brought = []
     for support in supports:
-        columns, used = likeliest(support.scores, [PROPOSAL_ROW_TOKENS_MAX] * len(support.rows))
+        columns, used = likeliest(support.scores, [PROPOSAL_ROW_TOKENS_MAX] * len(support.rows), crossing)
         scores = support.scores.gather(1, columns).masked_fill_(~used, -math.inf)
         codes = (scores * (-ROW_STEPS_PER_OCTAVE / math.log(2))).clamp_(max=len(ROW_WEIGHTS)).round_().to(torch.int64)
-        token_ids = support.ids.expand(support.scores.shape).gather(1, columns).tolist()
-        for row, ids, line in zip(support.rows.tolist(), token_ids, codes.tolist()):
-            kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(ids, line) if code < len(ROW_WEIGHTS)]
-            rows[row] = Row(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
-    return [row for row in rows if row is not None]
+        token_ids = crossing.bring(support.ids.expand(support.scores.shape).gather(1, columns))
+        brought.append((support.rows, encoded(token_ids, crossing.bring(codes))))
+    return lambda: in_order(brought)
+
+
+def encoded(token_ids: Callable[[], list[list[int]]], codes: Callable[[], list[list[int]]]) -> Callable[[], list[Row]]:
+    """The rows of lines of tokens and codes; once crossed."""
+    return lambda: [encoded_row(ids, line) for ids, line in zip(token_ids(), codes())]
+
+
+def encoded_row(token_ids: list[int], codes: list[int]) -> Row:
+    """The row of those tokens whose code stands for a weight."""
+    kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < len(ROW_WEIGHTS)]
+    return Row(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
 
 
 def draw(row: Row, draw_bits: int) -> int:

@@ -2,43 +2,90 @@
 
 Proven means: tests compare logits at every position, greedy text in ragged batches and text after rollbacks with
 `transformers` itself. Whatever is not on the list is refused by name before any weight is read: a model that runs but
-answers differently would be worse than one that does not run.
+answers differently would be worse than one that does not run. A new architecture is one record here and one entry of
+those tests; how a layer attends is not written here but found by calling it (`attention_calls`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.errors import ModelRefused
 
-PROVEN_ROPE_TYPES = ("default", "linear", "llama3")
+# Angles that depend on the position alone can be tabled: "dynamic" and "longrope" change with the text's length.
+PROVEN_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 PROVEN_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+PROVEN_LAYER_TYPES = ("full_attention", "sliding_attention")
+REFUSED = {
+    "quantization_config": "weights that are quantized",
+    "add_cross_attention": "cross attention",
+    "use_bidirectional_attention": "attention to later positions",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One proven class of `transformers`: its name, the config key of its activation, and further checks."""
+    """One proven class of `transformers`: its name, where its config says what, and what it makes of logits.
+
+    Logits are multiplied by the value of `logit_factor_key`, divided by that of `logit_divisor_key` and capped at that
+    of `logit_softcap_key`, where there are such keys.
+    """
 
     class_name: str
-    activation_key: str
-    activation_default: str
-    check: Callable[[str, dict], None]
+    activation_key: str = "hidden_act"
+    activation_default: str = "silu"
+    may_rotate_partly: bool = False
+    refused_keys: tuple[str, ...] = ()
+    logit_factor_key: str | None = None
+    logit_divisor_key: str | None = None
+    logit_softcap_key: str | None = None
+
+
+GELU_TANH = "gelu_pytorch_tanh"
+PROVEN = (
+    Architecture("LlamaForCausalLM"),
+    Architecture("Qwen2ForCausalLM"),
+    Architecture("Qwen3ForCausalLM"),
+    Architecture("MistralForCausalLM"),
+    Architecture("GemmaForCausalLM", activation_default=GELU_TANH),
+    Architecture("Gemma2ForCausalLM", "hidden_activation", GELU_TANH, logit_softcap_key="final_logit_softcapping"),
+    Architecture("Gemma3ForCausalLM", "hidden_activation", GELU_TANH, logit_softcap_key="final_logit_softcapping"),
+    Architecture("PhiForCausalLM", activation_default="gelu_new", may_rotate_partly=True),
+    Architecture("Phi3ForCausalLM", may_rotate_partly=True),
+    Architecture("GPTNeoXForCausalLM", activation_default="gelu", may_rotate_partly=True),
+    Architecture("Starcoder2ForCausalLM", activation_default=GELU_TANH),
+    Architecture("GraniteForCausalLM", logit_divisor_key="logits_scaling"),
+    Architecture("SmolLM3ForCausalLM"),
+    Architecture("Olmo2ForCausalLM"),
+    Architecture("CohereForCausalLM", refused_keys=("use_qk_norm",), logit_factor_key="logit_scale"),
+    Architecture("GPT2LMHeadModel", "activation_function", "gelu_new"),
+)
 
 
 def check_proven(name: str, config: dict) -> None:
     """Raises ModelRefused unless the architecture and every feature the config asks for are proven."""
-    architecture = _architecture(name, config)
-    if config.get("quantization_config") is not None:
-        raise ModelRefused(f"{name} is quantized (quantization_config), which is not proven yet")
-    activation = config.get(architecture.activation_key, architecture.activation_default)
-    if activation not in PROVEN_ACTIVATIONS:
-        proven = ", ".join(PROVEN_ACTIVATIONS)
-        raise ModelRefused(f"{name}: {architecture.activation_key} {activation!r} is not proven yet; proven: {proven}")
-    architecture.check(name, config)
+    architecture = architecture_of(name, config)
+    for key, what in REFUSED.items():
+        if config.get(key):
+            raise ModelRefused(f"{name} asks for {what} ({key}), which is not proven yet")
+    for key in architecture.refused_keys:
+        if config.get(key):
+            raise ModelRefused(f"{name}: {key} {config[key]!r} is not proven yet")
+    if config.get("is_causal") is False:
+        raise ModelRefused(f"{name}: is_causal false is not proven yet")
+    _check_value(
+        name,
+        architecture.activation_key,
+        config.get(architecture.activation_key, architecture.activation_default),
+        PROVEN_ACTIVATIONS,
+    )
+    for layer_type in config.get("layer_types") or ():
+        _check_value(name, "layer type", layer_type, PROVEN_LAYER_TYPES)
+    _check_rope(name, config, architecture.may_rotate_partly)
 
 
-def _architecture(name: str, config: dict) -> Architecture:
+def architecture_of(name: str, config: dict) -> Architecture:
+    """The record of a config's architecture. Raises ModelRefused where there is none."""
     asked = config.get("architectures")
     if not isinstance(asked, list) or len(asked) != 1:
         raise ModelRefused(f"{name}: config.json names architectures {asked!r}; exactly one is needed")
@@ -50,31 +97,18 @@ def _architecture(name: str, config: dict) -> Architecture:
     raise ModelRefused(f"{name}: architecture {asked[0]} is not proven yet{own_code}; proven: {proven}")
 
 
-def _check_rope(name: str, config: dict) -> None:
-    """Only rotary frequencies that do not change with the text's length can be tabled, and of those the proven."""
+def _check_value(name: str, key: str, value: object, proven: tuple[str, ...]) -> None:
+    if value not in proven:
+        raise ModelRefused(f"{name}: {key} {value!r} is not proven yet; proven: {', '.join(proven)}")
+
+
+def _check_rope(name: str, config: dict, may_rotate_partly: bool) -> None:
+    """Of one set of rotary parameters, or of one for each layer type."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in PROVEN_ROPE_TYPES:
-        proven = ", ".join(PROVEN_ROPE_TYPES)
-        raise ModelRefused(f"{name}: rope type {rope_type!r} is not proven yet; proven: {proven}")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
-        raise ModelRefused(f"{name}: a partial_rotary_factor is not proven yet")
-
-
-def _check_qwen2(name: str, config: dict) -> None:
-    _check_rope(name, config)
-    layer_types = config.get("layer_types") or []
-    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
-        raise ModelRefused(f"{name}: sliding window attention is not proven yet")
-
-
-def _check_gpt2(name: str, config: dict) -> None:
-    if config.get("add_cross_attention"):
-        raise ModelRefused(f"{name}: cross attention is not proven yet")
-
-
-PROVEN = (
-    Architecture("LlamaForCausalLM", "hidden_act", "silu", _check_rope),
-    Architecture("Qwen2ForCausalLM", "hidden_act", "silu", _check_qwen2),
-    Architecture("GPT2LMHeadModel", "activation_function", "gelu_new", _check_gpt2),
-)
+    nested = [value or {} for key, value in rope.items() if key in PROVEN_LAYER_TYPES]
+    for parameters in nested or [rope]:
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        _check_value(name, "rope type", rope_type, PROVEN_ROPE_TYPES)
+        factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+        if factor != 1 and not may_rotate_partly:
+            raise ModelRefused(f"{name}: a partial_rotary_factor is not proven yet")

@@ -2,22 +2,28 @@
 
 Every product has one of a few fixed shapes: query tiles of measured widths against splits of KEY_SPLIT cached
 positions, accumulated split by split in order. Padding to a longer neighbour adds splits that are masked, that is,
-exact zeros at the end. All arithmetic is float32, whatever the model's type; the cache holds float32.
+exact zeros. All arithmetic is float32, whatever the model's type; the cache holds float32. A layer says what it wants
+by a `ScoreRule`; which rows may look where is the plan's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AttentionInterface
 
+from specdec.engine.elementwise import aligned
 from specdec.engine.row_widths import ROW_MULTIPLE, probe
+from specdec.errors import ModelRefused
 
 NAME = "specdec_paged"
 KEY_SPLIT = 128  # cached positions per product; longer ones would be divided by the library as it sees fit
 CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_COUNTS = (1, 2, 3, 8)
+# What models pass along to an attention function that changes nothing here: positions are the plan's.
+WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "cache_position"})
 
 
 class PagedStorage:
@@ -46,6 +52,18 @@ class PagedStorage:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """What one layer makes of q k^T: times `scaling`, then softcap * tanh(score / softcap), within `window` positions.
+
+    A row sees the last `window` positions, its own included; None is all of its past. `softcap` None leaves scores.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGroup:
     """Query tiles of one width whose sequences are about equally long; computed together.
 
@@ -64,17 +82,43 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where one step's rows are written, what they read and where results go; the same for every layer.
+    """Where one step's rows are written, what they read and where results go; the same for every layer of a window.
 
-    `written` [2 * rows * kv heads] int64: cache positions of the step's keys, then values. `output_rows` [padded rows *
-    heads] int64: where each (row, head) lies in the groups' results, one after another.
+    `written` [2 * rows * kv heads] int64: cache positions of the step's keys, then values. `groups`: by the window of a
+    layer. `output_rows` [padded rows * heads] int64: where each (row, head) lies in the groups' results, one after
+    another.
     """
 
     storage: PagedStorage
     row_count: int
     written: torch.Tensor
-    groups: tuple[QueryGroup, ...]
+    groups: Mapping[int | None, tuple[QueryGroup, ...]]
     output_rows: torch.Tensor
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Writes the step's keys and values to the cache of a layer, then attends to it.
+
+        queries [rows, heads, head size], keys and values [rows, kv heads, head size], of one type; returns the
+        queries' shape and type.
+        """
+        storage = self.storage
+        rows, head_count, size = queries.shape
+        new = torch.cat((keys[: self.row_count], values[: self.row_count])).view(-1, size)
+        storage.positions[layer].index_copy_(0, self.written, new if new.dtype == torch.float32 else new.float())
+        flat = queries.reshape(-1, size)
+        if flat.dtype != torch.float32:
+            flat = flat.float()
+        cells = storage.cells[layer]
+        groups = self.groups[rule.window]
+        if len(groups) == 1:
+            together = _attend(flat, cells, groups[0], rule)
+        else:
+            together = torch.cat([_attend(flat, cells, group, rule) for group in groups])
+        # together: [all tiles * heads * width, head size]
+        output = together.index_select(0, self.output_rows).view(rows, head_count, size)
+        return output if output.dtype == queries.dtype else output.to(queries.dtype)
 
 
 def paged_attention(
@@ -85,54 +129,36 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     plan: AttentionPlan,
-    **_: object,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function `transformers` calls: query [1, heads, rows, head size], key and value [1, kv heads, ...].
 
-    Returns [1, rows, heads, head size].
+    Returns [1, rows, heads, head size]. Raises ModelRefused for an argument that would change the result and is not
+    known here: attention sinks, position biases, whatever comes next.
     """
+    unknown = [name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT]
+    if unknown or attention_mask is not None:
+        asked = ", ".join(sorted(unknown)) or "attention_mask"
+        raise ModelRefused(f"{type(module).__name__} asks for {asked} in its attention, which is not proven yet")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-    return attend(queries, keys, values, plan, layer, scaling)[None], None
+    rule = ScoreRule(scaling, sliding_window, softcap)
+    return plan.attend(queries, keys, values, layer, rule)[None], None
 
 
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: AttentionPlan,
-    layer: int,
-    scaling: float,
-) -> torch.Tensor:
-    """Writes the step's keys and values to the cache of a layer, then attends to it.
-
-    queries [rows, heads, head size], keys and values [rows, kv heads, head size], of one type; returns the queries'
-    shape and type.
-    """
-    storage = plan.storage
-    rows, head_count, size = queries.shape
-    new = torch.cat((keys[: plan.row_count], values[: plan.row_count])).view(-1, size)
-    storage.positions[layer].index_copy_(0, plan.written, new if new.dtype == torch.float32 else new.float())
-    flat = queries.reshape(-1, size)
-    if flat.dtype != torch.float32:
-        flat = flat.float()
-    cells = storage.cells[layer]
-    if len(plan.groups) == 1:
-        together = _attend(flat, cells, plan.groups[0], scaling)
-    else:
-        together = torch.cat([_attend(flat, cells, group, scaling) for group in plan.groups])
-    # together: [all tiles * heads * width, head size]
-    output = together.index_select(0, plan.output_rows).view(rows, head_count, size)
-    return output if output.dtype == queries.dtype else output.to(queries.dtype)
-
-
-def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, scaling: float) -> torch.Tensor:
-    """softmax(q k^T * scaling + mask) v for every tile and head of a group: [tiles * heads * width, head size]."""
+def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule) -> torch.Tensor:
+    """softmax(capped(q k^T * scaling) + mask) v for every tile and head of a group: [tiles * heads * width, size]."""
     size = queries.shape[1]
     splits, width, _ = group.mask.shape  # [tiles * kv heads * splits, group size * width, KEY_SPLIT]
     tiles = queries.index_select(0, group.query_rows).view(splits, width, size)
     keys, values = cells.index_select(0, group.cells).view(2, splits, KEY_SPLIT, size).unbind()
-    scores = torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=scaling)
+    if rule.softcap is None:
+        scores = torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=rule.scaling)
+    else:
+        raw = torch.bmm(tiles, keys.transpose(1, 2)).mul_(rule.scaling / rule.softcap)
+        scores = aligned(torch.tanh, raw).mul_(rule.softcap).add_(group.mask)
     count = group.split_count
     if count == 1:
         return torch.bmm(torch.softmax(scores, -1), values).view(-1, size)
@@ -145,32 +171,42 @@ def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, scali
     return output.view(-1, size)
 
 
-def probe_query_tiles(group_size: int, head_size: int) -> tuple[int, ...]:
+def probe_query_tiles(group_size: int, head_size: int, rules: Collection[ScoreRule]) -> tuple[int, ...]:
     """Rows per query tile at which attention gives every row the same bits, whatever is computed beside it.
 
     `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width
-    is tried with several tiles at once and with neighbours one and two splits longer.
+    is tried with several tiles at once, with neighbours one and two splits longer and, where one of the model's rules
+    has a window, with a split before the one that a row sees; at the model's own scales, because a scale that is no
+    power of two is rounded where the kernel applies it.
     """
     generator = torch.Generator().manual_seed(head_size)
     cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values
     cells[0] = 0
+    # What a row sees, as positions of cells 1 and 2, and the cells it may be computed over.
+    texts = [((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0])), ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0]))]
+    if any(rule.window is not None for rule in rules):
+        texts.append(((KEY_SPLIT + 20, 2 * KEY_SPLIT - 28), ([2], [1, 2], [2, 0], [1, 2, 0])))
 
-    def attend(rows: torch.Tensor, position_count: int, split_count: int, batch: int) -> torch.Tensor:
-        is_later = torch.arange(split_count * KEY_SPLIT) >= position_count
-        mask = torch.zeros(is_later.shape).masked_fill_(is_later, -torch.inf).view(split_count, 1, KEY_SPLIT)
+    def attend(
+        rows: torch.Tensor, seen: tuple[int, int], order: list[int], batch: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        positions = torch.arange(len(order) * KEY_SPLIT) + (order[0] - 1) * KEY_SPLIT
+        is_hidden = (positions < seen[0]) | (positions >= seen[1])
+        mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf).view(-1, 1, KEY_SPLIT)
         mask = mask.expand(-1, len(rows), -1).repeat(batch, 1, 1)
-        order = torch.tensor([[1, 2, 0][:split_count] * batch, [3, 4, 0][:split_count] * batch])
-        query_rows = torch.arange(len(rows)).repeat(batch * split_count)
-        group = QueryGroup(split_count, query_rows, order.view(-1), mask)
-        return _attend(rows, cells, group, head_size**-0.5).view(batch, len(rows), head_size)
+        halves = torch.tensor([order * batch, [cell and cell + 2 for cell in order] * batch])
+        query_rows = torch.arange(len(rows)).repeat(batch * len(order))
+        group = QueryGroup(len(order), query_rows, halves.view(-1), mask)
+        return _attend(rows, cells, group, rule).view(batch, len(rows), head_size)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        outputs = []  # [rows, head size] for texts that end in the first and in the second split
-        for position_count, split_counts in ((KEY_SPLIT - 28, (1, 2, 3)), (2 * KEY_SPLIT - 28, (2, 3))):
-            tried = [attend(rows, position_count, splits, batch) for splits in split_counts for batch in BATCH_COUNTS]
-            every = torch.cat(tried)  # [all batches, rows, head size]
-            agrees = torch.equal(every, every[:1].expand_as(every))
-            outputs.append(every[0] if agrees else torch.full_like(every[0], torch.nan))
+        outputs = []  # [rows, head size] for each text and rule
+        for rule in {replace(rule, window=None) for rule in rules}:
+            for seen, orders in texts:
+                tried = [attend(rows, seen, order, batch, rule) for order in orders for batch in BATCH_COUNTS]
+                every = torch.cat(tried)  # [all batches, rows, head size]
+                agrees = torch.equal(every, every[:1].expand_as(every))
+                outputs.append(every[0] if agrees else torch.full_like(every[0], torch.nan))
         return torch.cat(outputs, -1)
 
     candidates = [tile for tile in CANDIDATE_QUERY_TILES if group_size * tile % ROW_MULTIPLE == 0]

@@ -25,6 +25,7 @@ class ModelDescription:
     dtype: str
     device: str
     libraries: str
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,48 +1,35 @@
 """Which cache block belongs to which sequence, and up to where its content is valid.
 
-A sequence reserves all blocks it may need when it is admitted, so a step never runs out of room half-way. Rollback is
-`truncate`: a length. A fork shares the blocks before it; whoever writes into a shared block first gets a copy of it.
-The module moves block ids, not numbers: what a block holds is the model's storage. Not thread-safe: the engine thread
-owns it.
+A sequence either reserves all blocks it may need at once, or is opened empty and takes blocks before it writes.
+Rollback is `truncate`: a length. A fork shares the blocks before it; whoever writes into a shared block first gets a
+copy of it. Blocks of committed tokens can be published: a sequence that begins with the same tokens adopts them, and
+when nobody holds them any more they stay until their room is needed, the least recently used first. The module moves
+block ids, not numbers: what a block holds is the model's storage. Not thread-safe: the engine thread owns it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from specdec.engine.block_table import BlockTable
 from specdec.engine.interface import Storage
+from specdec.engine.prefix import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
-BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 128
+BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
 ZERO_BLOCK = 0  # all zero for ever, owned by nobody: stands in block tables where a sequence has no block
-
-
-class BlockTable:
-    """One sequence's place in the cache; made by `KVCache.reserve` and `KVCache.fork` only.
-
-    Cached tokens are valid in [0, length); it may grow to `capacity`. Block i holds positions
-    [i * block_size, (i + 1) * block_size).
-    """
-
-    __slots__ = ("block_ids", "length", "capacity", "is_released")
-
-    def __init__(self, block_ids: list[int], length: int, capacity: int):
-        self.block_ids = block_ids
-        self.length = length
-        self.capacity = capacity
-        self.is_released = False
-
-    def __repr__(self) -> str:
-        state = "released" if self.is_released else f"{self.length}/{self.capacity} tokens"
-        return f"BlockTable({state}, blocks {self.block_ids})"
 
 
 class KVCache:
     """Allocator of fixed-size blocks over a model's storage.
 
     Invariants (`check_integrity`):
-    1. a block is free or held, never both; the zero block is neither;
+    1. a block is free, kept (published, held by nobody) or held, one of the three; the zero block is none of them;
     2. a block's holder count equals the number of tables that name it;
-    3. a table names exactly the blocks its capacity needs, none twice, and length <= capacity;
-    4. copies promised for a block are fewer than its holders, and all promised copies fit into the free blocks.
+    3. a table names at least the blocks its length needs and at most those of its capacity, none twice;
+    4. copies promised for a block are fewer than its holders, and all promised copies fit into the blocks to be had;
+    5. what is kept is published, what is free is not; a table has digests for whole blocks of valid tokens only, and a
+       block there that is published goes by the table's own digest: no text is found in another's blocks.
     """
 
     def __init__(self, block_count: int, block_size: int, storage: Storage):
@@ -55,14 +42,21 @@ class KVCache:
         self.block_size = block_size
         self._storage = storage
         self._free = list(range(block_count - 1, ZERO_BLOCK, -1))  # popped from the end: lowest ids first
+        self._kept: dict[int, None] = {}  # published blocks that nobody holds, least recently used first
+        self._index = PrefixIndex()
         self._holders = [0] * block_count
         self._promised: dict[int, int] = {}  # shared block -> copies its holders may still need, paid for at the fork
         self._tables: set[BlockTable] = set()
 
     @property
     def free_block_count(self) -> int:
-        """Blocks a new reservation may take; copies promised to forks are not among them."""
-        return len(self._free) - sum(self._promised.values())
+        """Blocks to be had, those kept included; copies promised to forks are not among them."""
+        return len(self._free) + len(self._kept) - sum(self._promised.values())
+
+    @property
+    def kept_block_count(self) -> int:
+        """Published blocks that nobody holds: what a later sequence may find, and anybody may take."""
+        return len(self._kept)
 
     @property
     def usage(self) -> float:
@@ -73,17 +67,72 @@ class KVCache:
     def table_count(self) -> int:
         return len(self._tables)
 
+    @property
+    def position_count(self) -> int:
+        """Positions the whole cache holds."""
+        return (self.block_count - 1) * self.block_size
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether any sequence has given logits and holds its tokens still, so that it may ask again any moment."""
+        return any(table.is_decoding for table in self._tables)
+
     def blocks_for(self, capacity: int) -> int:
         """Blocks that `capacity` positions need."""
         return -(-capacity // self.block_size)
 
-    def reserve(self, capacity: int) -> BlockTable:
-        """An empty table that can grow to `capacity`. Raises CacheExhausted; then nothing was allocated."""
+    def open(self, capacity: int, salt: str = "") -> BlockTable:
+        """An empty table that may grow to `capacity` and holds no block yet; it adopts from tables of its salt only."""
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
-        table = BlockTable(self._take(self.blocks_for(capacity)), 0, capacity)
+        table = BlockTable([], 0, capacity, root_digest(salt))
         self._tables.add(table)
         return table
+
+    def reserve(self, capacity: int) -> BlockTable:
+        """An empty table with all blocks of its capacity. Raises CacheExhausted; then nothing was allocated."""
+        table = self.open(capacity)
+        try:
+            table.block_ids = self._take(self.blocks_for(capacity))
+        except CacheExhausted:
+            self.release(table)
+            raise
+        return table
+
+    def adopt(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+        """Shares the longest chain of published blocks that the text `token_ids` begins with; the length it has then.
+
+        The table must be empty: opened or vacated. What is adopted is in use again, and no other block is.
+        """
+        self._check_live(table)
+        if table.block_ids or len(token_ids) > table.capacity:
+            raise ValueError(f"{table!r} cannot adopt {len(token_ids)} tokens")
+        for digest in chain_digests(table.root, token_ids, self.block_size):
+            block_id = self._index.find(digest)
+            if block_id is None:
+                break
+            self._kept.pop(block_id, None)
+            self._holders[block_id] += 1
+            table.block_ids.append(block_id)
+            table.digests.append(digest)
+        table.length = len(table.block_ids) * self.block_size
+        return table.length
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], length: int) -> None:
+        """Lets others adopt the whole blocks of [0, length): valid, and holding the committed tokens `token_ids`.
+
+        The caller answers for both; never for draft tokens. Idempotent, and cheap where nothing is new.
+        """
+        known = len(table.digests)
+        if length // self.block_size <= known:
+            return
+        self._check_live(table)
+        if length > min(table.length, len(token_ids)):
+            raise ValueError(f"length is {length}; {table!r} and {len(token_ids)} tokens are published")
+        parent = table.digests[-1] if known else table.root
+        for digest in chain_digests(parent, token_ids[known * self.block_size : length], self.block_size):
+            self._index.add(digest, table.block_ids[len(table.digests)])
+            table.digests.append(digest)
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Forgets cached tokens from `length` on. Blocks stay reserved; idempotent."""
@@ -91,19 +140,28 @@ class KVCache:
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}; it must be from 0 to the cached length {table.length}")
         table.length = length
+        del table.digests[length // self.block_size :]
 
     def prepare_write(self, table: BlockTable, end: int) -> None:
-        """Makes the blocks of positions [table.length, end) this table's alone, copying shared ones.
+        """Makes the blocks of positions [table.length, end) this table's alone: takes those that it lacks, copies
+        shared ones, and nobody finds by its old name what is about to be overwritten.
 
-        Idempotent. Raises CacheExhausted only when no block is left and some table was truncated below a fork of it:
-        every other copy was paid for by the fork.
+        Idempotent. Raises CacheExhausted when it lacks more blocks than are to be had; then nothing changed. A table
+        with all its blocks meets that only when none is left and some table was truncated below a fork of it: every
+        other copy was paid for by the fork.
         """
         self._check_live(table)
         if not table.length <= end <= table.capacity:
             raise ValueError(f"end is {end}; it must be from the length {table.length} to {table.capacity}")
-        for index in range(table.length // self.block_size, self.blocks_for(end)):
+        first, last = table.length // self.block_size, self.blocks_for(end)
+        shared = [block_id for block_id in table.block_ids[first:last] if self._holders[block_id] > 1]
+        unpaid_count = sum(block_id not in self._promised for block_id in shared)
+        table.block_ids += self._take(max(0, last - len(table.block_ids)), spare=unpaid_count)
+        for index in range(first, last):
             if self._holders[table.block_ids[index]] > 1:
                 self._copy_on_write(table, index)
+            else:
+                self._index.remove(table.block_ids[index])
 
     def advance(self, table: BlockTable, length: int) -> None:
         """Declares [table.length, length) valid, after a forward wrote it."""
@@ -135,19 +193,28 @@ class KVCache:
             self._holders[block_id] += 1
         if is_split:
             self._promised[shared[-1]] = self._promised.get(shared[-1], 0) + 1
-        fork = BlockTable(shared + own, length, capacity)
+        fork = BlockTable(shared + own, length, capacity, table.root)
+        fork.digests = table.digests[: length // self.block_size]
         self._tables.add(fork)
         return fork
 
-    def release(self, table: BlockTable) -> None:
-        """Gives the table's blocks back, those shared when their last holder goes. Idempotent."""
-        if table.is_released:
-            return
-        table.is_released = True
-        self._tables.remove(table)
+    def vacate(self, table: BlockTable) -> None:
+        """Gives the table's blocks back, those shared when their last holder goes; the table stays, empty. Idempotent.
+
+        Published ones are kept. Of a chain the last blocks are given up first: without its beginning none is found.
+        """
         for block_id in reversed(table.block_ids):
             self._drop(block_id)
-        table.block_ids, table.length, table.capacity = [], 0, 0
+        table.block_ids, table.length, table.digests, table.is_decoding = [], 0, [], False
+
+    def release(self, table: BlockTable) -> None:
+        """Gives the table's blocks back as `vacate` does, and the table itself. Idempotent."""
+        if table.is_released:
+            return
+        self.vacate(table)
+        table.is_released = True
+        self._tables.remove(table)
+        table.capacity = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming the broken invariant (numbered in the class docstring)."""
@@ -157,26 +224,47 @@ class KVCache:
             counted[block_id] += 1
         free = set(self._free)
         assert len(free) == len(self._free), "invariant 1: a block is free twice"
-        assert ZERO_BLOCK not in free and counted[ZERO_BLOCK] == 0, "invariant 1: the zero block was given out"
+        assert ZERO_BLOCK not in free | self._kept.keys() and counted[ZERO_BLOCK] == 0, "invariant 1: zero block"
         assert free.isdisjoint(held), f"invariant 1: blocks {sorted(free.intersection(held))} are free and held"
-        assert len(free) + len(set(held)) == self.block_count - 1, "invariant 1: a block is neither free nor held"
+        assert self._kept.keys().isdisjoint(free.union(held)), "invariant 1: a kept block is free or held"
+        known_count = len(free) + len(self._kept) + len(set(held))
+        assert known_count == self.block_count - 1, "invariant 1: a block is lost"
         assert counted == self._holders, "invariant 2: holder counts differ from the tables"
         for table in self._tables:
             assert len(set(table.block_ids)) == len(table.block_ids), f"invariant 3: {table!r} names a block twice"
-            assert len(table.block_ids) == self.blocks_for(table.capacity), f"invariant 3: {table!r} block count"
             assert 0 <= table.length <= table.capacity, f"invariant 3: {table!r} length"
+            lowest, highest = self.blocks_for(table.length), self.blocks_for(table.capacity)
+            assert lowest <= len(table.block_ids) <= highest, f"invariant 3: {table!r} block count"
         for block_id, copies in self._promised.items():
             assert 0 < copies < counted[block_id], f"invariant 4: {copies} copies promised for block {block_id}"
-        assert self.free_block_count >= 0, "invariant 4: promised copies exceed the free blocks"
+        assert self.free_block_count >= 0, "invariant 4: promised copies exceed the blocks to be had"
+        self._check_published()
+
+    def _check_published(self) -> None:
+        self._index.check()
+        assert all(block_id in self._index for block_id in self._kept), "invariant 5: a kept block has no name"
+        assert all(block_id not in self._index for block_id in self._free), "invariant 5: a free block has a name"
+        for table in self._tables:
+            assert len(table.digests) <= table.length // self.block_size, f"invariant 5: {table!r} digests"
+            own = [*table.digests, *[None] * (table.length // self.block_size - len(table.digests))]
+            for block_id, digest in zip(table.block_ids, own):
+                assert self._index.name_of(block_id) in (None, digest), f"invariant 5: block {block_id} of {table!r}"
 
     def _take(self, count: int, spare: int = 0) -> list[int]:
-        """`count` free blocks, leaving `spare` more for a promise. Raises CacheExhausted before taking any."""
+        """`count` blocks, leaving `spare` more to be had for copies. Raises CacheExhausted before taking any."""
         if count + spare > self.free_block_count:
             raise CacheExhausted(f"{count + spare} cache blocks are needed, {self.free_block_count} are free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() if self._free else self._take_kept() for _ in range(count)]
         for block_id in taken:
             self._holders[block_id] = 1
         return taken
+
+    def _take_kept(self) -> int:
+        """The least recently used block that is kept; nobody finds it from here on."""
+        block_id = next(iter(self._kept))
+        del self._kept[block_id]
+        self._index.remove(block_id)
+        return block_id
 
     def _copy_on_write(self, table: BlockTable, index: int) -> None:
         shared = table.block_ids[index]
@@ -193,7 +281,11 @@ class KVCache:
         holders = self._holders[block_id]
         if block_id in self._promised:
             self._set_promised(block_id, min(self._promised[block_id], max(holders - 1, 0)))
-        if holders == 0:
+        if holders > 0:
+            return
+        if block_id in self._index:
+            self._kept[block_id] = None
+        else:
             self._free.append(block_id)
 
     def _set_promised(self, block_id: int, copies: int) -> None:

@@ -6,6 +6,7 @@ protocol tests, and loads it; both answer to the same interface.
 
 from __future__ import annotations
 
+from specdec.engine.devices import find_device
 from specdec.engine.interface import CausalModel, ModelDescription, RaggedBatch, Segment, StepOutput, Storage
 from specdec.engine.model_folder import Progress, open_model_folder
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
@@ -23,21 +24,25 @@ __all__ = [
     "load_model",
 ]
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_model(
-    path_or_hub_id: str, dtype: str = "auto", device: str = "cpu", progress: Progress | None = None
+    path_or_hub_id: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Progress | None = None,
+    enforce_eager: bool = False,
 ) -> CausalModel:
     """Loads and describes a model; `progress(what, share)` is told how far it is.
 
     Raises ModelRefused for the folder's faults and ConfigError for the settings', each in one line. "auto" keeps the
-    weights' own type where it is proven, float32 otherwise.
+    weights' own type, but for float16, which it widens to float32 on a CPU. `device`: see `find_device`; a table model
+    runs on a CPU wherever. `enforce_eager`: no captured graphs on a GPU.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if device != "cpu":
-        raise ConfigError(f"device is {device!r}; it must be cpu")
+    place = find_device(device)
     folder = open_model_folder(path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         return load_table_model(folder.path, folder.digest(progress))
@@ -46,4 +51,4 @@ def load_model(
     from specdec.engine.transformers_model import load_transformers_model
 
     check_proven(path_or_hub_id, folder.config)
-    return load_transformers_model(path_or_hub_id, folder, dtype, progress)
+    return load_transformers_model(path_or_hub_id, folder, dtype, progress, place, enforce_eager)

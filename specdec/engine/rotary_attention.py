@@ -1,51 +1,76 @@
-"""Attention of models with rotary positions, in a third of the calls.
+"""Rotary attention in a third of the calls: a stand-in for most of `transformers`' attention modules.
 
-Stands in for the attention modules of Llama and Qwen2: the same computation with queries, keys and values from one
-product and the rotation applied to queries and keys together. On a small model most of a step is the cost of calls,
-not of arithmetic. Architectures without a stand-in keep their own module and reach the cache through
+Queries, keys and values come from one product, and queries and keys are rotated together: on a small model most of a
+step is the cost of calls, not of arithmetic. A stand-in takes a module's place only where, tried on random rows, it
+hands attention what the module itself hands it. Modules it does not fit stay as they are and reach the cache through
 `attention.paged_attention`.
 """
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionPlan, attend
+from specdec.engine.attention import AttentionPlan
+from specdec.engine.attention_calls import AttentionCall, CallRecorder
+
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+TRIED_ROW_COUNT = 4
+# Roundings differ where a sum is done in another order; a wrong rotation or scale differs by the values' own size.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position, computed once by the model's own module: [positions, 1, head size] each.
+    """Cosines and sines of every position, computed once by the model's own module, which it stands in for.
 
-    The sines of the first half are negated, so that rotating is x * cosines + (x with its halves swapped) * sines.
+    Models with several kinds of rotary layers ask by `layer_type`. For stand-ins tables are [positions, 1, size] and
+    the sines of the first half negated, so that rotating is x * cosines + (x with its halves swapped) * sines.
     """
 
-    def __init__(self, rotary: nn.Module, positions_max: int, dtype: torch.dtype):
+    def __init__(self, rotary: nn.Module, positions_max: int, dtype: torch.dtype, is_for_stand_ins: bool):
         super().__init__()
-        cosines, sines = rotary(torch.empty(0, dtype=dtype), torch.arange(positions_max)[None])
-        self.cosines = cosines[0][:, None].contiguous()
-        first, second = sines[0][:, None].chunk(2, -1)
-        self.sines = torch.cat((-first, second), -1)
+        self.is_for_stand_ins = is_for_stand_ins
+        self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer_type in _layer_types(rotary):
+            cosines, sines = _angles(rotary, positions_max, dtype, layer_type)
+            if is_for_stand_ins:
+                first, second = sines.chunk(2, -1)
+                cosines, sines = cosines[:, None].contiguous(), torch.cat((-first, second), -1)[:, None]
+            self.tables[layer_type] = cosines, sines
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [1, rows] int64 -> two of [rows, 1, head size], of the model's type."""
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [1, rows] int64 -> two of [1, rows, size], or of [rows, 1, size] for stand-ins."""
+        cosines, sines = self.tables[layer_type]
         positions = position_ids[0]
-        return self.cosines.index_select(0, positions), self.sines.index_select(0, positions)
+        found = cosines.index_select(0, positions), sines.index_select(0, positions)
+        return found if self.is_for_stand_ins else (found[0][None], found[1][None])
 
 
 class RotaryAttention(nn.Module):
-    """qkv product, rotation, paged attention, output product; `qkv` gives all query heads, then keys, then values."""
+    """qkv product, norms of heads, rotation, paged attention, output product.
 
-    def __init__(self, module: nn.Module, qkv: nn.Module, out: nn.Module):
+    `qkv` gives all query heads, then keys, then values. Head counts come from the widths of the projections, which may
+    be one rank's share of the model's, and the output projection keeps its name in `transformers`.
+    """
+
+    def __init__(self, module: nn.Module):
         super().__init__()
-        config = module.config
+        parts: list[nn.Linear] = [module.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")]  # type: ignore
         self.layer_index = int(module.layer_idx)  # type: ignore[arg-type]
-        self.scaling = float(module.scaling)  # type: ignore[arg-type]
         self.head_size = int(module.head_dim)  # type: ignore[arg-type]
-        self.head_count: int = config.num_attention_heads  # type: ignore
-        self.rotated_count: int = self.head_count + config.num_key_value_heads  # type: ignore
-        self.qkv = qkv
-        self.out = out
+        self.head_count = len(parts[0].weight) // self.head_size
+        self.rotated_count = self.head_count + len(parts[1].weight) // self.head_size
+        self.qkv = joined(parts)
+        self.has_head_norms = HEAD_NORMS <= _child_names(module)
+        if self.has_head_norms:
+            self.q_norm, self.k_norm = module.get_submodule("q_norm"), module.get_submodule("k_norm")
+        self.o_proj = module.get_submodule("o_proj")
+        self.rule = _call(module, self.head_size)[0].rule
 
     def forward(
         self,
@@ -59,9 +84,94 @@ class RotaryAttention(nn.Module):
         heads = self.qkv(hidden_states).view(hidden_states.shape[1], -1, self.head_size)
         values = heads[:, self.rotated_count :]
         heads = heads[:, : self.rotated_count]  # [rows, query and key heads, head size]
+        if self.has_head_norms:
+            # Sums along a head in a view with gaps were seen to change with the number of rows.
+            queries, keys = heads[:, : self.head_count].contiguous(), heads[:, self.head_count :].contiguous()
+            heads = torch.cat((self.q_norm(queries), self.k_norm(keys)), 1)
         swapped = heads.roll(self.head_size // 2, -1)
         rotated = (heads * cosines).add_(swapped.mul_(sines))
         keys = rotated[:, self.head_count :]
         queries = rotated[:, : self.head_count]
-        output = attend(queries, keys, values, plan, self.layer_index, self.scaling)
-        return self.out(output.view(1, hidden_states.shape[1], -1)), None
+        output = plan.attend(queries, keys, values, self.layer_index, self.rule)
+        return self.o_proj(output.view(1, hidden_states.shape[1], -1)), None
+
+
+def has_projections(module: nn.Module) -> bool:
+    """Whether a module has the four projections of the attention that a stand-in may replace."""
+    return _child_names(module) >= PROJECTIONS
+
+
+def fits(module: nn.Module, rotary_size: int) -> bool:
+    """Whether a stand-in does what an attention module does: tried on random rows, with random angles.
+
+    `rotary_size` elements of a head are rotated; a stand-in rotates all.
+    """
+    names = _child_names(module)
+    head_size = getattr(module, "head_dim", None)
+    if head_size != rotary_size or names not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS):
+        return False
+    if names >= HEAD_NORMS and module.get_submodule("q_norm").get_parameter("weight").shape != (head_size,):
+        return False  # a norm over all heads together
+    expected, its_output = _call(module, head_size)
+    call, output = _call(RotaryAttention(module), head_size)
+    pairs = [(getattr(call, name), getattr(expected, name)) for name in ("queries", "keys", "values")]
+    tolerance = TOLERANCES[output.dtype]
+    return all(_is_near(ours, theirs, tolerance) for ours, theirs in [*pairs, (output, its_output)])
+
+
+@torch.inference_mode()
+def _call(module: nn.Module, head_size: int) -> tuple[AttentionCall, torch.Tensor]:
+    """What an attention module, or its stand-in, asks of attention for random rows, and what it makes of the answer."""
+    weight = module.get_submodule("o_proj").get_parameter("weight")
+    generator = torch.Generator().manual_seed(head_size)
+    angles = torch.randn(TRIED_ROW_COUNT, head_size // 2, generator=generator).repeat(1, 2)
+    rows = torch.randn(1, TRIED_ROW_COUNT, len(weight), generator=generator).to(weight)
+    cosines, sines = (each.to(weight) for each in (angles.cos(), angles.sin()))
+    if isinstance(module, RotaryAttention):
+        sines = torch.cat((-sines[:, : head_size // 2], sines[:, head_size // 2 :]), -1)[:, None]
+        embeddings = cosines[:, None], sines
+    else:
+        embeddings = cosines[None], sines[None]
+    recorder = CallRecorder()
+    output, _ = module(hidden_states=rows, position_embeddings=embeddings, attention_mask=None, plan=recorder)
+    return recorder.calls[0], output
+
+
+def joined(parts: list[nn.Linear]) -> nn.Linear:
+    """One product that gives the results of all parts, one after another."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if parts[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+    return joined
+
+
+def _is_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    return bool((ours.float() - theirs.float()).abs().max() <= tolerance * theirs.float().abs().max())
+
+
+def _child_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def rotary_size(rotary: nn.Module) -> int:
+    """How many elements of a head a model's rotary module gives angles for."""
+    return _angles(rotary, 1, torch.float32, _layer_types(rotary)[0])[0].shape[-1]
+
+
+def _angles(
+    rotary: nn.Module, positions_max: int, dtype: torch.dtype, layer_type: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position: two of [positions, size]."""
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    device = next((buffer.device for buffer in rotary.buffers()), None)
+    like = torch.empty(0, dtype=dtype, device=device)
+    cosines, sines = rotary(like, torch.arange(positions_max, device=device)[None], **arguments)
+    return cosines[0], sines[0]
+
+
+def _layer_types(rotary: nn.Module) -> list[str | None]:
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        return list(rotary.layer_types)  # type: ignore[arg-type]
+    return [None]

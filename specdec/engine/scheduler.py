@@ -1,8 +1,7 @@
-"""The engine thread: gathers ready work first come first served, runs steps, hands results back.
+"""The engine thread: gathers ready work, runs steps, hands results back.
 
 Everything a service does with the cache or with session state it posts as a closure to this thread, so nothing is
-shared and nothing is locked. Long feeds are cut into chunks at absolute positions, and an unfinished feed rejoins the
-queue at its end, so a long prompt never keeps a short verification waiting for more than one step.
+shared and nothing is locked. What the next step takes of the work that waits is decided in `step_choice`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.engine.block_table import BlockTable
+from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.runner import Evidence, Piece, StepRunner
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.runner import Evidence, StepRunner
+from specdec.engine.step_choice import choose
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -27,68 +27,7 @@ logger = logging.getLogger("specdec.engine")
 BeforeStep = Callable[[], float]
 
 CHUNK_SIZE_DEFAULT = 64
-ROWS_MAX_DEFAULT = 512  # rows of one step: bounds how long a decode waits behind other sessions' prompts
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """Where a feed's time went, in seconds: `forward_s` sums over its steps.
-
-    `row_count` and `feed_count`, rows and feeds of all sequences together, are of its last step.
-    """
-
-    queue_s: float
-    forward_s: float
-    evidence_s: float
-    row_count: int
-    step_count: int
-    feed_count: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class Feed:
-    """Tokens to run through the model for one sequence, and what to do with the logits of the last `logit_count`.
-
-    Rows are positions [start_position, start_position + len(token_ids)). The caller truncates the table to
-    `start_position` first; a feed that finds another length when its turn comes fails. Exactly one of `done` and
-    `failed` is called, on the engine thread, unless `is_current` says the feed no longer matters: then neither is.
-    """
-
-    table: BlockTable
-    start_position: int
-    token_ids: Sequence[int]
-    logit_count: int
-    payload: object
-    done: Callable[[object, StepTiming], None]
-    failed: Callable[[SpecdecError], None]
-    is_current: Callable[[], bool] = lambda: True
-    submitted_s: float = field(default=0.0, init=False)
-    queue_s: float = field(default=0.0, init=False)
-    forward_s: float = field(default=0.0, init=False)
-    step_count: int = field(default=0, init=False)
-    fed_count: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.logit_count <= len(self.token_ids):
-            raise ValueError(f"logit_count is {self.logit_count}; it must be from 1 to {len(self.token_ids)}")
-
-    @property
-    def next_position(self) -> int:
-        return self.start_position + self.fed_count
-
-    def piece(self, chunk_size: int) -> Piece:
-        """The rows of the next step: all that remain, or up to an absolute multiple of the chunk size.
-
-        Rows with logits are never divided between steps, so that evidence sees a request whole.
-        """
-        remaining = len(self.token_ids) - self.fed_count
-        count = remaining
-        if remaining > max(chunk_size, self.logit_count):
-            to_boundary = chunk_size - self.next_position % chunk_size
-            count = min(to_boundary, remaining - self.logit_count)
-        is_last = count == remaining
-        token_ids = self.token_ids[self.fed_count : self.fed_count + count]
-        return Piece(self.table, self.next_position, token_ids, self.logit_count if is_last else 0, self.payload)
+ROWS_MAX_DEFAULT = 512  # rows of one step
 
 
 class Engine:
@@ -115,7 +54,7 @@ class Engine:
         self.rows_max = rows_max
         self._runner = StepRunner(model, self.cache, evidence)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Feed] = deque()
+        self._waiting: dict[Feed, None] = {}  # in order of age
         self._is_stopping = False
         self._before_step: BeforeStep = lambda: 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -124,7 +63,8 @@ class Engine:
         """Starts the thread and returns after one warm-up step on it; raises what that step raised.
 
         `before_step` is the service's turn on the engine thread, after everything posted and before every step: it may
-        submit feeds, and returns the seconds the step is to be held for more work, 0 for none.
+        submit feeds, and returns the seconds the step is to be held for more work, 0 for none; where nothing waits, the
+        seconds after which it wants its turn again, 0 for when something is posted.
         """
         self._before_step = before_step
         self._thread.start()
@@ -166,7 +106,7 @@ class Engine:
     def submit(self, feed: Feed) -> None:
         """Queues a feed for the next step with room for it. Engine thread only."""
         feed.submitted_s = time.perf_counter()
-        self._waiting.append(feed)
+        self._waiting[feed] = None
 
     @property
     def waiting_count(self) -> int:
@@ -180,13 +120,14 @@ class Engine:
                 break
             hold_s = self._call(self._before_step) or 0.0
             if not self._waiting:
-                self._drain(timeout_s=None)
+                self._drain(timeout_s=hold_s or None)
             elif hold_s > 0:
                 self._drain(timeout_s=hold_s)
             else:
                 self._step()
-        while self._waiting:
-            self._call(self._waiting.popleft().failed, ReplicaUnavailable("the engine has stopped"))
+        for feed in list(self._waiting):
+            self._waiting.pop(feed, None)
+            self._call(feed.failed, ReplicaUnavailable("the engine has stopped"))
 
     def _drain(self, timeout_s: float | None) -> None:
         """Runs what was posted; sleeps until something is, `timeout_s` at most (None: without end)."""
@@ -200,61 +141,61 @@ class Engine:
 
     def _step(self) -> None:
         """Gather, run, hand back: the engine's loop."""
-        feeds, pieces = self._gather()
-        if not feeds:
+        chosen = choose(self._ready(), self.chunk_size, self.rows_max, self.cache.is_decoding)
+        if not chosen:
             return
         started_s = time.perf_counter()
-        for feed in feeds:
+        for feed, _ in chosen:
             feed.queue_s = feed.queue_s if feed.step_count else started_s - feed.submitted_s
         try:
-            report = self._runner.run(pieces)
+            report = self._runner.run([piece for _, piece in chosen])
         except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
             logger.exception("a step failed")
-            for feed in feeds:
+            for feed, _ in chosen:
+                self._waiting.pop(feed, None)
                 self._call(feed.failed, SpecdecError(f"{type(error).__name__}: {error}"))
             return
-        for feed, piece, outcome in zip(feeds, pieces, report.outcomes):
+        ended_s = time.perf_counter()
+        for (feed, piece), outcome in zip(chosen, report.outcomes):
             feed.step_count += 1
             feed.forward_s += report.forward_s
             feed.fed_count += len(piece.token_ids)
             if isinstance(outcome, SpecdecError):
+                self._waiting.pop(feed, None)
                 self._call(feed.failed, outcome)
-            elif piece.logit_count == 0:
-                self._waiting.append(feed)
-            else:
+            elif piece.logit_count:
+                self._waiting.pop(feed, None)
+                feed.table.is_decoding = True
                 timing = StepTiming(
-                    feed.queue_s, feed.forward_s, report.evidence_s, report.row_count, feed.step_count, len(feeds)
+                    feed.queue_s,
+                    feed.forward_s,
+                    report.evidence_s,
+                    report.row_count,
+                    feed.step_count,
+                    len(chosen),
+                    feed.submitted_s + feed.queue_s,
+                    started_s,
+                    ended_s,
                 )
                 self._call(feed.done, outcome, timing)
 
-    def _gather(self) -> tuple[list[Feed], list[Piece]]:
-        """The feeds of the next step in order of arrival, at most one per sequence, up to `rows_max` rows."""
-        feeds: list[Feed] = []
-        pieces: list[Piece] = []
-        later: list[Feed] = []
+    def _ready(self) -> list[Feed]:
+        """The feeds that may run, oldest first and one per sequence; what is stale or misplaced leaves the queue."""
+        ready: list[Feed] = []
         tables: set[BlockTable] = set()
-        row_count = 0
-        while self._waiting and row_count < self.rows_max:
-            feed = self._waiting.popleft()
+        for feed in list(self._waiting):
             if not feed.is_current():
+                del self._waiting[feed]
+            elif feed.table in tables:
                 continue
-            if feed.table in tables:
-                later.append(feed)
-                continue
-            if feed.table.is_released or feed.table.length != feed.next_position:
+            elif feed.table.is_released or feed.table.length != feed.next_position:
+                del self._waiting[feed]
                 message = f"a feed for position {feed.next_position} found {feed.table!r}"
                 self._call(feed.failed, SpecdecError(message))
-                continue
-            piece = feed.piece(self.chunk_size)
-            if pieces and row_count + len(piece.token_ids) > self.rows_max:
-                later.append(feed)
-                break
-            tables.add(feed.table)
-            row_count += len(piece.token_ids)
-            feeds.append(feed)
-            pieces.append(piece)
-        self._waiting.extendleft(reversed(later))
-        return feeds, pieces
+            else:
+                tables.add(feed.table)
+                ready.append(feed)
+        return ready
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Calls back into a service; its exceptions are logged, the thread goes on."""

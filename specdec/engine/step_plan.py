@@ -43,15 +43,27 @@ class QueryTile:
 
     @property
     def split_count(self) -> int:
-        """Key splits the tile's last row looks at."""
+        """Key splits up to the last that the tile's last row looks at."""
         return -(-(self.position + self.row_count) // KEY_SPLIT)
+
+    def first_split(self, window: int | None) -> int:
+        """The first key split that the tile's first row looks at."""
+        return 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
 
 
 class StepPlanner:
-    """Plans steps for one model and one storage. Holds no state between steps."""
+    """Plans steps for one model and one storage, for the windows its layers have. Holds no state between steps."""
 
-    def __init__(self, storage: PagedStorage, head_count: int, query_tiles: Sequence[int], row_widths: RowWidths):
+    def __init__(
+        self,
+        storage: PagedStorage,
+        head_count: int,
+        query_tiles: Sequence[int],
+        row_widths: RowWidths,
+        windows: Sequence[int | None] = (None,),
+    ):
         self._storage = storage
+        self._windows = windows
         self._head_count = head_count
         self._query_tiles = query_tiles
         self._row_widths = row_widths
@@ -101,31 +113,46 @@ class StepPlanner:
         cells = (halves + blocks[:, None]) * storage.kv_head_count + heads
         return torch.from_numpy((cells * storage.block_size + positions[:, None] % storage.block_size).reshape(-1))
 
-    def _groups(self, tiles: list[QueryTile], padded: int) -> tuple[tuple[QueryGroup, ...], torch.Tensor]:
-        """The tiles in groups, and where each padded row's heads lie in the groups' results."""
+    def _groups(
+        self, tiles: list[QueryTile], padded: int
+    ) -> tuple[dict[int | None, tuple[QueryGroup, ...]], torch.Tensor]:
+        """The tiles in groups, for every window, and where each padded row's heads lie in the groups' results."""
         head_count = self._head_count
         output_rows = numpy.zeros((padded, head_count), dtype=numpy.int64)
         heads = numpy.arange(head_count)
-        groups: list[QueryGroup] = []
+        groups: list[list[QueryGroup]] = []
         place = 0
         for members in group_tiles(tiles, self._query_tiles):
             width = self._width(max(tile.row_count for tile in members))
-            groups.append(self._group(members, width))
+            groups.append(self._group_by_window(members, width))
             for tile in members:
                 rows = numpy.arange(tile.row_count)[:, None]
                 output_rows[tile.first_row : tile.first_row + tile.row_count] = place + heads * width + rows
                 place += head_count * width
-        return tuple(groups), torch.from_numpy(output_rows.reshape(-1))
+        return dict(zip(self._windows, zip(*groups))), torch.from_numpy(output_rows.reshape(-1))
 
-    def _group(self, members: list[QueryTile], width: int) -> QueryGroup:
+    def _group_by_window(self, members: list[QueryTile], width: int) -> list[QueryGroup]:
+        """One group for each window; those that hide nothing from these tiles share one."""
+        end = max(tile.position + tile.row_count for tile in members)
+        made: dict[int | None, QueryGroup] = {}
+        groups = []
+        for window in self._windows:
+            reach = None if window is None or window >= end else window
+            if reach not in made:
+                made[reach] = self._group(members, width, reach)
+            groups.append(made[reach])
+        return groups
+
+    def _group(self, members: list[QueryTile], width: int, window: int | None) -> QueryGroup:
         storage = self._storage
-        split_count = max(tile.split_count for tile in members)
-        block_count = split_count * KEY_SPLIT // storage.block_size
-        tables = numpy.zeros((len(members), block_count), dtype=numpy.int64)  # the zero block where a table ends
+        split_blocks = KEY_SPLIT // storage.block_size
+        firsts = [tile.first_split(window) for tile in members]
+        split_count = max(tile.split_count - first for tile, first in zip(members, firsts))
+        tables = numpy.zeros((len(members), split_count * split_blocks), dtype=numpy.int64)  # 0 where a table ends
         offsets = numpy.zeros((len(members), width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
-        for index, tile in enumerate(members):
-            used = min(block_count, len(tile.blocks))
-            tables[index, :used] = tile.blocks[:used]
+        for index, (tile, first) in enumerate(zip(members, firsts)):
+            used = tile.blocks[first * split_blocks :][: split_count * split_blocks]
+            tables[index, : len(used)] = used
             offsets[index, : tile.row_count] = range(tile.row_count)
         rows = numpy.array([tile.first_row for tile in members])[:, None] + offsets  # [tiles, width]
         # [tiles, kv heads, 1, group size, width], then repeated for every split
@@ -134,12 +161,14 @@ class StepPlanner:
         )
         halves = numpy.arange(2)[:, None, None, None] * storage.block_count
         cells = (halves + tables[:, None, :]) * storage.kv_head_count + numpy.arange(storage.kv_head_count)[:, None]
-        positions = torch.from_numpy(numpy.array([tile.position for tile in members])[:, None] + offsets)
+        starts = [tile.position - first * KEY_SPLIT for tile, first in zip(members, firsts)]
+        positions = torch.from_numpy(numpy.array(starts)[:, None] + offsets)  # counted from each tile's first split on
+        group_size = self._head_count // storage.kv_head_count
         return QueryGroup(
             split_count=split_count,
             query_rows=torch.from_numpy(query_rows.repeat(split_count, axis=2).reshape(-1)),
             cells=torch.from_numpy(cells.reshape(-1)),
-            mask=_mask(positions, split_count, storage.kv_head_count, self._head_count // storage.kv_head_count),
+            mask=_mask(positions, window, split_count, storage.kv_head_count, group_size),
         )
 
     def _width(self, row_count: int) -> int:
@@ -163,11 +192,16 @@ def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[Quer
     return groups
 
 
-def _mask(positions: torch.Tensor, split_count: int, kv_head_count: int, group_size: int) -> torch.Tensor:
+def _mask(
+    positions: torch.Tensor, window: int | None, split_count: int, kv_head_count: int, group_size: int
+) -> torch.Tensor:
     """positions [tiles, width] int64 -> `QueryGroup.mask`."""
     tiles, width = positions.shape
     keys = torch.arange(split_count * KEY_SPLIT).view(split_count, 1, KEY_SPLIT)
-    is_later = keys > positions[:, None, :, None]  # [tiles, splits, width, KEY_SPLIT]
-    mask = torch.zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
+    rows = positions[:, None, :, None]
+    is_hidden = keys > rows  # [tiles, splits, width, KEY_SPLIT]
+    if window is not None:
+        is_hidden |= keys <= rows - window
+    mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf)
     mask = mask[:, None, :, None].expand(tiles, kv_head_count, split_count, group_size, width, KEY_SPLIT)
     return mask.reshape(-1, group_size * width, KEY_SPLIT)

@@ -1,8 +1,9 @@
 """Stand-ins for the modules of a `transformers` model whose rows would depend on their neighbours.
 
 Matrix products run at measured widths (`row_widths`), activations over whole vector registers, and rotary attention
-takes its angles from a table computed once. Everything else of the model is left as it is, and a kind of module not
-known to treat rows alone is refused.
+takes its angles from a table computed once. Modules are known by what they are built from, or tried, never by the
+architecture's name. Everything else of the model is left as it is, and a kind of module not known to treat rows alone
+is refused.
 """
 
 from __future__ import annotations
@@ -13,34 +14,28 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.rotary_attention import RotaryAttention, RotaryTable
-from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, probe
+from specdec.engine.elementwise import AlignedActivation, aligned
+from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, fits, has_projections, rotary_size
+from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, cancelling, probe
 from specdec.errors import ModelRefused
 
-# Elementwise kernels round the elements left over at the end of a run in scalar code, which differs from vector code
-# for exp and tanh; torch gives runs of up to 32768 elements to one thread whole, and 64 float32 fill any register pair.
-RUN_ELEMENTS = 32768
-REGISTER_ELEMENTS = 64
-
-ACTIVATION_NAMES = ("act_fn", "act")
-# Modules that treat each row alone, whatever the row count: lookups, sums along a row, exact arithmetic.
-RMS_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm")
-ROTARY_ATTENTIONS = ("LlamaAttention", "Qwen2Attention")
-ROWWISE_MODULES = ("Embedding", "LayerNorm", "Dropout", "RotaryTable", "FusedRMSNorm", *RMS_NORMS)
+ROTARY_NAME = "rotary_emb"  # of the module that gives cosines and sines, in every architecture that has one
+ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
+# Lookups, sums along a row, exact arithmetic: alike for every row.
+ROWWISE_TYPES = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, RotaryTable)
+NORM_TOLERANCE = 1e-4
 
 
 class TiledLinear(nn.Module):
     """x @ weight + bias at the widths of a family; `widths` is set once all weights of the model were probed.
 
-    `weight` [in, out] in the type the product is computed in. The result has the type of x, or float32 where
-    `is_output` says that it is the model's output layer.
+    `weight` [in, out] in the type the product is computed in. The result has the type of x.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_output: bool = False):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else bias.detach().to(weight.dtype)
-        self.is_output = is_output
         self.set_widths(RowWidths(ALONE))
 
     def set_widths(self, widths: RowWidths) -> None:
@@ -50,11 +45,14 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, in] with a row count that `widths.padded` gave."""
-        rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
-        product = self.tile(rows) if x.shape[-2] <= self._width_max else self._tiled(rows)
-        return product if product.dtype == x.dtype or self.is_output else product.to(x.dtype)
+        product = self.product(x)
+        return product if product.dtype == x.dtype else product.to(x.dtype)
 
-    def _tiled(self, rows: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The result in the type of the weight."""
+        rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
+        if x.shape[-2] <= self._width_max:
+            return self.tile(rows)
         product = rows.new_empty(*rows.shape[:-1], self.weight.shape[1])
         for start, end in self.widths.tiles(rows.shape[-2]):
             product[..., start:end, :] = self.tile(rows[..., start:end, :])
@@ -66,71 +64,112 @@ class TiledLinear(nn.Module):
         return product if self.bias is None else product.add_(self.bias)
 
 
-class AlignedActivation(nn.Module):
-    """An elementwise function applied to runs of whole vector registers, each run small enough for one thread."""
+class OutputLayer(TiledLinear):
+    """The last product and what a model makes of it, in float32: softcap * tanh(scale * x @ weight / softcap)."""
 
-    def __init__(self, function: nn.Module):
-        super().__init__()
-        self.function = function
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None):
+        super().__init__(weight, bias)
+        self.scale = scale
+        self.softcap = softcap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = x.numel()
-        if count <= RUN_ELEMENTS and count % REGISTER_ELEMENTS == 0:
-            return self.function(x)
-        flat = x.reshape(-1)
-        padding = -count % REGISTER_ELEMENTS
-        if padding:
-            flat = nn.functional.pad(flat, (0, padding))
-        runs = [self.function(run) for run in flat.split(RUN_ELEMENTS)]
-        return torch.cat(runs)[:count].view(x.shape)
+        """x [rows, in] -> [rows, vocab] float32."""
+        logits = self.product(x)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits = aligned(torch.tanh, logits.div_(self.softcap)).mul_(self.softcap)
+        return logits
 
 
 class FusedRMSNorm(nn.Module):
-    """The float32 root-mean-square norm of `transformers`, x / sqrt(mean(x^2) + epsilon) * weight, in fewer calls."""
+    """A float32 root-mean-square norm, x / sqrt(mean(x^2) + epsilon) * gain, in fewer calls."""
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, gain: torch.Tensor, epsilon: float):
         super().__init__()
-        weight = norm.get_parameter("weight").detach()
-        # The mean's division moves out of the root: x / sqrt(sum + n * epsilon) * (weight * sqrt(n)).
-        self.weight = weight * math.sqrt(len(weight))
-        self.epsilon = len(weight) * float(norm.variance_epsilon)  # type: ignore[arg-type]
+        # The mean's division moves out of the root: x / sqrt(sum + n * epsilon) * (gain * sqrt(n)).
+        self.weight = gain * math.sqrt(len(gain))
+        self.epsilon = len(gain) * epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., rows, 1]
         return torch.mul(x, length.square_().add_(self.epsilon).rsqrt_()).mul_(self.weight)
 
 
-def replace_modules(model: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
+def replace_modules(base: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
     """Puts the stand-ins in place, in place. Raises ModelRefused for a module not known to treat rows alone."""
-    for module in list(model.modules()):
-        for child_name, child in list(module.named_children()):
-            if type(child).__name__ in ROTARY_ATTENTIONS:
-                qkv, out = fused_projections(child, product_dtype)
-                setattr(module, child_name, RotaryAttention(child, qkv, out))
-            elif child_name == "rotary_emb":
-                setattr(module, child_name, RotaryTable(child, positions_max, dtype))
-            elif child_name in ACTIVATION_NAMES:
-                setattr(module, child_name, AlignedActivation(child))
-            elif type(child).__name__ in RMS_NORMS and dtype == torch.float32:
-                setattr(module, child_name, FusedRMSNorm(child))
-            elif isinstance(child, nn.Linear):
-                weight = child.weight.detach().t().to(product_dtype)
-                setattr(module, child_name, TiledLinear(weight.contiguous(), child.bias))
-            elif isinstance(child, Conv1D):
-                setattr(module, child_name, TiledLinear(child.weight.detach().to(product_dtype), child.bias))
-    for name, module in model.named_modules():
-        is_ours = isinstance(module, (TiledLinear, AlignedActivation)) or ".function" in f".{name}"
-        if not is_ours and not any(module.children()) and type(module).__name__ not in ROWWISE_MODULES:
+    rotary = getattr(base, ROTARY_NAME, None)
+    # All or none: tables have one layout.
+    attentions = [module for module in base.modules() if has_projections(module)]
+    is_fused = False
+    if rotary is not None:
+        size = rotary_size(rotary)
+        is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
+        setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
+    del attentions  # a module that was replaced must not live on here
+    _replace_children(base, is_fused, dtype, product_dtype)
+    for name, module in base.named_modules():
+        is_ours = isinstance(module, (TiledLinear, FusedRMSNorm, AlignedActivation)) or ".function" in f".{name}"
+        if not is_ours and not any(module.children()) and not treats_rows_alone(module):
             raise ModelRefused(f"module {name} of type {type(module).__name__} is not proven to treat rows alone")
 
 
-def fused_projections(attention: nn.Module, product_dtype: torch.dtype) -> tuple[TiledLinear, TiledLinear]:
-    """Queries, keys and values as one product, and the output projection, of a rotary attention module."""
-    parts: list[nn.Linear] = [attention.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")]  # type: ignore
-    weight = torch.cat([part.weight.detach() for part in parts]).t().to(product_dtype).contiguous()
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    out: nn.Linear = attention.get_submodule("o_proj")  # type: ignore[assignment]
-    return TiledLinear(weight, bias), TiledLinear(out.weight.detach().t().to(product_dtype).contiguous(), out.bias)
+def _replace_children(module: nn.Module, is_fused: bool, dtype: torch.dtype, product_dtype: torch.dtype) -> None:
+    """Replaces one module after another, so that what a replaced one held is free before the next is read."""
+    for name, child in list(module.named_children()):
+        if is_fused and has_projections(child):
+            child = RotaryAttention(child)
+            setattr(module, name, child)
+        stand_in = _stand_in(child, dtype, product_dtype)
+        if stand_in is not None:
+            setattr(module, name, stand_in)
+        else:
+            _replace_children(child, is_fused, dtype, product_dtype)
+
+
+def _stand_in(module: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype) -> nn.Module | None:
+    if isinstance(module, nn.Linear):
+        return TiledLinear(module.weight.detach().t().to(product_dtype).contiguous(), module.bias)
+    if isinstance(module, Conv1D):
+        return TiledLinear(module.weight.detach().to(product_dtype), module.bias)
+    if type(module).__module__ in ACTIVATION_MODULES:
+        return AlignedActivation(module)
+    if dtype == torch.float32 and not isinstance(module, ROWWISE_TYPES):
+        return _fused_norm(module)
+    return None
+
+
+def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
+    """A fused norm where a module, tried on random rows, is one with gain `weight` or 1 + `weight`; None elsewhere."""
+    weight = module._parameters.get("weight")
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
+        return None
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
+    expected = module(rows)
+    for gain in (weight.detach(), 1 + weight.detach()):
+        fused = FusedRMSNorm(gain, epsilon)
+        if torch.allclose(fused(rows), expected, NORM_TOLERANCE, NORM_TOLERANCE):
+            return fused
+    return None
+
+
+def treats_rows_alone(module: nn.Module) -> bool:
+    """Whether a module without children gives a row the same bits whatever rows are beside it, at every width.
+
+    Kinds that are known do; a norm of a kind that is not known is tried.
+    """
+    if isinstance(module, ROWWISE_TYPES):
+        return True
+    weight = module._parameters.get("weight")
+    if weight is None or not type(module).__name__.endswith("Norm"):
+        return False
+    shape = weight.shape
+
+    def norm(rows: torch.Tensor) -> torch.Tensor:
+        return module(rows.view(-1, *shape)).flatten(1)
+
+    return probe(norm, weight.numel(), weight.dtype, CANDIDATE_WIDTHS) == CANDIDATE_WIDTHS
 
 
 def shorten_calls(model: nn.Module) -> None:
@@ -156,7 +195,13 @@ def shorten_calls(model: nn.Module) -> None:
 def probe_widths(linears: list[TiledLinear]) -> RowWidths:
     """The widths all of them agree on, each distinct shape probed; width 1 alone where there are none."""
     agreed = set(CANDIDATE_WIDTHS)
-    distinct = {(tuple(linear.weight.shape), linear.weight.stride()): linear for linear in linears}
-    for linear in distinct.values():
-        agreed &= set(probe(linear.tile, linear.weight.shape[0], linear.weight.dtype, sorted(agreed)))
+    distinct: dict[tuple, TiledLinear] = {}
+    for linear in linears:
+        distinct.setdefault((linear.weight.shape, linear.weight.stride(), linear.weight.dtype), linear)
+    for (shape, _, dtype), linear in distinct.items():
+        rows = None
+        if dtype != torch.float32:
+            weight, rows = cancelling(linear.weight)
+            linear = TiledLinear(weight, None)
+        agreed &= set(probe(linear.tile, shape[0], dtype, sorted(agreed), rows))
     return RowWidths(tuple(sorted(agreed)) or ALONE)

@@ -7,101 +7,131 @@ own past only. The output layer and everything after it is float32.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import transformers
 from torch import nn
 
 from specdec.engine import attention
-from specdec.engine.attention import PagedStorage, probe_query_tiles
-from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput
+from specdec.engine.architectures import architecture_of
+from specdec.engine.attention_calls import measure_shape
+from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.cpu_backend import CpuBackend, Families
+from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
-from specdec.engine.row_widths import ALONE, RowWidths
-from specdec.engine.step_plan import StepPlanner
-from specdec.engine.tiled_modules import TiledLinear, probe_widths, replace_modules, shorten_calls
+from specdec.engine.row_widths import RowWidths
+from specdec.engine.tiled_modules import shorten_calls
 from specdec.errors import ModelRefused
+
+CPU = torch.device("cpu")
+
+
+class RankShare(Protocol):
+    """What makes a model one rank's share of a larger one (`parallel.share`): all ranks go through it together."""
+
+    vocabulary_part: int  # ids of which this rank computes logits, padding included
+
+    def join(self, base: nn.Module) -> None:
+        """Puts sums over ranks into a base model whose modules were replaced."""
+
+    def whole_output(self, output: Any, vocabulary_size: int) -> nn.Module:
+        """The output layer of all ranks together, made of this rank's part."""
+
+    def agree(self, families: Families) -> Families:
+        """What all ranks measured in common."""
 
 
 class TransformersModel:
-    """A CausalModel over a proven `transformers` class. One thread at a time."""
+    """A CausalModel over a proven `transformers` class, or one rank's share of it. One thread at a time.
 
-    def __init__(self, model: transformers.PreTrainedModel, description: ModelDescription, dtype: torch.dtype):
+    `backend`: the parts of the device it runs on; absent, those of a CPU.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        description: ModelDescription,
+        dtype: torch.dtype,
+        share: RankShare | None = None,
+        backend: Backend | None = None,
+    ):
         self.description = description
-        config = model.config
-        self._layer_count = config.num_hidden_layers
-        self._head_count = config.num_attention_heads
-        self._kv_head_count = getattr(config, "num_key_value_heads", None) or self._head_count
-        self._head_size = getattr(config, "head_dim", None) or config.hidden_size // self._head_count
         self._base = model.base_model
-        self._output = _output_layer(model, description.vocabulary_size)
-        replace_modules(self._base, dtype, product_dtype(dtype), description.positions_max)
-        self._linears = [module for module in self._base.modules() if isinstance(module, TiledLinear)] + [self._output]
+        self.backend = backend or CpuBackend(dtype, description.positions_max, share.agree if share else None)
+        output = _output_layer(model, share.vocabulary_part if share else description.vocabulary_size, self.backend)
+        self.backend.replace_modules(self._base)
+        self._output: nn.Module = output
+        if share:
+            share.join(self._base)
+            self._output = share.whole_output(output, description.vocabulary_size)
+        self.backend.adopt(self._base, output, measure_shape(self._base, self.backend.device))
         shorten_calls(self._base)
-        self._storage: PagedStorage | None = None
-        self._planner: StepPlanner | None = None
-        self._thread_count = 0  # the one the planner is for
-        self._families: dict[int, tuple[RowWidths, tuple[int, ...]]] = {}  # thread count -> row widths, query tiles
 
     @property
     def cache_bytes_per_position(self) -> int:
-        return 2 * 4 * self._layer_count * self._kv_head_count * self._head_size  # keys and values, float32
-
-    def allocate(self, block_count: int, block_size: int) -> PagedStorage:
-        self._storage = PagedStorage(self._layer_count, block_count, self._kv_head_count, block_size, self._head_size)
-        self._planner = None
-        return self._storage
-
-    @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch; a row's logits are the same bits whatever else is in it."""
-        if self._planner is None or self._thread_count != torch.get_num_threads():
-            self._thread_count = torch.get_num_threads()
-            self._planner = self._planner_in_force()
-        plan = self._planner.plan(batch)
-        hidden = self._base(
-            input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, plan=plan.attention
-        ).last_hidden_state[0]  # [padded rows, hidden]
-        is_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32))  # [padded rows] bool
-        if plan.logit_count:
-            logits = self._output(hidden.index_select(0, plan.logit_rows))[: plan.logit_count]
-            is_finite_logits = torch.isfinite(logits.sum(-1)).tolist()
-        else:
-            logits, is_finite_logits = torch.empty(0, self.description.vocabulary_size), []
-        return StepOutput(logits, _per_segment(batch, is_finite.tolist(), is_finite_logits))
+        return self.backend.cache_bytes_per_position
 
     @property
-    def families(self) -> tuple[RowWidths, tuple[int, ...]]:
-        """The row widths and query tiles for the thread count in force, measured once for each count."""
-        thread_count = torch.get_num_threads()
-        if thread_count not in self._families:
-            tiles = probe_query_tiles(self._head_count // self._kv_head_count, self._head_size)
-            is_native = self._linears[0].weight.dtype == torch.bfloat16
-            widths = RowWidths(ALONE) if is_native and thread_count > 1 else probe_widths(self._linears)
-            self._families[thread_count] = (widths, tiles or ALONE)
-        return self._families[thread_count]
+    def product_bytes(self) -> int:
+        """Bytes of the weights of all matrix products: what every step reads of them, whatever its rows."""
+        return self.backend.product_bytes
+
+    def allocate(self, block_count: int, block_size: int) -> Storage:
+        return self.backend.allocate(block_count, block_size)
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        """Runs the batch. On a CPU a row's logits are the same bits whatever else is in it."""
+        return self.run(batch, self.plan(batch))
+
+    @torch.inference_mode()
+    def plan(self, batch: RaggedBatch) -> Any:
+        """What `run` needs of a batch: whatever can be wrong with one is raised here."""
+        return self.backend.plan(batch)
+
+    @torch.inference_mode()
+    def run(self, batch: RaggedBatch, plan: Any) -> StepOutput:
+        """Runs a planned batch."""
+        return self.backend.run(batch, plan, self._compute)
+
+    def _compute(self, step: StepInput) -> StepResult:
+        hidden = self._base(
+            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
+        ).last_hidden_state[0]  # [rows, hidden]
+        is_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32))  # [rows] bool
+        if not len(step.logit_rows):
+            return StepResult(hidden.new_empty(0, self.description.vocabulary_size, dtype=torch.float32), is_finite)
+        logits = self._output(hidden.index_select(0, step.logit_rows))
+        return StepResult(logits, torch.cat((is_finite, torch.isfinite(logits.sum(-1)))))
+
+    @property
+    def families(self) -> Families:
+        """See `CpuBackend`; other devices have none."""
+        return self._cpu().families
 
     def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
-        """Replaces them by others, unmeasured: to measure what independence costs, or to try the last resort."""
-        self._families[torch.get_num_threads()] = (row_widths, query_tiles)
-        self._planner = None
+        """See `CpuBackend`."""
+        self._cpu().use_families(row_widths, query_tiles)
 
-    def _planner_in_force(self) -> StepPlanner:
-        """Puts the families for the thread count in force: the library picks kernels by it."""
-        if self._storage is None:
-            raise RuntimeError("forward was called before allocate")
-        widths, query_tiles = self.families
-        for linear in self._linears:
-            linear.set_widths(widths)
-        return StepPlanner(self._storage, self._head_count, query_tiles, widths)
+    def _cpu(self) -> CpuBackend:
+        if not isinstance(self.backend, CpuBackend):
+            raise TypeError(f"a model on {self.backend.device} has no measured widths")
+        return self.backend
 
 
 def load_transformers_model(
-    name: str, folder: ModelFolder, dtype_name: str, progress: Progress | None = None
+    name: str,
+    folder: ModelFolder,
+    dtype_name: str,
+    progress: Progress | None = None,
+    device: torch.device = CPU,
+    enforce_eager: bool = False,
 ) -> TransformersModel:
     """Loads the weights of a checked folder. Raises ModelRefused where they do not fit the architecture."""
     digest = folder.digest(progress)
     if progress:
         progress("loading weights", 0.0)
-    dtype = _dtype(folder.config, dtype_name)
+    dtype = dtype_of(folder.config, dtype_name, device)
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -118,44 +148,58 @@ def load_transformers_model(
         raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
     if report["missing_keys"]:
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
-    model.eval().requires_grad_(False)
-    loaded = TransformersModel(model, _describe(folder, model, dtype, digest), dtype)
+    model.eval().requires_grad_(False).to(device)
+    description = describe(folder, model, dtype, digest, device)
+    backend = backend_for(device, dtype, description.positions_max, enforce_eager)
+    loaded = TransformersModel(model, description, dtype, backend=backend)
     if progress:
         progress("loading weights", 1.0)
     return loaded
 
 
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of matrix products: bfloat16 only where the processor multiplies it natively, and on one thread.
+def backend_for(device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool) -> Backend:
+    """The parts of a device for one model; `enforce_eager`: no captured graphs where there could be."""
+    if device.type == "cpu":
+        return CpuBackend(dtype, positions_max)
+    from specdec.engine.cuda.backend import DeviceBackend
 
-    Elsewhere bfloat16 is emulated row by row; there the weights are kept in float32, which holds them exactly, and
-    each product is rounded to bfloat16 once. Native products of several threads were seen to differ with a row's
-    neighbours at widths that probing found equal (an Intel Xeon with AMX, two threads).
-    """
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and torch.get_num_threads() == 1:
-        return torch.bfloat16
-    return torch.float32
+    return DeviceBackend(device, dtype, positions_max, with_graphs=not enforce_eager)
 
 
-def _dtype(config: dict, dtype_name: str) -> torch.dtype:
-    """The type of "auto" is the weights' own; float16, slow and narrow on a CPU, is widened to float32."""
+def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch.dtype:
+    """The type of "auto" is the weights' own; float16, narrow and not faster on a CPU, is widened to float32 there."""
     if dtype_name == "auto":
         dtype_name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return torch.bfloat16 if dtype_name == "bfloat16" else torch.float32
+        if dtype_name not in ("bfloat16", "float32") and (dtype_name, device.type) != ("float16", "cuda"):
+            dtype_name = "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
 
 
-def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int) -> TiledLinear:
-    """The output layer in float32, cut to the ids that have a string."""
+def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:
+    """The output layer in float32, cut to the ids that have a string, with what the architecture makes of logits."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise ModelRefused(f"an output layer of type {type(output).__name__} is not proven yet")
+    weight = output.weight.detach()[:vocabulary_size]
     bias = None if output.bias is None else output.bias.detach()[:vocabulary_size]
-    return TiledLinear(output.weight.detach()[:vocabulary_size].t().float().contiguous(), bias, is_output=True)
+    architecture = architecture_of(type(model).__name__, {"architectures": [type(model).__name__]})
+
+    def value(key: str | None, default: float | None) -> float | None:
+        return default if key is None else getattr(model.config, key)
+
+    factor, divisor = value(architecture.logit_factor_key, 1.0), value(architecture.logit_divisor_key, 1.0)
+    scale = (factor or 1.0) / (divisor or 1.0)
+    return backend.output_layer(weight, bias, scale, value(architecture.logit_softcap_key, None))
 
 
-def _describe(
-    folder: ModelFolder, model: transformers.PreTrainedModel, dtype: torch.dtype, digest: str
+def describe(
+    folder: ModelFolder,
+    model: transformers.PreTrainedModel,
+    dtype: torch.dtype,
+    digest: str,
+    device: torch.device = CPU,
 ) -> ModelDescription:
+    """What a model in a folder is; of the model its configuration and shapes are read only."""
     output_width = model.get_output_embeddings().weight.shape[0]
     return ModelDescription(
         model_digest=digest,
@@ -164,17 +208,6 @@ def _describe(
         positions_max=model.config.max_position_embeddings,
         end_token_ids=folder.end_token_ids,
         dtype=str(dtype).removeprefix("torch."),
-        device="cpu",
+        device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         libraries=f"torch {torch.__version__}, transformers {transformers.__version__}",
     )
-
-
-def _per_segment(batch: RaggedBatch, rows: list[bool], logit_rows: list[bool]) -> tuple[bool, ...]:
-    """Whether all rows of each segment, and all its logits, are finite."""
-    flags: list[bool] = []
-    row = logit_row = 0
-    for segment in batch.segments:
-        row_end, logit_end = row + len(segment.token_ids), logit_row + segment.logit_count
-        flags.append(all(rows[row:row_end]) and all(logit_rows[logit_row:logit_end]))
-        row, logit_row = row_end, logit_end
-    return tuple(flags)

@@ -20,6 +20,7 @@ from specdec.protocol.types import (
     Row,
     Rule,
     check_integer,
+    check_salt,
 )
 
 UINT32_MAX = (1 << 32) - 1
@@ -59,7 +60,10 @@ def check_suffix(length: int, suffix_token_ids: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Opens a session on a replica and reserves `length_max` positions; computes nothing."""
+    """Opens a session on a replica for at most `length_max` positions; computes nothing.
+
+    Cached prefixes are shared only among sessions of the same `cache_salt`.
+    """
 
     session: int
     incarnation: int
@@ -67,11 +71,13 @@ class Open:
     length_max: int
     vocabulary_size: int
     trace: Trace = NO_TRACE
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.session, self.incarnation)
         check_integer("length_max", self.length_max, 2, TOKENS_MAX)
         check_integer("vocabulary_size", self.vocabulary_size, 2, TOKENS_MAX)
+        check_salt(self.cache_salt)
         if self.law.prompt_length >= self.length_max:
             raise InvalidRequest("law.prompt_length", self.law.prompt_length, f"below length_max {self.length_max}")
 
@@ -202,7 +208,9 @@ class Failure:
 class EvidenceAnswer:
     """Evidence of one verification, and where its time went.
 
-    `step_sessions` were in the same forward pass, of `active_sessions` with work to do or just answered.
+    `step_sessions` were in the same forward pass, of `active_sessions` with work to do or just answered. `step_count`:
+    forward passes it took, 1 but for prompts and what is opened again. `cached_prompt_tokens`: found in the cache, told
+    with the first evidence. `evictions`: since the evidence before. `server_us`: from arrival to answer, where traced.
     """
 
     session: int
@@ -215,6 +223,10 @@ class EvidenceAnswer:
     step_rows: int = 0
     step_sessions: int = 0
     active_sessions: int = 0
+    cached_prompt_tokens: int = 0
+    step_count: int = 0
+    evictions: int = 0
+    server_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +248,8 @@ class DraftNode:
 class Nodes:
     """Nodes one draft step added to one session's tree.
 
-    `malformed_count`: nodes dropped while reading, that is the first malformed one and all after it.
+    `malformed_count`: nodes dropped while reading, that is the first malformed one and all after it. `step_began_us`:
+    by the draft's own clock, where it recorded a span of the step, 0 elsewhere.
     """
 
     session: int
@@ -247,6 +260,7 @@ class Nodes:
     step_us: int = 0
     step_rows: int = 0
     malformed_count: int = 0
+    step_began_us: int = 0
 
 
 TargetAsk = Open | Extend | Verification | Close

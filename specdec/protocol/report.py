@@ -93,6 +93,8 @@ class Statistics:
     policy_reason: str = ""
     step_sessions: int = 0
     active_sessions: int = 0
+    cached_prompt_tokens: int = 0
+    evictions: int = 0
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
     draft_wait_s: float = 0.0

@@ -22,6 +22,7 @@ from specdec.protocol.types import (
     Rule,
     check_integer,
     check_number,
+    check_salt,
     check_shaping,
     check_temperature,
     check_token_ids,
@@ -130,6 +131,7 @@ class Ask:
     speculative: SpeculativePolicy = field(default_factory=SpeculativePolicy)
     resumed_token_ids: tuple[int, ...] = ()
     label: str = ""
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.text is not None and not self.text:
@@ -138,6 +140,7 @@ class Ask:
             raise InvalidRequest("prompt.token_ids", [], "at least one token id")
         if len(self.label) > LABEL_LENGTH_MAX:
             raise InvalidRequest("label", f"{len(self.label)} characters", f"at most {LABEL_LENGTH_MAX} characters")
+        check_salt(self.cache_salt)
         self.rule()
 
     def rule(self) -> Rule:

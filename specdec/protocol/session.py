@@ -37,6 +37,8 @@ NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the larges
 class Session:
     """One generation. Every method returns the actions to carry out, in order.
 
+    `trace` is the request's trace context, `round_trace` and `commit_trace` those of the next verification and commit.
+
     Invariants, checked by `check()`:
     1. committed tokens only grow, and never beyond `length_max`;
     2. at most one verification is in flight, and its base position is the committed length;
@@ -53,6 +55,9 @@ class Session:
     policy: Policy
     committed: list[int]
     trace: Trace = Trace()
+    cache_salt: str = ""
+    round_trace: Trace = NO_TRACE
+    commit_trace: Trace = NO_TRACE
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
@@ -90,15 +95,10 @@ class Session:
         """Tokens the session can still hold."""
         return self.length_max - len(self.committed)
 
-    @property
-    def _item_trace(self) -> Trace:
-        """The trace context of rounds and commits: only what is recorded is worth its bytes."""
-        return self.trace if self.trace.sampled else NO_TRACE
-
     def begin(self) -> list[Action]:
         """Opens the session on the target and asks for the first token; no draft is waited for."""
         self.target_incarnation += 1
-        actions: list[Action] = [ToTarget(self._open(self.target_incarnation))]
+        actions: list[Action] = [ToTarget(self._open(self.target_incarnation, self.cache_salt))]
         return actions + self._verify_now()
 
     def on_nodes(self, nodes: Nodes) -> list[Action]:
@@ -179,7 +179,7 @@ class Session:
         actions: list[Action] = []
         if short.unknown:
             self.target_incarnation += 1
-            actions.append(ToTarget(self._open(self.target_incarnation)))
+            actions.append(ToTarget(self._open(self.target_incarnation, self.cache_salt)))
         self._target_known_length = 0 if short.unknown else min(short.known_length, len(self.committed) - 1)
         return actions + self._send_verification(flying.draft_token_ids, flying.rows)
 
@@ -236,8 +236,8 @@ class Session:
             actions.append(ToDraft(Close(self.number, self.draft_incarnation)))
         return actions
 
-    def _open(self, incarnation: int) -> Open:
-        return Open(self.number, incarnation, self.law, self.length_max, self.vocabulary_size, self.trace)
+    def _open(self, incarnation: int, cache_salt: str = "") -> Open:
+        return Open(self.number, incarnation, self.law, self.length_max, self.vocabulary_size, self.trace, cache_salt)
 
     def _verify_when_ready(self) -> list[Action]:
         """Verifies at once, or waits when the plan says so and a READY draft still owes tokens."""
@@ -263,7 +263,7 @@ class Session:
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
-        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows, self._item_trace)
+        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows, self.round_trace)
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
@@ -273,7 +273,7 @@ class Session:
             return []
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
-        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves), self._item_trace)
+        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves), self.commit_trace)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 

@@ -139,6 +139,10 @@ class DraftTree:
         for name in gone:
             del self._named[name]
 
+    def named(self, epoch: int, node: int) -> Place | None:
+        """The place a name stands for; None where none was filed under it, or it was forgotten."""
+        return self._named.get((epoch, node))
+
     def place(self, token_ids: Sequence[int]) -> Place | None:
         """The place at the end of a path below the committed tokens; None where the tree does not hold it."""
         place: Place | None = self.root

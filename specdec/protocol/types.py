@@ -38,6 +38,7 @@ ROW_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(ROW
 DRAFT_LENGTH_LIMIT = 64
 LEAVES_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that come true
 EXTEND_TOKEN_COUNT_MAX = 2048
+CACHE_SALT_LENGTH_MAX = 128
 PROTOCOL_VERSION = 1
 
 
@@ -75,6 +76,12 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not low <= value <= high:
         raise InvalidRequest(field, value, f"a number from {low:g} to {high:g}")
+
+
+def check_salt(salt: str) -> None:
+    """Raises InvalidRequest for a cache salt that is too long; it is not shown."""
+    if len(salt) > CACHE_SALT_LENGTH_MAX:
+        raise InvalidRequest("cache_salt", f"{len(salt)} characters", f"at most {CACHE_SALT_LENGTH_MAX} characters")
 
 
 def check_token_ids(field: str, token_ids: tuple[int, ...], vocabulary_size: int) -> None:
@@ -244,6 +251,28 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Room for keys and values of all sessions of a replica: blocks that sessions can use, of so many positions."""
+
+    block_count: int
+    block_size: int
+    byte_count: int
+
+    @property
+    def position_count(self) -> int:
+        """Positions of all blocks together."""
+        return self.block_count * self.block_size
+
+    def sentence(self, positions_max: int) -> str:
+        """The size for people; a session of full length has `positions_max` positions."""
+        full_count = self.block_count // -(-positions_max // self.block_size)
+        return (
+            f"{self.block_count} blocks of {self.block_size} positions, {self.byte_count / 2**20:.1f} MiB: "
+            f"{self.position_count} positions, {full_count} sessions of full length ({positions_max})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """What a replica serves, and how it computes; equal digests mean equal weights."""
 
@@ -258,3 +287,4 @@ class Description:
     libraries: str
     tensor_parallel_size: int = 1
     protocol_version: int = PROTOCOL_VERSION
+    cache: CacheSize | None = None

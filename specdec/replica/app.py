@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specdec.config import ModelSettings
+from specdec.engine.devices import default_block_size, find_device
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder, read_json
+from specdec.engine.model_folder import Progress, open_model_folder, read_json
+from specdec.engine.parallel.place import RankPlace
+from specdec.engine.parallel.watch import Loss
 from specdec.engine.runner import Evidence
 from specdec.engine.scheduler import Engine
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import Description
+from specdec.replica.cache_size import choose_cache_size
 from specdec.replica.handler import ItemHandler
-from specdec.replica.sessions import HeldSessions
 from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
 from specdec.telemetry.progress import loading_bar
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
 
 SWITCH_INTERVAL_S = 0.0005  # a forward in one thread must not keep the event loop in another from answering
-FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
-MEMORY_SHARE_MAX = 0.25
+LOST_GRACE_S = 0.8  # from the loss of a rank to the end of this process: streams are told in a third of it
 
 OnReady = Callable[[str], None]
 
@@ -49,53 +54,102 @@ class ReplicaKind:
     stream_method: str
     messages: StreamMessages
     evidence: Evidence
-    make_handler: Callable[[HeldSessions], ItemHandler]
+    make_handler: Callable[[Engine, Description, Any], ItemHandler]  # with the settings of its own kind
 
 
 class ReplicaApp:
-    """One replica process."""
+    """One replica process; with a `place`, rank 0 of a replica that is several processes."""
 
-    def __init__(self, kind: ReplicaKind, settings: ModelSettings) -> None:
+    def __init__(self, kind: ReplicaKind, settings: ModelSettings, place: RankPlace | None = None) -> None:
         self._kind = kind
         self._settings = settings
+        self._place = place
+        self._model: CausalModel | None = None
         self._engine: Engine | None = None
         self._handler: ItemHandler | None = None
         self._description: Description | None = None
 
     async def run(self, on_ready: OnReady | None = None) -> None:
-        """Serves until told to stop. Raises ConfigError for what the operator can mend."""
+        """Serves until told to stop. Raises ConfigError for what the operator can mend, ReplicaUnavailable when another
+        rank is lost."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(self._settings.log_level, self._kind.name)
+        self._tracing = Tracing.open(self._kind.name, self._settings.otlp_traces_endpoint)
         methods = {
             "Describe": unary(types_pb.DescribeRequest, self._describe),
             self._kind.stream_method: stream_stream(self._converse),
         }
         server = Server(self._settings, {self._kind.service: methods}, message_bytes_max(0))
         address = await server.start()
+        self._lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.to_thread(self._load)
+            await self._unless_lost(asyncio.to_thread(self._load))
             set_startup_objects_aside()
             await server.set_serving(True)
-            get_logger().info("serving", address=address, model=self._description.model_name)
+            self._log_serving(address)
             if on_ready:
                 on_ready(address)
-            await until_told_to_stop()
+            await self._unless_lost(until_told_to_stop())
         finally:
-            await server.stop(self._settings.drain_grace_s)
+            await server.stop(0.0 if self._lost.done() else self._settings.drain_grace_s)
+            if self._handler is not None:
+                get_logger().info("stopped", **self._handler.counters())
             if self._engine is not None:
                 self._engine.stop()
+            await asyncio.to_thread(self._tracing.close)
+            if self._place is not None and self._model is not None and not self._lost.done():
+                self._model.close()  # type: ignore[attr-defined]
+
+    def _log_serving(self, address: str) -> None:
+        description = self._description
+        assert description is not None and description.cache is not None
+        log, size, positions_max = get_logger(), description.cache, description.positions_max
+        log.info("serving", address=address, model=description.model_name, cache=size.sentence(positions_max))
+        if size.position_count < positions_max:
+            log.warning("the cache holds less than one session of full length", cache=size.sentence(positions_max))
+
+    async def _unless_lost(self, work: Awaitable[None]) -> None:
+        """Waits for `work`; raises ReplicaUnavailable as soon as a rank is lost, whatever the work's thread does."""
+        doing = asyncio.ensure_future(work)
+        await asyncio.wait({doing, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            raise ReplicaUnavailable(self._lost.result().reason)
+        await doing
+
+    def _load_model(self, progress: Progress) -> CausalModel:
+        settings = self._settings
+        if self._place is None:
+            return load_model(settings.model, settings.dtype, settings.device, progress, settings.enforce_eager)
+        from specdec.engine.parallel.group import Ending
+        from specdec.engine.parallel.rank import ModelSource, load_leader
+
+        loop = self._lost.get_loop()
+        ending = Ending(
+            on_lost=lambda loss: loop.call_soon_threadsafe(self._lost.set_result, loss) and None,
+            exit_grace_s=LOST_GRACE_S,
+            on_stop_asked=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        )
+        source = ModelSource(settings.model, settings.dtype, device(settings.device))
+        return load_leader(source, self._place, ending, progress)
 
     def _load(self) -> None:
         settings = self._settings
         torch.set_num_threads(settings.threads or os.cpu_count() or 1)
         with loading_bar(f"{self._kind.name} {settings.model}") as progress:
-            model = load_model(settings.model, settings.dtype, device(settings.device), progress)
+            model = self._model = self._load_model(progress)
+        settings = with_block_size(settings)
         description = describe(model, settings)
-        block_count = cache_block_count(model, description, settings)
+        size = choose_cache_size(model, description.positions_max, settings)
+        description = replace(description, cache=size)
         engine = Engine(
-            model, block_count, settings.block_size, self._kind.evidence, rows_max=settings.max_num_batched_tokens
+            model,
+            size.block_count + 1,
+            settings.block_size,
+            self._kind.evidence,
+            rows_max=settings.max_num_batched_tokens,
         )
-        handler = self._kind.make_handler(HeldSessions(engine, description, settings.max_num_seqs))
+        handler = self._kind.make_handler(engine, description, settings)
+        handler.trace_to(self._tracing)
         engine.start(handler.before_step)
         self._engine, self._description, self._handler = engine, description, handler
 
@@ -110,11 +164,17 @@ class ReplicaApp:
         await ReplicaStream(self._engine, self._handler, self._kind.messages).run(requests, write)
 
 
-def device(asked: str) -> str:
-    """`auto` is a GPU where there is one."""
-    if asked != "auto":
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device(asked: str, local_rank: int = 0) -> str:
+    """`auto` is a GPU where there is one; several ranks of one machine each take their own."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{local_rank}" if asked == "cuda" and local_rank else asked
+
+
+def with_block_size(settings: ModelSettings) -> ModelSettings:
+    """The settings with the block size of the device where none was given."""
+    size = settings.block_size or default_block_size(find_device(settings.device))
+    return settings.model_copy(update={"block_size": size})
 
 
 def describe(model: CausalModel, settings: ModelSettings) -> Description:
@@ -134,23 +194,5 @@ def describe(model: CausalModel, settings: ModelSettings) -> Description:
         dtype=own.dtype,
         device=own.device,
         libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
+        tensor_parallel_size=own.tensor_parallel_size,
     )
-
-
-def cache_block_count(model: CausalModel, description: Description, settings: ModelSettings) -> int:
-    """Blocks of the cache, the zero block included: as --kv-cache-bytes says, or for a few sessions of full length."""
-    block_bytes = model.cache_bytes_per_position * settings.block_size
-    if settings.kv_cache_bytes is not None:
-        count = settings.kv_cache_bytes // block_bytes
-        if count < 2:
-            raise ConfigError(f"--kv-cache-bytes is {settings.kv_cache_bytes}; two blocks take {2 * block_bytes}")
-        return count
-    session_count = min(settings.max_num_seqs, FULL_SESSION_COUNT_DEFAULT)
-    wanted = 1 + session_count * -(-description.positions_max // settings.block_size)
-    fitting = int(free_memory_bytes() * MEMORY_SHARE_MAX) // block_bytes
-    return max(2, min(wanted, fitting))
-
-
-def free_memory_bytes() -> int:
-    """Memory of this machine that is free, in bytes."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,6 +15,7 @@ from specdec.protocol.types import Law, check_token_ids
 from specdec.replica.sessions import HeldSessions, Reply
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
+from specdec.telemetry.tracing import Tracing
 
 
 class ItemHandler(ABC):
@@ -23,9 +24,11 @@ class ItemHandler(ABC):
     def __init__(self, sessions: HeldSessions) -> None:
         self._sessions = sessions
         self._description = sessions.description
+        self._arrived_s = 0.0  # when the message being handled arrived
 
-    def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply) -> None:
+    def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply, arrived_s: float = 0.0) -> None:
         """Carries out the items of one message in order; answers come through `reply`, some of them later."""
+        self._arrived_s = arrived_s
         for item in items:
             try:
                 short = self._handle(stream, item, reply)
@@ -41,6 +44,13 @@ class ItemHandler(ABC):
     def before_step(self) -> float:
         """Its turn before every step of the engine: it may submit feeds. Seconds to hold the step, 0 for none."""
         return 0.0
+
+    def counters(self) -> dict[str, int]:
+        """What it has counted, by name; figures for logs and metrics when read from another thread."""
+        return {}
+
+    def trace_to(self, tracing: Tracing) -> None:
+        """Spans of what is in detail go there from now on; told before the engine starts."""
 
     def close_stream(self, stream: object) -> None:
         """Ends all sessions of a stream that is gone."""

@@ -7,11 +7,13 @@ stream can name it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.scheduler import Engine, Feed, StepTiming
+from specdec.engine.block_table import BlockTable
+from specdec.engine.feed import Feed, StepTiming
+from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.items import Close, Extend, Open, Short
 from specdec.protocol.types import Description, check_token_ids
@@ -20,23 +22,36 @@ from specdec.rpc.status import failure_from_error
 Reply = Callable[[object], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be done with the logits after the last `logit_count` tokens of `wanted`, asked at `asked_s`."""
+
+    wanted: list[int]
+    logit_count: int
+    payload: object
+    done: Callable[[object, StepTiming], None]
+    excused: Callable[[SpecdecError], bool]
+    asked_s: float
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """One sequence of a session in the cache: `fed[:table.length]` is what it holds.
 
     `agreed`: `fed[:agreed]` is known to equal the session's tokens, so comparisons start there. `fed` is replaced and
-    never changed, so lanes may share it.
+    never changed, so lanes may share it. `work` is what it was asked and has not done; `feed` does it.
     """
 
     table: BlockTable
     fed: list[int] = field(default_factory=list)
     agreed: int = 0
+    work: Work | None = None
     feed: Feed | None = None
 
 
 @dataclass(slots=True, eq=False)
 class HeldSession:
-    """One session: `tokens` are the committed ones it knows. The first lane has room for all of it; a draft has more,
+    """One session: `tokens` are the committed ones it knows. The first lane may grow to all of it; a draft has more,
     one for each branch, forked where they part."""
 
     opened: Open
@@ -51,7 +66,7 @@ class HeldSession:
 
     @property
     def capacity(self) -> int:
-        """Positions reserved for it."""
+        """Most positions it may come to hold."""
         return self.lanes[0].table.capacity
 
     def hold(self, start_position: int, token_ids: Sequence[int]) -> bool:
@@ -99,9 +114,12 @@ class HeldSessions:
             self._drop(key)
         if len(self._sessions) >= self.session_count_max:
             raise CacheExhausted(f"all {self.session_count_max} session slots are taken; raise --max-num-seqs")
-        table = self.engine.cache.reserve(min(item.length_max, self.description.positions_max))
-        session = self._sessions[key] = make(item, [Lane(table)], reply)
+        session = self._sessions[key] = make(item, [Lane(self._table_for(item))], reply)
         return session
+
+    def _table_for(self, item: Open) -> BlockTable:
+        """Its place in the cache, with all the room it may need. Raises SpecdecError; then nothing was allocated."""
+        return self.engine.cache.reserve(min(item.length_max, self.description.positions_max))
 
     def find(self, stream: object, item) -> HeldSession | Short | None:
         """The session an item names; None when the item is older than it, Short when it has to be opened again."""
@@ -141,7 +159,7 @@ class HeldSessions:
 
     def release(self, lane: Lane) -> None:
         """Gives a lane's blocks back; a feed of it that has not run never will."""
-        lane.feed = None
+        lane.work = lane.feed = None
         self.engine.cache.release(lane.table)
 
     def submit(
@@ -163,25 +181,41 @@ class HeldSessions:
         self.engine.cache.truncate(lane.table, start)
         lane.fed = wanted
         lane.agreed = min(lane.agreed, start)
+        lane.work = Work(wanted, logit_count, payload, done, excused, time.perf_counter())
+        self._begin(held, lane)
+
+    def _begin(self, held: HeldSession, lane: Lane) -> None:
+        """Feeds what a lane was asked, as soon as there is room: here at once, since all of it was reserved."""
+        self._feed(held, lane)
+
+    def _finished(self, held: HeldSession, lane: Lane) -> None:
+        """A lane has done what it was asked: the positions it was fed are valid."""
+
+    def _feed(self, held: HeldSession, lane: Lane) -> None:
+        """Hands what a lane was asked to the engine, from its cached length on."""
+        work = lane.work
+        assert work is not None, "a lane is fed what it was asked"
 
         def failed(error: SpecdecError) -> None:
-            lane.feed = None
-            if not excused(error):
+            lane.work = lane.feed = None
+            if not work.excused(error):
                 held.reply(failure_from_error(error, *held.name))
 
         def finished(result: object, timing: StepTiming) -> None:
-            lane.feed = None
-            done(result, timing)
+            lane.work = lane.feed = None
+            self._finished(held, lane)
+            work.done(result, timing)
 
         feed = Feed(
             table=lane.table,
-            start_position=start,
-            token_ids=wanted[start:],
-            logit_count=logit_count,
-            payload=payload,
+            start_position=lane.table.length,
+            token_ids=work.wanted[lane.table.length :],
+            logit_count=work.logit_count,
+            payload=work.payload,
             done=finished,
             failed=failed,
             is_current=lambda: lane.feed is feed,
         )
         lane.feed = feed
         self.engine.submit(feed)
+        feed.submitted_s = work.asked_s

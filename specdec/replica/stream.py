@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
+from specdec.protocol.items import Commit, DraftAsk, TargetAsk, Verification
 from specdec.replica.handler import ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
+from specdec.telemetry.clock import wall_offset_ns
 
 ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
 
@@ -41,7 +43,7 @@ class ReplicaStream:
         self._engine = engine
         self._handler = handler
         self._messages = messages
-        self._stamps = Stamps()
+        self._stamps = Stamps(wall_offset_ns)
         self._loop = asyncio.get_running_loop()
         self._answers: deque = deque()
         self._wake = asyncio.Event()
@@ -76,25 +78,28 @@ class ReplicaStream:
         try:
             async for data in requests:
                 message = parse(self._messages.request, data)
-                self._stamps.received(message, time.monotonic_ns())
+                arrived_ns = time.monotonic_ns()
+                self._stamps.received(message, arrived_ns)
                 if len(self._answers) > ANSWER_COUNT_MAX:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 if message.items:
-                    self._post(message.items)
+                    self._post(message.items, arrived_ns / 1e9)
                 else:
                     self._is_pinged = True
                     self._wake.set()
         finally:
             self._wake.set()
 
-    def _post(self, messages) -> None:
-        items = []
+    def _post(self, messages, arrived_s: float) -> None:
+        items: list[TargetAsk | DraftAsk] = []
         for message in messages:
             try:
                 items.append(item_from_message(message))
             except InvalidRequest as error:
                 self.reply(failure_from_error(error, *item_name(message)))
-        self._engine.post(lambda: self._handler.handle(self, items, self.reply))
+        if any(isinstance(item, Verification | Commit) and item.trace.detailed for item in items):
+            self._stamps.force()  # so that the answer tells how long it took on the way
+        self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
 
     def _message(self) -> bytes:
         """One message with the answers that are ready and fit; an empty one answers pings."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Trace
-from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, Description, Law, Row, Rule
+from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, CacheSize, Description, Law, Row, Rule
 from specdec.v1 import types_pb2 as types_pb
 
 
@@ -110,6 +110,7 @@ def trace_from_message(message: types_pb.TraceContext) -> Trace:
 
 def description_to_message(description: Description) -> types_pb.DescribeResponse:
     """The message of what a replica serves."""
+    size = description.cache
     return types_pb.DescribeResponse(
         model_digest=description.model_digest,
         tokenizer_fingerprint=description.tokenizer_fingerprint,
@@ -119,6 +120,9 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         numerics=numerics_to_message(description),
         protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
+        cache=size and types_pb.CacheSize(
+            block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count
+        ),
     )
 
 
@@ -134,6 +138,7 @@ def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
 
 def description_from_message(message: types_pb.DescribeResponse) -> Description:
     """What a replica says it serves; nothing in it is checked here."""
+    size = message.cache
     return Description(
         model_digest=message.model_digest,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
@@ -146,4 +151,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         libraries=message.numerics.libraries,
         tensor_parallel_size=message.numerics.tensor_parallel_size,
         protocol_version=message.protocol_version,
+        cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
     )

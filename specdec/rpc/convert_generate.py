@@ -85,6 +85,7 @@ def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
         speculative=speculative_from_message(message.speculative),
         resumed_token_ids=tuple(message.resume.output_token_ids),
         label=message.label,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -165,6 +166,8 @@ def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
             "policy_reason",
             "step_sessions",
             "active_sessions",
+            "cached_prompt_tokens",
+            "evictions",
         )
     }
     names = [descriptor.name for descriptor in coordinator_pb.TimeSplit.DESCRIPTOR.fields]

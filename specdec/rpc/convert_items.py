@@ -34,6 +34,7 @@ def _open_to_message(item: items.Open) -> types_pb.OpenItem:
         length_max=item.length_max,
         vocabulary_size=item.vocabulary_size,
         trace=trace_to_message(item.trace),
+        cache_salt=item.cache_salt,
     )
 
 
@@ -45,6 +46,7 @@ def _open_from_message(message: types_pb.OpenItem) -> items.Open:
         message.length_max,
         message.vocabulary_size,
         trace_from_message(message.trace),
+        message.cache_salt,
     )
 
 
@@ -114,6 +116,9 @@ def _same_fields_to(message_class, *names: str):
 _NAME = ("session", "incarnation")
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
 _SHORT = (*_NAME, "known_length", "unknown")
+_TIMES = ("queue_us", "forward_us", "evidence_us")
+_COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions")
+_EVIDENCE_FIGURES = (*_TIMES, *_COUNTS, "server_us")  # in the order of EvidenceAnswer
 _extend_to_message = _same_fields_to(types_pb.ExtendItem, *_NAME, "start_position", "token_ids")
 _close_to_message = _same_fields_to(types_pb.CloseItem, *_NAME)
 _failure_to_message = _same_fields_to(types_pb.ErrorItem, *_FAILURE)
@@ -147,6 +152,7 @@ def _nodes_to_message(item: items.Nodes) -> draft_pb.NodesItem:
         nodes=nodes,
         step_us=item.step_us,
         step_rows=item.step_rows,
+        step_began_us=item.step_began_us,
     )
 
 
@@ -170,6 +176,7 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
         message.step_us,
         message.step_rows,
         malformed_count,
+        message.step_began_us,
     )
 
 
@@ -210,12 +217,7 @@ def _evidence_to_message(item: items.EvidenceAnswer) -> target_pb.EvidenceItem:
         replacement_token_ids=item.evidence.replacement_token_ids,
         target_probs=numbers_to_bytes("d", item.evidence.target_probs),
         logprobs=_logprobs_to_message(item.evidence),
-        queue_us=item.queue_us,
-        forward_us=item.forward_us,
-        evidence_us=item.evidence_us,
-        step_rows=item.step_rows,
-        step_sessions=item.step_sessions,
-        active_sessions=item.active_sessions,
+        **{name: getattr(item, name) for name in _EVIDENCE_FIGURES},
     )
 
 
@@ -232,12 +234,7 @@ def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAns
         message.incarnation,
         message.round_index,
         Evidence(replacements, target_probs, draft_logprobs, replacement_logprobs),
-        message.queue_us,
-        message.forward_us,
-        message.evidence_us,
-        message.step_rows,
-        message.step_sessions,
-        message.active_sessions,
+        *(getattr(message, name) for name in _EVIDENCE_FIGURES),
     )
 
 

@@ -19,6 +19,7 @@ from specdec.errors import SpecdecError
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
+from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
@@ -57,7 +58,7 @@ class Link:
         self.down_reason = f"{peer} was not reached yet"
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.stamps = Stamps()
+        self.stamps = Stamps(wall_offset_ns)
         self._connect = connect
         self._method = method
         self._request_class = request_class
@@ -71,9 +72,12 @@ class Link:
     def __repr__(self) -> str:
         return f"Link({self.peer}, {'up' if self.is_up else 'down: ' + self.down_reason})"
 
-    def send(self, item: Message) -> bool:
-        """Queues an item for the next message; False, and dropped, while the link is down."""
+    def send(self, item: Message, is_timed: bool = False) -> bool:
+        """Queues an item for the next message, which is stamped if it is to be timed; False, and dropped, while the
+        link is down."""
         if self.is_up:
+            if is_timed:
+                self.stamps.force()
             self._queue.append(item)
             self._wake.set()
         return self.is_up
@@ -113,7 +117,7 @@ class Link:
 
     async def _connection(self) -> None:
         """One connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
-        self.stamps = Stamps()
+        self.stamps = Stamps(wall_offset_ns)
         self._queue.clear()
         self._silent_ticks = self._idle_ticks = 0
         channel = self._connect()

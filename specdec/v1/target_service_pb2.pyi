@@ -66,7 +66,7 @@ class VerifyResponseItem(_message.Message):
     def __init__(self, evidence: _Optional[_Union[EvidenceItem, _Mapping]] = ..., short: _Optional[_Union[_types_pb2.ShortItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
 
 class EvidenceItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "replacement_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "evidence_us", "step_rows", "step_sessions", "active_sessions")
+    __slots__ = ("session", "incarnation", "round_index", "replacement_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "evidence_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions", "server_us")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,10 @@ class EvidenceItem(_message.Message):
     STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_US_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -91,7 +95,11 @@ class EvidenceItem(_message.Message):
     step_rows: int
     step_sessions: int
     active_sessions: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., replacement_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., evidence_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ...) -> None: ...
+    cached_prompt_tokens: int
+    step_count: int
+    evictions: int
+    server_us: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., replacement_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., evidence_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., evictions: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("draft", "replacement", "top_token_ids", "top")

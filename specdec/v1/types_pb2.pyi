@@ -67,16 +67,18 @@ class Row(_message.Message):
     def __init__(self, token_id_steps: _Optional[_Iterable[int]] = ..., weight_codes: _Optional[bytes] = ...) -> None: ...
 
 class LinkStamp(_message.Message):
-    __slots__ = ("sequence", "sent_time_us", "echo_sequence", "echo_held_us")
+    __slots__ = ("sequence", "sent_time_us", "echo_sequence", "echo_held_us", "wall_time_us")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SENT_TIME_US_FIELD_NUMBER: _ClassVar[int]
     ECHO_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ECHO_HELD_US_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_US_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sent_time_us: int
     echo_sequence: int
     echo_held_us: int
-    def __init__(self, sequence: _Optional[int] = ..., sent_time_us: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_held_us: _Optional[int] = ...) -> None: ...
+    wall_time_us: int
+    def __init__(self, sequence: _Optional[int] = ..., sent_time_us: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., echo_held_us: _Optional[int] = ..., wall_time_us: _Optional[int] = ...) -> None: ...
 
 class TraceContext(_message.Message):
     __slots__ = ("trace_id", "span_id", "sampled", "detailed")
@@ -91,20 +93,22 @@ class TraceContext(_message.Message):
     def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., sampled: bool = ..., detailed: bool = ...) -> None: ...
 
 class OpenItem(_message.Message):
-    __slots__ = ("session", "incarnation", "law", "length_max", "vocabulary_size", "trace")
+    __slots__ = ("session", "incarnation", "law", "length_max", "vocabulary_size", "trace", "cache_salt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAW_FIELD_NUMBER: _ClassVar[int]
     LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     law: Law
     length_max: int
     vocabulary_size: int
     trace: TraceContext
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., law: _Optional[_Union[Law, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., law: _Optional[_Union[Law, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ExtendItem(_message.Message):
     __slots__ = ("session", "incarnation", "start_position", "token_ids")
@@ -161,7 +165,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +174,7 @@ class DescribeResponse(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -178,7 +183,18 @@ class DescribeResponse(_message.Message):
     numerics: NumericsProfile
     protocol_version: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    cache: CacheSize
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ...) -> None: ...
+
+class CacheSize(_message.Message):
+    __slots__ = ("block_count", "block_size", "bytes")
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    block_count: int
+    block_size: int
+    bytes: int
+    def __init__(self, block_count: _Optional[int] = ..., block_size: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class NumericsProfile(_message.Message):
     __slots__ = ("dtype", "tensor_parallel_size", "device", "libraries")

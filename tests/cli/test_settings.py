@@ -59,7 +59,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert read("draft", *arguments, "--block-size", "128", environment=environment).block_size == 128
     assert read("draft", *arguments, environment=environment).block_size == 32
     assert read("draft", *arguments).block_size == 16
-    assert read("draft", "--model", "m").block_size == DraftSettings(model="m").block_size == 64
+    assert read("draft", "--model", "m").block_size == DraftSettings(model="m").block_size == 0
 
 
 def test_the_file_can_be_named_in_the_environment(tmp_path):

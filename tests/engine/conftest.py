@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_models import Driver, make_tiny_model
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
 
 SHIPPED = Path(__file__).parents[2] / "models"
 # Sizes that fill no vector register: they would show any kernel that treats the end of a run differently.
 ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 75, "num_key_value_heads": 4}
-TINY: dict[str, tuple[str, dict]] = {
-    "llama": ("llama", {}),
-    "qwen2": ("qwen2", {}),
-    "gpt2": ("gpt2", {}),
+TINY: dict[str, tuple[str, dict]] = {name: (name, {}) for name in ARCHITECTURES} | {
     "odd": ("llama", ODD),
+    "gemma3-wide": ("gemma3", {"sliding_window": 150, "final_logit_softcapping": 8.0}),
 }
 
 

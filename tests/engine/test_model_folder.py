@@ -69,17 +69,22 @@ def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not proven yet; proven: LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not proven yet; proven: LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not proven yet"),
         ({"architectures": ["OwnModel"], "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}, "never run"),
         ({"architectures": None}, "exactly one"),
         ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "exactly one"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"hidden_act": "tanh"}, "'tanh' is not proven yet"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding window"),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"]}, "sliding window"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer type 'chunked_attention'"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "later positions"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm"),
+        ({"is_causal": False}, "is_causal"),
         ({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, "cross attention"),
         ({"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_fast"}, "'gelu_fast'"),
     ],
@@ -110,10 +115,10 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
 def test_settings_are_refused_by_name(folder: Path) -> None:
     """Claim: a dtype or device that is not served is refused, naming what is.
 
-    Source: brief of issue 2. Conclusive: float16, which `transformers` would take, is among them.
+    Source: brief of issue 2. Conclusive: float64, which `transformers` would take, is among them.
     """
-    with pytest.raises(ConfigError, match="float16.*auto, float32, bfloat16"):
-        load_model(str(folder), dtype="float16")
+    with pytest.raises(ConfigError, match="float64.*auto, float32, bfloat16, float16"):
+        load_model(str(folder), dtype="float64")
     with pytest.raises(ConfigError, match="cuda"):
         load_model(str(folder), device="cuda")
 
@@ -154,13 +159,14 @@ def test_the_digest_covers_config_and_weights(folder: Path, tmp_path: Path) -> N
 
 
 def test_auto_keeps_the_weights_type(folder_of: Callable[[str], Path], folder: Path) -> None:
-    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights, which no CPU path serves.
+    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights; float16 is there when asked for.
 
     Source: `load_model`. Conclusive: the config's own entry is the only difference.
     """
     assert load_model(str(folder_of("draft"))).description.dtype == "bfloat16"
     edit_json(folder / "config.json", dtype="float16")
     assert load_model(str(folder)).description.dtype == "float32"
+    assert load_model(str(folder), "float16").description.dtype == "float16"
     assert torch.get_default_dtype() == torch.float32
 
 

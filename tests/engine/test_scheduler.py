@@ -120,24 +120,29 @@ def test_prompts_are_cut_at_absolute_multiples(bench: Bench) -> None:
     assert table.length == 31
 
 
-def test_short_feeds_do_not_wait_for_long_prompts(bench: Bench) -> None:
-    """Claim: feeds join steps first come first served, one piece per sequence, and a decode runs in the next step.
+def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None:
+    """Claim: prompts fill a step by age, one piece per sequence; a decode submitted last is in the first step there is,
+    and from then on prompts have one chunk of a step.
 
     Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks fill
-    the row limit; a decode submitted last is in the second step, not after their fifteen chunks.
+    the row limit; every batch from the decode's on is compared with what the three promises of step_choice give.
     """
 
     def submit() -> None:
         for name in "abc":
             bench.feed(name, [2] * 40)
-        bench.feed("decode", [3])
+
+    def decode_too(batch: RaggedBatch) -> None:
+        if len(bench.model.batches) == 2:
+            bench.feed("decode", [3])
 
     bench.model.batches.clear()
+    bench.model.fault = decode_too  # on the engine thread, while the second step runs
     bench.run(submit, 4)
-    assert bench.model.batches[0] == [(0, 8, 0)] * 3
-    assert bench.model.batches[1][0] == (0, 1, 1)
-    assert all(sum(rows for _, rows, _ in batch) <= 24 for batch in bench.model.batches)
-    assert bench.timings["decode"].step_count == 1
+    assert bench.model.batches[:3] == [[(0, 8, 0)] * 3, [(8, 8, 0)] * 3, [(0, 1, 1), (16, 8, 0)]]
+    assert bench.model.batches[3:5] == [[(24, 8, 0)], [(32, 8, 1)]], "the oldest prompt goes on, a chunk a step"
+    assert all(sum(rows for _, rows, _ in batch) <= 8 for batch in bench.model.batches[3:])
+    assert bench.timings["decode"].step_count == 1 and bench.timings["a"].step_count == 5
 
 
 def test_feeds_submitted_by_callbacks_share_the_next_step(bench: Bench) -> None:
@@ -195,7 +200,7 @@ def test_an_exception_costs_one_request(bench: Bench) -> None:
     Source: issue 2, "bisect once, never the thread". Conclusive: neighbours' answers equal those of a run without the
     fault, the failed tables did not advance, and the thread answers afterwards.
     """
-    expected = bench.run(lambda: [bench.feed(name, [1, 2, 3]) for name in "ab"], 2)
+    expected = bench.run(lambda: [bench.feed(name, [1, 2, 3], 3) for name in "ab"], 2)
 
     def planted(batch: RaggedBatch) -> None:
         if any(5 in segment.token_ids for segment in batch.segments):
@@ -205,16 +210,16 @@ def test_an_exception_costs_one_request(bench: Bench) -> None:
     failed: list[Feed] = []
 
     def submit() -> None:
-        bench.feed("a", [1, 2, 3])
-        failed.append(bench.feed("forward", [1, 5, 3]))
-        failed.append(bench.feed("evidence", [1, 2, 3], payload="bad"))
-        bench.feed("b", [1, 2, 3])
+        bench.feed("a", [1, 2, 3], 3)
+        failed.append(bench.feed("forward", [1, 5, 3], 3))
+        failed.append(bench.feed("evidence", [1, 2, 3], 3, payload="bad"))
+        bench.feed("b", [1, 2, 3], 3)
 
     outcomes = bench.run(submit, 4)
     assert {name: outcomes[name] for name in "ab"} == expected
     assert all("planted" in str(outcomes[name]) for name in ("forward", "evidence"))
     assert [feed.table.length for feed in failed] == [0, 0]
-    assert bench.run(lambda: bench.feed("a", [1, 2, 3]), 1)["a"] == expected["a"]
+    assert bench.run(lambda: bench.feed("a", [1, 2, 3], 3), 1)["a"] == expected["a"]
 
 
 def test_callbacks_that_raise_do_not_stop_the_thread(bench: Bench) -> None:

@@ -40,7 +40,12 @@ class Imports:
 
 TABLE = (
     Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
-    Imports("specdec.config", ("specdec.errors", *VALUES), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
+    Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
+    Imports(
+        "specdec.config",
+        ("specdec.errors", "specdec.settings", *VALUES),
+        MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
+    ),
     Imports("specdec.protocol", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
     Imports(
         "specdec.decoding",
@@ -80,6 +85,7 @@ TABLE = (
             "specdec.rpc",
             "specdec.telemetry",
             "specdec.v1",
+            "specdec.engine.parallel.place",
             "coordinator.service",
             "draft_service.service",
             "target_service.service",

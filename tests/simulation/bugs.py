@@ -12,6 +12,7 @@ from specdec.protocol.growth import Growth
 from specdec.protocol.session import Session
 from specdec.protocol.tree import DraftTree
 from specdec.replica.sessions import HeldSession, HeldSessions
+from target_service.room import GrowingSessions
 from target_service.verifier import Verifier
 from tests.simulation.planting import Bug
 
@@ -63,7 +64,7 @@ FENCES = (
         "held.opened.incarnation >= item.incarnation",
         "False",
     ),
-    Bug("a feed runs though its session moved on", HeldSessions, "submit", "lane.feed is feed", "True"),
+    Bug("a feed runs though its session moved on", HeldSessions, "_feed", "lane.feed is feed", "True"),
     Bug("the index of a wait is ignored", Session, "on_wait_expired", "or wait_index != self.wait_index", ""),
     Bug(
         "a round asked again is answered from other noise",
@@ -262,6 +263,25 @@ CACHE = (
     ),
 )
 
+ROOM = (
+    Bug("a block that is taken keeps its old name", KVCache, "_take_kept", "self._index.remove(block_id)", "pass"),
+    Bug("who adopts a block does not hold it", KVCache, "adopt", "self._holders[block_id] += 1", "pass"),
+    Bug("an adopted block can be taken", KVCache, "adopt", "self._kept.pop(block_id, None)", "pass"),
+    Bug("a block is published one too early", GrowingSessions, "_publish", "length)", "lane.table.length + 7)"),
+    Bug("what is found is not compared", GrowingSessions, "_start", "lane.agreed = 0", "lane.agreed = length"),
+    Bug("the feed of an evicted session runs", GrowingSessions, "_evict", "lane.feed = None", "pass"),
+    Bug(
+        "what an evicted session was asked is forgotten",
+        GrowingSessions,
+        "_evict",
+        "if lane.work is not None:",
+        "if False:",
+    ),
+    Bug("who waits for room is forgotten", Verifier, "before_step", "self._sessions.take_turn()", "0.0"),
+    Bug("who has left is waited for", GrowingSessions, "_drop", "self._waiting.discard(held)", "pass"),
+    Bug("nobody gives way", GrowingSessions, "_has_room", "if evictable:", "if False:"),
+)
+
 TIMES = (
     Bug("a step is held for ever", Verifier, "before_step", "return hold_s", "return 0.001"),
     Bug("the end of a wait changes nothing", Session, "on_wait_expired", "return self._verify_now()", "return []"),
@@ -275,7 +295,7 @@ TIMES = (
     ),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *TIMES)
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *ROOM, *TIMES)
 
 # Not a bug: a lane is only where work goes on cheapest. What it holds is compared with every path that is fed to it, so
 # one chosen badly costs the re-feeding of a few tokens, and nothing else can be seen of it.

@@ -18,7 +18,7 @@ from coordinator.decode_loop import Generation
 from coordinator.output import Ending, Walked
 from coordinator.speculation import Speculation
 from specdec.config import CoordinatorSettings
-from specdec.errors import ReplicaUnavailable
+from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.policy import FixedPolicy, Policy
 from specdec.protocol.report import Delta, Finished, Started
@@ -213,7 +213,7 @@ class Client:
             elif isinstance(event, Finished):
                 self._finish(event)
                 return
-            elif isinstance(event, ReplicaUnavailable):
+            elif isinstance(event, (ReplicaUnavailable, CacheExhausted)):
                 self.coordinator.end(generation)
                 self._ask_again()
                 return

@@ -17,6 +17,7 @@ from specdec.errors import CacheExhausted
 from specdec.protocol.items import Close, Failure, Short
 from specdec.protocol.types import Description
 from specdec.replica.sessions import HeldSessions
+from target_service.room import GrowingSessions
 from target_service.verifier import Verifier
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import TableModel
@@ -100,8 +101,10 @@ class Process:
         self.engine = SimulatedEngine(
             model, traits.block_count, BLOCK_SIZE, traits.evidence, traits.chunk_size, traits.rows_max
         )
-        sessions = HeldSessions(self.engine, traits.description, SESSION_COUNT_MAX)
-        self.handler = Drafter(sessions) if traits.is_draft else Verifier(sessions)
+        if traits.is_draft:
+            self.handler = Drafter(HeldSessions(self.engine, traits.description, SESSION_COUNT_MAX))
+        else:
+            self.handler = Verifier(GrowingSessions(self.engine, traits.description, SESSION_COUNT_MAX))
         self.handler.work = fenced(self.handler.work)
 
     @property
@@ -194,6 +197,8 @@ class Process:
         else:
             self.is_busy = False
             self._send_answers()
+            if hold_s > 0:
+                self.later(hold_s, self._wake)
 
     def _wake(self) -> None:
         if not self.is_busy:

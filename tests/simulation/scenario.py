@@ -11,11 +11,13 @@ from tests.simulation.client import Choosing, Order
 from tests.simulation.model import VOCABULARY_SIZE
 
 TOKENS_MIN = 20
+CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks each, in a cache of five to seven
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry."""
+    """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` what a
+    session of the target may grow by before it has to give way."""
 
     table: int
     orders: tuple[Order, ...]
@@ -29,12 +31,16 @@ class Scenario:
     draft_positions: int
     chunk_size: int
     extend_max: int
+    run_positions: int = 64
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
-    """A setting: mostly ordinary, now and then with too small a draft, a slow one, or none asked for."""
+    """A setting: mostly ordinary, now and then with too small a draft, a slow one, none asked for, or several texts in
+    a target's cache that holds hardly more than one of them."""
     table = rng.randrange(8)
-    count = 1 if rng.random() < 0.94 else 2
+    crowd = rng.random()
+    is_cramped = crowd >= CRAMPED_FROM
+    count = 1 if crowd < 0.86 else rng.choice((2, 3)) if is_cramped else 2
     return Scenario(
         table=table,
         orders=tuple(draw_order(rng, table, number) for number in range(count)),
@@ -42,12 +48,13 @@ def draw_scenario(rng: random.Random) -> Scenario:
         draft_step_s=rng.choice((0.002, 0.004)),
         target_latency_s=rng.choice((0.0002, 0.001)),
         draft_latency_s=rng.choice((0.0003, 0.0003, 0.002, 0.01)),
-        target_blocks=64,
+        target_blocks=rng.choice((6, 7, 8)) if is_cramped else 64,
         draft_blocks=rng.choice((64, 64, 64, 12)),
         target_positions=128,
         draft_positions=rng.choice((128, 128, 128, 24)),
         chunk_size=rng.choice((3, 64, 64)),
         extend_max=rng.choice((2, 5, 2048)),
+        run_positions=rng.choice((1, 4, 8)) if is_cramped else 64,
     )
 
 

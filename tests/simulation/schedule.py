@@ -16,6 +16,7 @@ import structlog
 import structlog.testing
 
 from specdec.protocol import items
+from target_service import room
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
 from tests.simulation.scenario import Scenario, draw_scenario
@@ -37,6 +38,7 @@ class Report:
     points: list[str]
     virtual_s: float
     faults: Counter
+    cache: Counter
 
 
 @contextmanager
@@ -49,6 +51,7 @@ def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Ite
         stack.enter_context(patch.object(logging.getLogger("specdec.engine"), "disabled", True))
         stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
+        stack.enter_context(patch.object(room, "RUN_POSITIONS", scenario.run_positions))
         yield
 
 
@@ -77,6 +80,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         world.faults.points,
         world.clock.now_s,
         world.faults.counts,
+        world.cache_counts,
     )
 
 

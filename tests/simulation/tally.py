@@ -20,6 +20,7 @@ class Tally:
     accepted_count: int = 0
     virtual_s: float = 0.0
     faults: Counter = field(default_factory=Counter)
+    cache: Counter = field(default_factory=Counter)
     problems: dict[int, str] = field(default_factory=dict)
 
     def add(self, seed: int, report: Report) -> None:
@@ -30,6 +31,7 @@ class Tally:
         self.accepted_count += report.accepted_count
         self.virtual_s += report.virtual_s
         self.faults += report.faults
+        self.cache += report.cache
         problem = report.problem
         if not problem and report.token_count < TOKENS_MIN:
             problem = f"only {report.token_count} tokens"
@@ -42,6 +44,7 @@ class Tally:
         lines = [
             f"{self.count} schedules, {self.token_count} tokens, {self.virtual_s:.0f} virtual seconds",
             f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted",
+            "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
             f"{sum(self.faults.values())} faults:",
             *(f"  {fault.name.lower():18} {self.faults[fault]:7}  {fault.value}" for fault in Fault),
             f"{len(self.problems)} schedules in which a property does not hold",

@@ -20,6 +20,7 @@ def check_schedules(first: int, count: int) -> Tally:
         tally.add(seed, run_seed(seed))
     assert not tally.problems, str(tally)
     assert min(tally.faults[fault] for fault in Fault) > count / 10, str(tally)
+    assert tally.cache["evictions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
     return tally
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class World:
     coordinator: Coordinator = field(init=False)
     clients: list[Client] = field(init=False)
     event_count: int = 0
+    cache_counts: Counter = field(default_factory=Counter)  # of all lives of the target
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -119,10 +121,15 @@ class World:
         """A dead process comes back later."""
         if process.traits.is_draft:
             self.ledger.unsent.clear()
+        self.count_cache(process)
         down_s = self.rng.choice(DOWN_S)
         self.note(f"dead for {down_s} s:", process)
         self.faults.healed_s = max(self.faults.healed_s, self.clock.now_s + down_s)
         self.clock.call_later(down_s, process.start)
+
+    def count_cache(self, process: Process) -> None:
+        """Adds what a life of a process has counted, at its end."""
+        self.cache_counts.update(process.handler.counters())
 
     def freeze(self, process: Process, for_s: float) -> None:
         """A process stops for a while; when that is long its connections are given up."""
@@ -176,6 +183,7 @@ class World:
                 raise Violation(f"no end {LIVENESS_S} s after the last fault has healed")
         while self._advance(must=False):
             pass
+        self.count_cache(self.target)
         self.check_idle()
 
     def _advance(self, must: bool = True) -> bool:

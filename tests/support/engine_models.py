@@ -23,29 +23,63 @@ END_TOKEN = "<|end|>"
 OUTPUT_PADDING = 13  # output columns without a token: they must never be seen
 TRAINING_TEXT = "def total(values): return sum(value for value in values if value is not None)\n" * 8
 
-ROTARY = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112}
-CONFIGS: dict[str, tuple[type, dict]] = {
-    "llama": (transformers.LlamaConfig, ROTARY | {"max_position_embeddings": 512, "hidden_size": 64}),
-    "qwen2": (transformers.Qwen2Config, ROTARY | {"max_position_embeddings": 512, "hidden_size": 64}),
-    "gpt2": (transformers.GPT2Config, {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_positions": 512}),
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "max_position_embeddings": 512,
 }
-CLASSES = {
-    "llama": transformers.LlamaForCausalLM,
-    "qwen2": transformers.Qwen2ForCausalLM,
-    "gpt2": transformers.GPT2LMHeadModel,
+ALL_HEADS = SIZES | {"num_key_value_heads": 4}
+WINDOW = 40  # shorter than most prompts of the tests, and no multiple of a block
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA = SIZES | SLIDING | {"head_dim": 16, "query_pre_attn_scalar": 24}
+# By name: the class of `transformers` and the config entries of a tiny model that needs every feature of its kind.
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaForCausalLM", SIZES),
+    "qwen2": ("Qwen2ForCausalLM", SIZES),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_positions": 512}),
+    "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 24}),
+    "mistral": ("MistralForCausalLM", SIZES | {"sliding_window": WINDOW}),
+    "gemma": ("GemmaForCausalLM", SIZES | {"head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA),
+    "phi": ("PhiForCausalLM", ALL_HEADS | {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3ForCausalLM", SIZES | {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "gpt_neox": ("GPTNeoXForCausalLM", ALL_HEADS | {"rotary_pct": 0.25}),
+    "starcoder2": ("Starcoder2ForCausalLM", SIZES | {"sliding_window": WINDOW}),
+    "granite": (
+        "GraniteForCausalLM",
+        SIZES
+        | {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", SIZES | {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", SIZES),
+    "cohere": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5}),
 }
+
+
+def model_class(architecture: str) -> type[transformers.PreTrainedModel]:
+    """The class of `transformers` behind a name of ARCHITECTURES."""
+    return getattr(transformers, ARCHITECTURES[architecture][0])
 
 
 def make_tiny_model(
     folder: Path, architecture: str, seed: int = 0, vocabulary_size: int = 288, **overrides: object
 ) -> Path:
-    """Writes a model folder of "llama", "qwen2" or "gpt2" and returns it; `overrides` are config entries."""
-    config_class, entries = CONFIGS[architecture]
+    """Writes a model folder of a kind of ARCHITECTURES and returns it; `overrides` are config entries."""
+    kind = model_class(architecture)
     width = vocabulary_size + OUTPUT_PADDING
     common = {"vocab_size": width, "eos_token_id": 0, "bos_token_id": 0, "tie_word_embeddings": False}
-    config = config_class(**(entries | common | overrides))
+    config = kind.config_class(**(ARCHITECTURES[architecture][1] | common | overrides))
     torch.manual_seed(seed)
-    model = CLASSES[architecture](config)
+    model = kind(config)
     scale_up(model, seed)
     model.save_pretrained(folder)
     make_tokenizer(vocabulary_size).save(str(folder / "tokenizer.json"))
@@ -55,15 +89,16 @@ def make_tiny_model(
 def scale_up(model: transformers.PreTrainedModel, seed: int) -> None:
     """Redraws the weights so that every layer matters: text varies, and early tokens reach late logits."""
     generator = torch.Generator().manual_seed(seed)
+    output = model.get_output_embeddings().weight
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.dim() == 1:
             offset = 1.0 if "norm" in name or "ln_" in name else 0.0
             weight.data = (offset if name.endswith("weight") else 0.0) + 0.2 * drawn
+        elif weight is output and not model.config.tie_word_embeddings:
+            weight.data = drawn * 3 / math.sqrt(weight.shape[1])
         elif "embed" in name or "wte" in name or "wpe" in name:
             weight.data = drawn
-        elif "lm_head" in name:
-            weight.data = drawn * 3 / math.sqrt(weight.shape[1])
         else:
             weight.data = drawn * 1.5 / math.sqrt(model.config.hidden_size)
     model.tie_weights()

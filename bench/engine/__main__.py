@@ -1,0 +1,151 @@
+"""`python -m bench.engine`: the engine's step by rows, sequences and context, its streams and its evidence.
+
+One process, no services. For the shipped pair and the target made deeper (bench/deepened.py): time of a step and its
+share of what memory allows, what neighbour-independence costs, plain decoding of many streams with the time outside
+the forward, and evidence and noise by vocabulary. Prints tables and the goals, writes JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import deepened, goals, plot
+from bench.engine import tables
+from bench.engine.bandwidth import LARGE_BYTES, Reader
+from bench.engine.evidence import VOCABULARIES, EvidenceFigure, measure_evidence
+from bench.engine.picture import picture
+from bench.engine.steps import CONTEXTS, ROWS, SEQUENCES, StepFigure, independence_shapes, measure_steps, shapes_of
+from bench.engine.streams import STREAMS, StreamFigure, measure_streams
+from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.errors import SpecdecError
+
+MODELS = ("deepened", "target", "draft")
+QUICK = {
+    "models": ["deepened"],
+    "sequences": [1, 4, 16],
+    "contexts": [64, 256],
+    "vocabularies": [4096, 128256],
+    "rounds": 3,
+    "tokens": 24,
+}
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(%(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="(%(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of one sequence (%(default)s)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES), help="of a step (%(default)s)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="cached tokens (%(default)s)")
+    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), help="decoding at once (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="of a stream in a block (%(default)s)")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES), help="(%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="each measures every shape once (%(default)s)")
+    parser.add_argument(
+        "--extra-layers", type=int, default=deepened.EXTRA_LAYERS_DEFAULT, help="of the deepened target"
+    )
+    parser.add_argument("--quick", action="store_true", help="about two minutes: one model, few shapes, few rounds")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of JSON and picture (%(default)s)")
+    if parser.parse_known_args(arguments)[0].quick:
+        parser.set_defaults(**QUICK)
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def folders(extra_layers: int) -> Iterator[dict[str, Path]]:
+    """The models by name; the deepened one is written for the time being."""
+    with tempfile.TemporaryDirectory() as scratch:
+        deep = deepened.write_deepened(Path(scratch) / "deepened", extra_layers)
+        yield {"deepened": deep, "target": TARGET_MODEL, "draft": DRAFT_MODEL}
+
+
+def measure(
+    asked: argparse.Namespace, advance: Callable[[str], None]
+) -> tuple[list[StepFigure], list[StreamFigure], list[EvidenceFigure]]:
+    """Everything that is asked for; `advance` is told what was measured, a piece at a time."""
+    steps: list[StepFigure] = []
+    streams: list[StreamFigure] = []
+    shapes = shapes_of(asked.rows, asked.sequences, asked.contexts)
+    with folders(asked.extra_layers) as found:
+        for name in asked.models:
+            for dtype in asked.dtypes:
+                model = deepened.load(found[name], dtype)
+                unpadded = independence_shapes(asked.contexts)
+                steps += measure_steps(model, name, shapes, unpadded, asked.rounds, lambda: advance("steps"))
+                streams += measure_streams(
+                    model, name, asked.streams, asked.tokens, asked.rounds, lambda: advance("streams")
+                )
+    return steps, streams, measure_evidence(asked.vocabularies, 5 * asked.rounds, lambda: advance("evidence"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = options(arguments)
+    torch.set_num_threads(asked.threads)
+    console = Console(width=150)
+    piece_count = 2 * asked.rounds * len(asked.models) * len(asked.dtypes) + len(asked.vocabularies)
+    with Progress(console=console, transient=True) as shown:
+        task = shown.add_task("engine", total=piece_count)
+        try:
+            steps, streams, of_evidence = measure(asked, lambda what: shown.update(task, advance=1, description=what))
+        except SpecdecError as error:
+            console.print(f"{type(error).__name__}: {error}", style="red")
+            return 1
+    large_gb_per_s = Reader(LARGE_BYTES).gb_per_s()
+    for table in (
+        tables.row_table(steps),
+        *(tables.sequence_table(steps, rows) for rows in (1, 5)),
+        tables.independence_table(steps),
+        tables.stream_table(streams),
+        tables.evidence_table(of_evidence),
+    ):
+        console.print(table)
+    console.print(
+        f"{asked.threads} thread(s), {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}. The memory "
+        "limit: the bytes of a step's weights and cached positions, read as fast as a buffer of the weights' size was "
+        f"in the same rounds; from a buffer of {LARGE_BYTES >> 20} MiB memory gave {large_gb_per_s:.1f} GB/s."
+    )
+    save(asked, steps, streams, of_evidence, large_gb_per_s)
+    console.print(goals.table_of(goals.engine(goals.read(asked.out / "engine.json"))))
+    return 0
+
+
+def save(
+    asked: argparse.Namespace,
+    steps: Sequence[StepFigure],
+    streams: Sequence[StreamFigure],
+    of_evidence: Sequence[EvidenceFigure],
+    large_gb_per_s: float,
+) -> None:
+    """The JSON, and the picture where it can be drawn."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    hardware = {
+        "threads": asked.threads,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "large_gb_per_s": large_gb_per_s,
+    }
+    run = {
+        "hardware": hardware,
+        "steps": [asdict(step) for step in steps],
+        "streams": [asdict(stream) for stream in streams],
+        "evidence": [asdict(one) for one in of_evidence],
+    }
+    (asked.out / "engine.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    if plot.is_possible():
+        picture(steps, streams, asked.out / "engine.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The figures of the engine as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from bench.engine.evidence import EvidenceFigure
+from bench.engine.steps import StepFigure
+from bench.engine.streams import StreamFigure, gain
+
+LEFT = ("model", "type", "rule", "context")
+
+
+def table_of(title: str, columns: Sequence[str]) -> Table:
+    """An empty table; words to the left, numbers to the right."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in LEFT else "right")
+    return table
+
+
+def row_table(steps: Sequence[StepFigure]) -> Table:
+    """One sequence: milliseconds by rows and context, and the share of the memory limit."""
+    return _grid(
+        "One sequence, ms of a step by rows (share of the memory limit)", [s for s in steps if s.sequences == 1]
+    )
+
+
+def sequence_table(steps: Sequence[StepFigure], rows: int) -> Table:
+    """Several sequences of `rows` rows each."""
+    title = (
+        f"{rows} row{'s' if rows > 1 else ''} of each sequence, ms of a step by sequences (share of the memory limit)"
+    )
+    return _grid(title, [step for step in steps if step.rows == rows], by_rows=False)
+
+
+def _grid(title: str, steps: Sequence[StepFigure], by_rows: bool = True) -> Table:
+    """A line per model, type and context; a column per row count, or per sequence count."""
+    counts = sorted({step.rows if by_rows else step.sequences for step in steps})
+    table = table_of(title, ("model", "type", "context", *map(str, counts)))
+    lines: dict[tuple[str, str, int], dict[int, StepFigure]] = {}
+    for step in steps:
+        line = lines.setdefault((step.model, step.dtype, step.context), {})
+        line[step.rows if by_rows else step.sequences] = step
+    for (model, dtype, context), line in lines.items():
+        cells = (f"{line[c].step_ms:.1f} ({line[c].limit_share:.0%})" if c in line else "" for c in counts)
+        table.add_row(model, dtype, str(context), *cells)
+    return table
+
+
+def independence_table(steps: Sequence[StepFigure]) -> Table:
+    """What neighbour-independence costs, where it was measured."""
+    table = table_of("Neighbour-independence, ms", ("model", "type", "sequences × rows", "step", "unpadded", "costs"))
+    for step in steps:
+        if step.unpadded_ms is not None:
+            shape = f"{step.sequences} × {step.rows}"
+            cost = f"{step.step_ms - step.unpadded_ms:+.2f} (× {step.step_ms / step.unpadded_ms:.2f})"
+            cells = (f"{step.step_ms:.2f}", f"{step.unpadded_ms:.2f}", cost)
+            table.add_row(step.model, step.dtype, shape, *cells)
+    return table
+
+
+def stream_table(figures: Sequence[StreamFigure]) -> Table:
+    """Throughput by streams, and where the time of a step goes."""
+    columns = ("model", "type", "streams", "tokens/s", "over one", "step ms", "forward", "evidence", "outside")
+    table = table_of("Plain decoding by the engine alone, GREEDY", columns)
+    for figure in figures:
+        over_one = gain(figures, figure.model, figure.dtype, figure.streams)
+        table.add_row(
+            figure.model,
+            figure.dtype,
+            str(figure.streams),
+            f"{figure.tokens_per_s:.0f}",
+            "" if over_one is None else f"{over_one:.2f}",
+            f"{figure.step_ms:.2f}",
+            f"{figure.forward_ms:.2f}",
+            f"{figure.evidence_ms:.2f}",
+            f"{figure.outside_ms:.3f}",
+        )
+    return table
+
+
+def evidence_table(figures: Sequence[EvidenceFigure]) -> Table:
+    """Evidence and noise apart, milliseconds by vocabulary and rows."""
+    columns = sorted({(figure.vocabulary, figure.rows) for figure in figures})
+    names = (f"{size} × {rows}" for size, rows in columns)
+    table = table_of("Evidence, of which noise, ms by vocabulary × rows", ("rule", *names))
+    for rule in dict.fromkeys(figure.rule for figure in figures):
+        own = {(figure.vocabulary, figure.rows): figure for figure in figures if figure.rule == rule}
+        table.add_row(rule, *(f"{own[c].evidence_ms:.2f}, {own[c].noise_ms:.2f}" for c in columns))
+    return table

@@ -1,0 +1,86 @@
+"""Models of known shapes with random weights, made where they run: for `bench.gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from specdec.engine import attention
+from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.interface import ModelDescription
+from specdec.engine.transformers_model import TransformersModel
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama of some size; `positions` bounds the tables of rotary angles."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    is_tied: bool
+    positions: int = 8192
+
+
+ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128256, is_tied=True)
+EIGHT_B = Shape("8B", 4096, 32, 32, 8, 14336, 128256, is_tied=False)
+TINY = Shape("tiny", 128, 3, 4, 2, 256, 1000, is_tied=False, positions=512)
+SMALL = Shape("small", 256, 4, 8, 2, 512, 4000, is_tied=False, positions=1024)  # for checks, in float32 too
+
+
+def plain_model(
+    shape: Shape, device: torch.device, dtype: torch.dtype, scale: float = 1.0
+) -> transformers.LlamaForCausalLM:
+    """The model as `transformers` has it. Weights are drawn anew for each call from one seed.
+
+    `scale` widens the layers' weights: at the usual width random models answer one token over and over.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=shape.is_tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if scale != 1.0:
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.data.mul_(scale)
+    return model.eval().requires_grad_(False)
+
+
+def engine_model(
+    plain: transformers.LlamaForCausalLM, device: torch.device, with_graphs: bool = True
+) -> TransformersModel:
+    """The engine's model of a plain one, whose modules it takes over."""
+    plain.set_attn_implementation(attention.NAME)
+    description = ModelDescription(
+        model_digest="random",
+        model_name="random",
+        vocabulary_size=plain.config.vocab_size,
+        positions_max=plain.config.max_position_embeddings,
+        end_token_ids=(),
+        dtype=str(plain.dtype),
+        device=str(device),
+        libraries="",
+    )
+    backend = DeviceBackend(device, plain.dtype, description.positions_max, with_graphs)
+    return TransformersModel(plain, description, plain.dtype, backend=backend)
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> TransformersModel:
+    """A shape's model in the engine."""
+    return engine_model(plain_model(shape, device, dtype), device)

@@ -1,0 +1,132 @@
+"""Times of single steps on a device, beside the time in which it reads the weights: for `bench.gpu`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.gpu_checks import random_ids
+from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.devices import default_block_size
+from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.transformers_model import TransformersModel
+from specdec.protocol.types import Law, Rule
+
+STEPS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (8, 5))  # sequences, rows of each
+CONTEXT = 512  # positions before the rows
+READS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigure:
+    """Medians in milliseconds. `step_ms`: from the batch to the tokens on the host, evidence included; `forward_ms`:
+    the device's own time for the forward; `limit_ms`: reading weights and cache once; `ratio`: step over limit."""
+
+    model: str
+    sequences: int
+    rows: int
+    with_graphs: bool
+    step_ms: float
+    forward_ms: float
+    limit_ms: float
+
+    @property
+    def outside_ms(self) -> float:
+        return self.step_ms - self.forward_ms
+
+    @property
+    def ratio(self) -> float:
+        return self.step_ms / self.limit_ms
+
+
+def bandwidth_gb_per_s(device: torch.device, byte_count: int) -> float:
+    """10^9 bytes a second of the faster of a sum over a large buffer and a copy of it, best of several."""
+    buffer = torch.ones(byte_count // 4, device=device)
+    other = torch.empty_like(buffer)
+    read_s = min(device_s(device, buffer.sum) for _ in range(READS))
+    copied_s = min(device_s(device, lambda: other.copy_(buffer)) for _ in range(READS))
+    return max(byte_count / read_s, 2 * byte_count / copied_s) / 1e9
+
+
+def device_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds the device takes for some work, by its own clock where it has one."""
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+@torch.inference_mode()
+def time_steps(
+    model: TransformersModel, name: str, steps: Sequence[tuple[int, int]], gb_per_s: float, rounds: int
+) -> list[StepFigure]:
+    """Every step with graphs, then without."""
+    backend = model.backend
+    assert isinstance(backend, DeviceBackend)
+    figures = []
+    for with_graphs in (True, False):
+        backend.with_graphs = with_graphs
+        prepare_cache(model, max(sequences for sequences, _ in steps))
+        figures += [time_step(model, name, *step, with_graphs, gb_per_s, rounds) for step in steps]
+    return figures
+
+
+def prepare_cache(model: TransformersModel, sequence_count: int) -> None:
+    """Room for so many sequences, with CONTEXT positions of each in place."""
+    block_size = default_block_size(model.backend.device)
+    per_sequence = blocks_each(block_size)
+    model.allocate(1 + sequence_count * per_sequence, block_size)
+    prompt = random_ids(context_of(model), model.description.vocabulary_size)
+    for index in range(sequence_count):
+        model.forward(RaggedBatch((Segment(blocks_of(index, block_size), 0, prompt, 1),)))
+
+
+def time_step(
+    model: TransformersModel, name: str, sequences: int, rows: int, with_graphs: bool, gb_per_s: float, rounds: int
+) -> StepFigure:
+    """One shape of step: the whole, and the forward alone."""
+    device = model.backend.device
+    start, block_size = context_of(model), default_block_size(device)
+    token_ids = random_ids(rows, model.description.vocabulary_size)
+    batch = RaggedBatch(
+        tuple(Segment(blocks_of(index, block_size), start, token_ids, rows) for index in range(sequences))
+    )
+    law = Law(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
+    requests = [EvidenceRequest(law, 0, [1] * start, tuple(token_ids[1:]))] * sequences
+
+    def step() -> None:
+        evidence(requests, [rows] * sequences, model.forward(batch).logits)
+
+    step_s, forward_s = [], []
+    for _ in range(3 + rounds):
+        started_s = time.perf_counter()
+        step()
+        step_s.append(time.perf_counter() - started_s)
+        forward_s.append(device_s(device, lambda: model.forward(batch)))
+    byte_count = model.product_bytes + sequences * start * model.cache_bytes_per_position
+    medians = (statistics.median(times[3:]) * 1e3 for times in (step_s, forward_s))
+    return StepFigure(name, sequences, rows, with_graphs, *medians, byte_count / gb_per_s / 1e6)
+
+
+def context_of(model: TransformersModel) -> int:
+    return min(CONTEXT, model.description.positions_max // 2)
+
+
+def blocks_each(block_size: int) -> int:
+    """Blocks of one sequence of these steps."""
+    return -(-(CONTEXT + 64) // block_size)
+
+
+def blocks_of(index: int, block_size: int) -> range:
+    return range(1 + index * blocks_each(block_size), 1 + (index + 1) * blocks_each(block_size))

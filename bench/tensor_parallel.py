@@ -1,0 +1,269 @@
+"""`python -m bench.tensor_parallel`: an engine step and the memory of a rank, by the number of ranks.
+
+Random weights of a Llama shape are enough: neither depends on what the weights say. All variants (one rank with one
+thread, one process with two, ranks with one thread each) live side by side and take blocks of steps in turn; those that
+wait sleep. Memory is the most a rank ever had, told by the kernel, beside a model of next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from bench.harness import TARGET_MODEL
+from specdec.engine.interface import CausalModel, RaggedBatch, Segment
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.model import load_model
+from specdec.engine.parallel.group import Ending
+from specdec.engine.parallel.place import RankPlace, listen
+from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
+
+SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10}  # 83 million weights
+TINY_SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
+VOCABULARY_SIZE, POSITIONS_MAX = 8192, 1024
+ROW_COUNTS = (1, 5, 8)
+SEQUENCE_COUNTS = (1, 8)
+CACHED_COUNT = 256  # tokens before the step
+BLOCK_STEPS = 10  # steps of one variant before the next has its turn
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Ranks and threads of each."""
+
+    rank_count: int
+    thread_count: int
+
+    @property
+    def name(self) -> str:
+        ranks = "1 rank" if self.rank_count == 1 else f"{self.rank_count} ranks"
+        return f"{ranks}, {self.thread_count} thread{'s' if self.thread_count > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigure:
+    """A median step in milliseconds, and its ratio to the first variant's of the same run."""
+
+    variant: str
+    sequence_count: int
+    row_count: int
+    step_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigure:
+    """The most memory the fullest rank had, in MiB, and without what a model of next to nothing takes."""
+
+    variant: str
+    peak_mib: float
+    model_mib: float
+
+
+def write_model(folder: Path, shape: dict[str, int], dtype: torch.dtype) -> Path:
+    """A Llama of random weights with the shipped tokenizer."""
+    config = transformers.LlamaConfig(
+        **shape, **HEADS, vocab_size=VOCABULARY_SIZE, max_position_embeddings=POSITIONS_MAX, tie_word_embeddings=False
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((TARGET_MODEL / "tokenizer.json").read_bytes())
+    return folder
+
+
+class Texts:
+    """Cached texts, and steps that run the same rows after them again and again."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        block_count = 1 + max(SEQUENCE_COUNTS) * -(-(CACHED_COUNT + max(ROW_COUNTS)) // BLOCK_SIZE)
+        self._cache = KVCache(block_count, BLOCK_SIZE, model.allocate(block_count, BLOCK_SIZE))
+        self._tables = [self._cache.reserve(CACHED_COUNT + max(ROW_COUNTS)) for _ in range(max(SEQUENCE_COUNTS))]
+        self._ids = torch.randint(1, 4096, (CACHED_COUNT + max(ROW_COUNTS),)).tolist()
+        for table in self._tables:
+            model.forward(RaggedBatch((Segment(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
+
+    def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
+        """Seconds of each step, after one that is not counted."""
+        ids = self._ids[CACHED_COUNT : CACHED_COUNT + row_count]
+        tables = self._tables[:sequence_count]
+        batch = RaggedBatch(tuple(Segment(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
+        times = []
+        for _ in range(step_count + 1):
+            started_s = time.perf_counter()
+            self.model.forward(batch)
+            times.append(time.perf_counter() - started_s)
+        return times[1:]
+
+
+def work(folder: str, rank: int, rank_count: int, port: int, threads: int) -> None:
+    """One rank process: rank 0 reads "sequences rows steps" lines and answers with times; the others follow."""
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(0.0005)
+    source = ModelSource(folder)
+    if rank:
+        run_follower(source, RankPlace(rank, rank_count, "127.0.0.1", port))
+        return
+    close: Callable[[], None] = lambda: None  # noqa: E731
+    if rank_count == 1:
+        model: CausalModel = load_model(folder)
+    else:
+        listener = listen("127.0.0.1")
+        print(json.dumps(listener.getsockname()[1]), flush=True)
+        place = RankPlace(0, rank_count, "127.0.0.1", listener.getsockname()[1], listener)
+        model = leader = load_leader(source, place, Ending(lambda loss: None), lambda what, share: None)
+        close = leader.close
+    texts = Texts(model)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(texts.time_steps(*map(int, line.split()))), flush=True)
+    close()
+
+
+class Ranks:
+    """One variant's processes."""
+
+    def __init__(self, folder: Path, variant: Variant) -> None:
+        self.variant = variant
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = [self._start(0, 0)]
+        if variant.rank_count > 1:
+            port = self._answer()
+            self._processes += [self._start(rank, port) for rank in range(1, variant.rank_count)]
+        self._answer()
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
+        numbers = map(str, (rank, self.variant.rank_count, port, self.variant.thread_count))
+        command = [sys.executable, "-m", "bench.tensor_parallel", "--work", str(self._folder), *numbers]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def _answer(self):
+        line = self._processes[0].stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise RuntimeError(f"{self.variant.name}: rank 0 ended")
+        return json.loads(line)
+
+    def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
+        """Seconds of each step."""
+        rank_0 = self._processes[0]
+        print(sequence_count, row_count, step_count, file=rank_0.stdin, flush=True)
+        return self._answer()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory the fullest rank ever had."""
+        return max(_peak_bytes(process.pid) for process in self._processes)
+
+    def stop(self) -> None:
+        self._processes[0].stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            process.wait(20)
+
+
+def _peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+@contextmanager
+def running(folder: Path, variants: Sequence[Variant]) -> Iterator[list[Ranks]]:
+    """The variants' processes, all ready; stopped at the end."""
+    started: list[Ranks] = []
+    try:
+        for variant in variants:
+            started.append(Ranks(folder, variant))
+        yield started
+    finally:
+        for ranks in started:
+            ranks.stop()
+
+
+def measure_steps(folder: Path, variants: Sequence[Variant], block_count: int) -> list[StepFigure]:
+    """Medians over blocks taken in turn: A B C A B C."""
+    figures = []
+    with running(folder, variants) as started:
+        for sequence_count, row_count in [(1, rows) for rows in ROW_COUNTS] + [(max(SEQUENCE_COUNTS), 5)]:
+            times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+            for _ in range(block_count):
+                for ranks in started:
+                    times[ranks.variant.name] += ranks.time_steps(sequence_count, row_count, BLOCK_STEPS)
+            medians = {name: statistics.median(steps) * 1e3 for name, steps in times.items()}
+            first = medians[variants[0].name]
+            figures += [StepFigure(name, sequence_count, row_count, ms, ms / first) for name, ms in medians.items()]
+    return figures
+
+
+def measure_memory(folder: Path, tiny_folder: Path, rank_counts: Sequence[int]) -> list[MemoryFigure]:
+    """One variant after another, each alone."""
+    figures = []
+    for rank_count in rank_counts:
+        variant = Variant(rank_count, 1)
+        peaks = []
+        for each in (folder, tiny_folder):
+            with running(each, [variant]) as (ranks,):
+                peaks.append(ranks.peak_bytes / 2**20)
+        figures.append(MemoryFigure(variant.name, peaks[0], peaks[0] - peaks[1]))
+    return figures
+
+
+def show(steps: list[StepFigure], memory: list[MemoryFigure], weights_mib: float, console: Console) -> None:
+    """Two tables."""
+    table = Table(title=f"One step, {CACHED_COUNT} tokens cached (medians, ms)")
+    for column in ("variant", "sequences × rows", "step", "of one rank with one thread"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for step in steps:
+        shape = f"{step.sequence_count} × {step.row_count}"
+        table.add_row(step.variant, shape, f"{step.step_ms:.2f}", f"{step.ratio:.2f}")
+    console.print(table)
+    table = Table(title=f"Peak memory of the fullest rank (MiB); the weights file has {weights_mib:.0f}")
+    for column in ("variant", "peak", "of the model"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for figure in memory:
+        table.add_row(figure.variant, f"{figure.peak_mib:.0f}", f"{figure.model_mib:.0f}")
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", help="element type (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, default=9, help="interleaved blocks of ten steps (default: %(default)s)")
+    parser.add_argument("--ranks", default="1,2,4", help="counts to measure memory for (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=Path("out/tensor_parallel.json"), help="file (%(default)s)")
+    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.work:
+        work(asked.work[0], *map(int, asked.work[1:]))
+        return 0
+    dtype = getattr(torch, asked.dtype)
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model(Path(name) / "model", SHAPE, dtype)
+        tiny_folder = write_model(Path(name) / "tiny", TINY_SHAPE, dtype)
+        weights_mib = (folder / "model.safetensors").stat().st_size / 2**20
+        steps = measure_steps(folder, (Variant(1, 1), Variant(1, 2), Variant(2, 1)), asked.blocks)
+        memory = measure_memory(folder, tiny_folder, [int(count) for count in asked.ranks.split(",")])
+    show(steps, memory, weights_mib, Console())
+    hardware = {"cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__, "dtype": asked.dtype}
+    figures = {"hardware": hardware, "steps": [asdict(s) for s in steps], "memory": [asdict(m) for m in memory]}
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What differs between devices, behind the front of a `transformers` model (`transformers_model`).
+
+A backend replaces modules, holds the cache, plans steps and runs them; the front computes a step from a plan's tensors
+and knows nothing of where they lie. One backend serves one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.interface import RaggedBatch, StepOutput, Storage
+
+
+class StepInput(Protocol):
+    """What a step is computed from. `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
+
+    `attention` is handed to the attention modules as their plan.
+    """
+
+    @property
+    def input_ids(self) -> torch.Tensor: ...
+
+    @property
+    def position_ids(self) -> torch.Tensor: ...
+
+    @property
+    def logit_rows(self) -> torch.Tensor: ...
+
+    @property
+    def attention(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first."""
+
+    logits: torch.Tensor
+    is_finite: torch.Tensor
+
+
+Compute = Callable[[StepInput], StepResult]
+
+
+class Backend(Protocol):
+    """One device's parts of one model. One thread at a time."""
+
+    device: torch.device
+
+    def replace_modules(self, base: nn.Module) -> None:
+        """Puts this device's stand-ins into a base model, in place. Raises ModelRefused for what it cannot serve."""
+
+    def output_layer(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+    ) -> nn.Module:
+        """The output layer in float32, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
+
+    def adopt(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+        """Takes the finished modules: called once, before everything below."""
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the weights of all matrix products: what every step reads of them, whatever its rows."""
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        """See `CausalModel`."""
+
+    def allocate(self, block_count: int, block_size: int) -> Storage:
+        """See `CausalModel`."""
+
+    def plan(self, batch: RaggedBatch) -> Any:
+        """What `run` needs of a batch: whatever can be wrong with one is raised here."""
+
+    def run(self, batch: RaggedBatch, plan: Any, compute: Compute) -> StepOutput:
+        """One step of a planned batch."""
+
+    def counters(self) -> dict[str, float]:
+        """Figures of the device worth a line when serving ends; may wait for it."""
+
+
+def segment_flags(batch: RaggedBatch, is_finite: Sequence[bool], logit_offset: int) -> tuple[bool, ...]:
+    """Whether all rows of each segment, and all its logits, are finite. `logit_offset`: where flags of logits begin."""
+    flags: list[bool] = []
+    row, logit = 0, logit_offset
+    for segment in batch.segments:
+        row_end, logit_end = row + len(segment.token_ids), logit + segment.logit_count
+        flags.append(all(is_finite[row:row_end]) and all(is_finite[logit:logit_end]))
+        row, logit = row_end, logit_end
+    return tuple(flags)

@@ -1,0 +1,119 @@
+"""The parts of a model on a CPU: tiled products, paged attention in fixed shapes, plans for the widths measured.
+
+Rows get the same bits whatever else is in the batch, by construction: `row_widths` says how the widths are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from specdec.engine.attention import KEY_SPLIT, PagedStorage, probe_query_tiles
+from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.backend import Compute, segment_flags
+from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.row_widths import ALONE, RowWidths
+from specdec.engine.step_plan import StepPlan, StepPlanner
+from specdec.engine.tiled_modules import OutputLayer, TiledLinear, probe_widths, replace_modules
+from specdec.errors import ConfigError
+
+Families: TypeAlias = tuple[RowWidths, tuple[int, ...]]  # row widths, query tiles
+
+
+class CpuBackend:
+    """A `Backend`. `agree`: what all ranks of a model measured in common; absent, what this one measured."""
+
+    def __init__(self, dtype: torch.dtype, positions_max: int, agree: Callable[[Families], Families] | None = None):
+        self.device = torch.device("cpu")
+        self._dtype = dtype
+        self._positions_max = positions_max
+        self._agree = agree
+        self._linears: list[TiledLinear] = []
+        self._storage: PagedStorage | None = None
+        self._planner: StepPlanner | None = None
+        self._thread_count = 0  # the one the planner is for
+        self._families: dict[int, Families] = {}  # by thread count
+
+    def replace_modules(self, base: nn.Module) -> None:
+        replace_modules(base, self._dtype, product_dtype(self._dtype), self._positions_max)
+
+    def output_layer(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+    ) -> OutputLayer:
+        return OutputLayer(weight.t().float().contiguous(), bias, scale, softcap)
+
+    def adopt(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+        self._linears = [
+            module for part in (base, output) for module in part.modules() if isinstance(module, TiledLinear)
+        ]
+        self._shape = shape
+
+    @property
+    def product_bytes(self) -> int:
+        return sum(linear.weight.numel() * linear.weight.element_size() for linear in self._linears)
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        shape = self._shape
+        return 2 * 4 * shape.layer_count * shape.kv_head_count * shape.head_size  # keys and values, float32
+
+    def allocate(self, block_count: int, block_size: int) -> PagedStorage:
+        if block_size > KEY_SPLIT:
+            raise ConfigError(f"block size is {block_size}; on a CPU it must be at most {KEY_SPLIT}")
+        shape = self._shape
+        self._storage = PagedStorage(shape.layer_count, block_count, shape.kv_head_count, block_size, shape.head_size)
+        self._planner = None
+        return self._storage
+
+    def plan(self, batch: RaggedBatch) -> StepPlan:
+        if self._planner is None or self._thread_count != torch.get_num_threads():
+            self._thread_count = torch.get_num_threads()
+            self._planner = self._planner_in_force()
+        return self._planner.plan(batch)
+
+    def run(self, batch: RaggedBatch, plan: StepPlan, compute: Compute) -> StepOutput:
+        result = compute(plan)
+        flags = segment_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
+        return StepOutput(result.logits[: plan.logit_count], flags)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def families(self) -> Families:
+        """The row widths and query tiles for the thread count in force, measured once for each count."""
+        thread_count = torch.get_num_threads()
+        if thread_count not in self._families:
+            shape = self._shape
+            tiles = probe_query_tiles(shape.head_count // shape.kv_head_count, shape.head_size, shape.rules)
+            measured = probe_widths(self._linears), tiles or ALONE
+            self._families[thread_count] = self._agree(measured) if self._agree else measured
+        return self._families[thread_count]
+
+    def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
+        """Replaces them by others, unmeasured: to measure what independence costs, or to try the last resort."""
+        self._families[torch.get_num_threads()] = (row_widths, query_tiles)
+        self._planner = None
+
+    def _planner_in_force(self) -> StepPlanner:
+        """Puts the families for the thread count in force: the library picks kernels by it."""
+        if self._storage is None:
+            raise RuntimeError("forward was called before allocate")
+        widths, query_tiles = self.families
+        for linear in self._linears:
+            linear.set_widths(widths)
+        return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of matrix products: bfloat16 only where the processor multiplies it natively.
+
+    Elsewhere, and for float16, the weights are kept in float32, which holds them exactly, and each product is rounded
+    to the model's type once: emulated bfloat16 costs every row anew.
+    """
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,208 @@
+"""Attention over the paged storage of a device, in one of three ways that compute the same.
+
+`block tables` and `gathered` run `torch.nn.attention.varlen.varlen_attn`, the first on the pages where they lie (torch
+from 2.13 on), the second on a packed copy of the keys. `plain` needs nothing but matrix products; it serves float32,
+capped scores and sizes the kernel lacks, and is what the others are held against before they are used (`choose_way`).
+Which rows are padding is not known here: their results are of no meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from specdec.engine.attention import ScoreRule
+from specdec.engine.cuda.plan import StepTensors
+from specdec.engine.cuda.storage import DeviceStorage
+
+TABLE_BLOCK_MULTIPLE = 256  # the kernel behind varlen_attn reads pages of a multiple of this many positions only
+
+
+class Way(Protocol):
+    """One way to attend: `prepare` once a step, `attend` once a layer with what it returned."""
+
+    name: str
+
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> object: ...
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTensors,
+        prepared: Any,
+        rule: ScoreRule,
+    ) -> torch.Tensor:
+        """queries [rows, heads, size]; keys and values [blocks, block size, kv heads, size] -> the queries' shape."""
+
+
+@functools.cache
+def varlen_parameters() -> frozenset[str]:
+    """The parameters torch's varlen_attn takes here; empty where torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def run_varlen(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: StepTensors,
+    rule: ScoreRule,
+    **tables: object,
+) -> torch.Tensor:
+    """varlen_attn, causal, each sequence's last row at its last position. Rows behind the last sequence stay unset."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "enable_gqa" in varlen_parameters():
+        tables["enable_gqa"] = True  # earlier versions take fewer key heads without being asked
+    shape = step.shape
+    return varlen_attn(
+        queries,
+        keys,
+        values,
+        step.query_starts,
+        step.key_starts,
+        shape.query_max,
+        shape.key_max,
+        scale=rule.scaling,
+        window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
+        **tables,
+    )
+
+
+class BlockTables:
+    """varlen_attn on the pages themselves.
+
+    One split, always: with more than one the kernel of torch 2.13 leaves rows of packed sequences unwritten (torch
+    issue 194167). It also makes a row's result independent of the other sequences, and long texts slower.
+    """
+
+    name = "block tables"
+
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> None:
+        return None
+
+    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+        tables = {"seqused_k": step.key_counts, "block_table": step.tables, "num_splits": 1}
+        return run_varlen(queries, keys, values, step, rule, **tables)
+
+
+class Gathered:
+    """varlen_attn on a packed copy of each sequence's keys and values, made anew for every layer."""
+
+    name = "gathered"
+
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> torch.Tensor:
+        """Where the packed keys lie: slots [sequences * key_max] int64, the last ones of no meaning."""
+        shape, size = step.shape, storage.block_size
+        starts = step.key_starts.long()
+        cells = torch.arange(shape.sequence_count * shape.key_max, device=starts.device)
+        sequences = torch.searchsorted(starts[1:], cells, right=True).clamp_(max=shape.sequence_count - 1)
+        offsets = (cells - starts[sequences]).clamp_(max=shape.key_max - 1)
+        blocks = step.tables[sequences, offsets // size].long()
+        return blocks * size + offsets % size
+
+    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+        packed = [cache.flatten(0, 1).index_select(0, prepared) for cache in (keys, values)]
+        return run_varlen(queries, *packed, step, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainIndices:
+    """`rows` [sequences * query_max] int64: the batch's rows as a rectangle; `places` [rows] int64: and back again.
+
+    `distances` [sequences, query_max, keys] int64: how far a key lies before its query; below 0 it lies after.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    distances: torch.Tensor
+
+
+class Plain:
+    """Scores, softmax, sum: rectangular, masked, in float32. The other ways are held against this one."""
+
+    name = "plain"
+
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> PlainIndices:
+        shape, device = step.shape, step.tables.device
+        starts = step.query_starts.long()
+        inside = torch.arange(shape.query_max, device=device)
+        rows = (starts[:-1, None] + inside).clamp_(max=shape.row_count - 1)  # [sequences, query_max]
+        every_row = torch.arange(shape.row_count, device=device)
+        sequences = torch.searchsorted(starts[1:], every_row, right=True).clamp_(max=shape.sequence_count - 1)
+        within = (every_row - starts[sequences]).clamp_(max=shape.query_max - 1)
+        keys = torch.arange(step.tables.shape[1] * storage.block_size, device=device)
+        distances = step.positions[rows][:, :, None] - keys
+        return PlainIndices(rows.view(-1), sequences * shape.query_max + within, distances)
+
+    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+        shape = step.shape
+        head_count, size = queries.shape[1:]
+        count, rows = shape.sequence_count, shape.query_max
+        group = head_count // keys.shape[2]
+        blocks = step.tables.view(-1).long()
+        chosen = queries.index_select(0, prepared.rows).view(count, rows, -1, group, size)
+        # A group's query heads share their keys: [sequences, kv heads, group * rows, size].
+        chosen = chosen.permute(0, 2, 3, 1, 4).reshape(count, -1, group * rows, size)
+        cached = [c.index_select(0, blocks).view(count, -1, *c.shape[2:]).transpose(1, 2) for c in (keys, values)]
+        hidden = prepared.distances < 0
+        if rule.window is not None:
+            hidden = hidden | (prepared.distances >= rule.window)
+        hidden = hidden[:, None, None].expand(-1, -1, group, -1, -1).reshape(count, 1, group * rows, -1)
+        output = masked_attention(chosen.float(), cached[0].float(), cached[1].float(), ~hidden, rule)
+        output = output.view(count, -1, group, rows, size).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, size)
+        return output.index_select(0, prepared.places).to(queries.dtype)
+
+
+def masked_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    is_visible: torch.Tensor,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """queries [sequences, kv heads, rows, size], keys and values [.., keys, size], is_visible [.., 1, rows, keys]."""
+    if rule.softcap is None:
+        return functional.scaled_dot_product_attention(queries, keys, values, is_visible, scale=rule.scaling)
+    scores = torch.tanh(queries @ keys.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
+    return scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ values
+
+
+PLAIN = Plain()
+
+
+@dataclass(slots=True)
+class DevicePlan:
+    """What attention needs of one step, the same for every layer; what a way prepares is made when first asked for.
+
+    It stands where modules expect an `AttentionPlan`.
+    """
+
+    storage: DeviceStorage
+    step: StepTensors
+    way: Way
+    _prepared: dict[str, object] = field(default_factory=dict)
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, then attends to it.
+
+        queries [rows, heads, head size]; returns the same shape and type.
+        """
+        self.storage.write(layer, self.step.slots, keys, values)
+        way = self.way if rule.softcap is None else PLAIN
+        if way.name not in self._prepared:
+            self._prepared[way.name] = way.prepare(self.storage, self.step)
+        return way.attend(queries, *self.storage.blocks[layer], self.step, self._prepared[way.name], rule)

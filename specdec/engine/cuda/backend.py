@@ -1,0 +1,234 @@
+"""What a GPU puts in place of the CPU's parts: storage, plans, attention, and steps replayed from captured graphs.
+
+Nothing here waits for the device except `FiniteFlags`, when it is read: whoever uses the logits has waited by then.
+A row's bits may depend on its neighbours here: kernels are chosen by the shape of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.backend import Compute, StepResult, segment_flags
+from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Way
+from specdec.engine.cuda.graphs import Captured, capture_steps, graph_shapes
+from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
+from specdec.engine.cuda.modules import DeviceOutput, replace_modules
+from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
+from specdec.engine.cuda.storage import DeviceStorage
+from specdec.engine.cuda.ways import choose_way
+from specdec.engine.interface import RaggedBatch, StepOutput
+
+logger = logging.getLogger("specdec.engine")
+
+KEY_MAXES = (512, 2048)  # where a step's cost grows with the room for keys, graphs have room for so many a sequence
+KEY_CELLS_MAX = 1 << 15  # and for so many of all sequences
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """See `specdec.engine.backend.StepInput`."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    attention: DevicePlan
+
+
+class FiniteFlags(Sequence[bool]):
+    """Per segment whether everything it computed is finite; on their way from the device until they are read."""
+
+    def __init__(self, batch: RaggedBatch, is_finite: torch.Tensor, logit_offset: int):
+        """`is_finite` [rows + logits] bool on the device; those of logits begin at `logit_offset`."""
+        self._batch = batch
+        self._logit_offset = logit_offset
+        self._flags: tuple[bool, ...] | None = None
+        self._copied: torch.cuda.Event | None = None
+        if is_finite.device.type == "cuda":
+            self._on_host = torch.empty(is_finite.shape, dtype=torch.bool, pin_memory=True)
+            self._on_host.copy_(is_finite, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._on_host = is_finite.clone()
+
+    def __len__(self) -> int:
+        return len(self._batch.segments)
+
+    def __getitem__(self, index):
+        if self._flags is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._flags = segment_flags(self._batch, self._on_host.tolist(), self._logit_offset)
+        return self._flags[index]
+
+
+class DeviceBackend:
+    """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
+
+    `positions_max`: most positions of a sequence.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, positions_max: int, with_graphs: bool):
+        self.device = device
+        self.way: Way = PLAIN
+        self._dtype = dtype
+        self._positions_max = positions_max
+        self.with_graphs = with_graphs
+        self._storage: DeviceStorage | None = None
+
+    def replace_modules(self, base: nn.Module) -> None:
+        with self._current():
+            replace_modules(base, self._dtype, self._positions_max)
+
+    def output_layer(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
+    ) -> DeviceOutput:
+        with self._current():
+            return DeviceOutput(weight, bias, scale, softcap)
+
+    def adopt(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+        products = [module for module in base.modules() if isinstance(module, (nn.Linear, Conv1D))]
+        weights = [product.weight for product in products] + [output.get_buffer("weight")]
+        self.product_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        self._shape = shape
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        shape = self._shape
+        return 2 * self._dtype.itemsize * shape.layer_count * shape.kv_head_count * shape.head_size
+
+    def allocate(self, block_count: int, block_size: int) -> DeviceStorage:
+        """Zeroed storage, and the way of attending chosen for it. Graphs of an earlier storage are dropped."""
+        shape = self._shape
+        self._storage = DeviceStorage(
+            shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
+        )
+        with self._current():
+            self.way = choose_way(shape, block_size, self._dtype, self.device)
+        # A longer table than this holds no sequence of this cache.
+        key_max = min(self._positions_max, (block_count - 1) * block_size)
+        self._key_max = key_max
+        self._shapes = self._shapes_for(key_max) if self.with_graphs else []
+        self._graphs: dict[StepShape, Captured] | None = None
+        self.margins: MarginCounter | None = None
+        self._results: StepResult | None = None
+        # Captured steps read one buffer at fixed addresses; the other grows as it must.
+        self._fixed, self._exact = (StepBuffer(block_size, self._storage.scratch_slot, self.device) for _ in range(2))
+        for step_shape in self._shapes:
+            self._fixed.reserve(step_shape)
+        return self._storage
+
+    def plan(self, batch: RaggedBatch) -> StepShape:
+        """The shape of the step, smallest of the captured ones that hold it, or its own; its tensors are filled."""
+        if self._storage is None:
+            raise RuntimeError("forward was called before allocate")
+        needed = exact_shape(batch)
+        shape = next((shape for shape in self._shapes if shape.holds(needed)), None)
+        if shape is not None:
+            self._fixed.fill(batch, shape)
+            return shape
+        self._exact.reserve(needed)
+        self._exact.fill(batch, needed)
+        return needed
+
+    @torch.inference_mode()
+    def run(self, batch: RaggedBatch, plan: StepShape, compute: Compute) -> StepOutput:
+        with self._current():
+            if self._graphs is None:
+                self._capture(compute)
+                self.margins = MarginCounter(self._measured_drift(compute), self.device)
+                plan = self.plan(batch)  # the buffers were used
+            output = self._step(batch, plan, compute)
+            self.margins.look_at(output.logits)
+            return output
+
+    def counters(self) -> dict[str, float]:
+        """How close decisions came to the drift: see `MarginCounter`."""
+        return self.margins.report() if self.margins else {}
+
+    def _step(self, batch: RaggedBatch, plan: StepShape, compute: Compute) -> StepOutput:
+        logit_count = sum(segment.logit_count for segment in batch.segments)
+        if plan in self._graphs:  # type: ignore[operator]
+            self._fixed.send(plan)
+            self._graphs[plan].replay()  # type: ignore[index]
+            result = fixed_part(self._results, plan)  # type: ignore[arg-type]
+            logits = result.logits[:logit_count].clone()  # the next step of any shape writes there
+        else:
+            result = compute(self._input(self._exact.send(plan)))
+            logits = result.logits[:logit_count]
+        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count))
+
+    def _measured_drift(self, compute: Compute) -> float:
+        """On blocks nobody holds yet, which are zero again afterwards."""
+        storage = self._storage
+        assert storage is not None
+        block_ids = range(1, storage.block_count)
+
+        def forward(batch: RaggedBatch) -> StepOutput:
+            return self._step(batch, self.plan(batch), compute)
+
+        drift = measure_drift(forward, block_ids, storage.block_size, self._key_max)
+        for block_id in block_ids[: blocks_of_drift(storage.block_size)]:
+            storage.scrub(block_id, 0, storage.block_size)
+        return drift
+
+    @property
+    def graph_count(self) -> int:
+        """Captured steps; none before the first step."""
+        return len(self._graphs or ())
+
+    def _shapes_for(self, key_max: int) -> list[StepShape]:
+        """The shapes to capture: with block tables, room for the longest text costs nothing."""
+        if isinstance(self.way, BlockTables):
+            return graph_shapes([key_max], None)
+        return graph_shapes([count for count in KEY_MAXES if count < key_max] or [key_max], KEY_CELLS_MAX)
+
+    def _capture(self, compute: Compute) -> None:
+        started_s = time.perf_counter()
+
+        def run(shape: StepShape) -> None:
+            result = compute(self._input(self._fixed.views(shape)))
+            if self._results is None:
+                self._results = self._make_results(result)
+            place = fixed_part(self._results, shape)
+            place.logits.copy_(result.logits)
+            place.is_finite.copy_(result.is_finite)
+
+        def prepare(shape: StepShape) -> Callable[[], None]:
+            self._fixed.fill(RaggedBatch(()), shape)  # nothing but padding
+            self._fixed.send(shape)
+            return lambda: run(shape)
+
+        self._graphs = capture_steps(self._shapes, prepare, self.device)
+        self._shapes = list(self._graphs)
+        if self._shapes:
+            logger.info("captured %d steps in %.1f s", len(self._shapes), time.perf_counter() - started_s)
+
+    def _make_results(self, like: StepResult) -> StepResult:
+        """Room for the results of every captured shape, shared by all."""
+        logit_count = max(shape.logit_count for shape in self._shapes)
+        flag_count = max(shape.row_count + shape.logit_count for shape in self._shapes)
+        logits = like.logits.new_empty(logit_count, like.logits.shape[1])
+        return StepResult(logits, like.is_finite.new_empty(flag_count))
+
+    def _input(self, step: StepTensors) -> StepInput:
+        plan = DevicePlan(self._storage, step, self.way)  # type: ignore[arg-type]
+        return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
+
+    def _current(self) -> AbstractContextManager:
+        """Makes the device this thread's current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def fixed_part(results: StepResult, shape: StepShape) -> StepResult:
+    """Where a captured shape's results lie."""
+    return StepResult(results.logits[: shape.logit_count], results.is_finite[: shape.row_count + shape.logit_count])

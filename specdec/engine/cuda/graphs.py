@@ -1,0 +1,97 @@
+"""Captured steps: a step of few rows replayed as one launch, so that the device and not Python sets its time.
+
+Shapes are fixed beforehand: decodes and draft steps of 1 to 64 sequences, verifications of a few rows for each of 1 to
+32. All are captured at the first forward, smallest first, until a bound on their number or on their memory is met; a
+step that fits none runs as it is. A graph's results lie in buffers shared by all, valid until the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from specdec.engine.cuda.plan import StepShape
+
+logger = logging.getLogger("specdec.engine")
+
+GRAPHS_MAX = 64
+GRAPH_BYTES_MAX = 2 << 30  # of device memory taken by capturing: kernel nodes and the pool of temporaries
+SEQUENCE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+# Rows of verifications for each number of sequences: up to 16 each where there are few, 4 where there are many.
+VERIFIED_ROWS = {
+    1: (2, 4, 8, 16, 32),
+    2: (4, 8, 16, 32),
+    4: (8, 16, 32, 64),
+    8: (16, 32, 64),
+    16: (32, 64),
+    32: (64, 128),
+}
+QUERY_MAX = 64  # most rows of one sequence in a graph of several: one tile of the attention kernel
+
+
+class Captured(Protocol):
+    """Something that runs again what it captured, on the same memory."""
+
+    def replay(self) -> None: ...
+
+
+class RepeatedCall:
+    """Stands for a graph where there is no GPU: calls the function again."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.replay = function
+
+
+def capture(function: Callable[[], None], device: torch.device, pool: object) -> Captured:
+    """Runs a function and captures it. It must not wait for the device, nor read or write memory of its own making."""
+    function()  # libraries choose and load their kernels now, which a capture does not allow
+    if device.type != "cuda":
+        return RepeatedCall(function)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may use the device meanwhile: only this thread's calls must be fit for capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph
+
+
+def graph_shapes(key_maxes: Sequence[int], cells_max: int | None) -> list[StepShape]:
+    """The shapes worth capturing, in the order to capture them.
+
+    `key_maxes`: most positions of a sequence, rising. `cells_max`: most positions of all sequences together, where a
+    step's cost grows with the room it leaves for keys.
+    """
+    sizes = [(count, count, 1) for count in SEQUENCE_COUNTS]
+    sizes += [(rows, count, min(rows, QUERY_MAX)) for count, widths in VERIFIED_ROWS.items() for rows in widths]
+    shapes = [
+        StepShape(rows, count, rows, most, keys)
+        for keys in key_maxes
+        for rows, count, most in sizes
+        if cells_max is None or count * keys <= cells_max
+    ]
+    return sorted(shapes, key=lambda shape: (shape.key_max, shape.row_count, shape.sequence_count))[:GRAPHS_MAX]
+
+
+def capture_steps(
+    shapes: Sequence[StepShape], prepare: Callable[[StepShape], Callable[[], None]], device: torch.device
+) -> dict[StepShape, Captured]:
+    """Captures the shapes in order, up to the bounds; `prepare(shape)` gives the function to capture.
+
+    A shape that cannot be captured ends it: later steps run as they are.
+    """
+    graphs: dict[StepShape, Captured] = {}
+    is_cuda = device.type == "cuda"
+    pool = torch.cuda.graph_pool_handle() if is_cuda else None
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_cuda else 0
+    for shape in shapes:
+        try:
+            graphs[shape] = capture(prepare(shape), device, pool)
+        except RuntimeError as error:
+            logger.warning("a step of %s is not captured: %s", shape, str(error).strip().splitlines()[0])
+            break
+        if is_cuda and free_bytes - torch.cuda.mem_get_info(device)[0] > GRAPH_BYTES_MAX:
+            break
+    return graphs

@@ -1,0 +1,78 @@
+"""How close decisions come where a row's bits may depend on its neighbours.
+
+Kernels are chosen by the shape of a step, so a row's logits drift by some amount with the steps it is computed in. The
+drift is measured when a model is warmed up: the same rows alone, in verifications of several widths and beside other
+sequences. A position whose two best logits lie nearer to each other than that could have been decided otherwise in
+another step; such positions are counted, in a sample of steps, because looking costs time too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specdec.engine.interface import RaggedBatch, Segment, StepOutput
+
+PREFIX_COUNT = 40  # tokens before the rows that are compared
+ROW_COUNT = 8
+NEIGHBOUR_COUNT = 3  # sequences beside the one compared
+WIDTHS = (1, 2, 4)
+TOKENS_END = 64  # ids below, which every vocabulary has
+SAMPLED_STEPS = 16  # one step in so many is looked at
+
+Forward = Callable[[RaggedBatch], StepOutput]
+
+
+def blocks_of_drift(block_size: int) -> int:
+    """Blocks that `measure_drift` writes to, the first ones it is given."""
+    return (1 + NEIGHBOUR_COUNT) * -(-(PREFIX_COUNT + ROW_COUNT) // block_size)
+
+
+def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, position_count: int) -> float:
+    """The largest difference of any logit of the same rows in steps of different shapes.
+
+    Writes to `block_ids`. 0 where they, or `position_count`, are too few to try.
+    """
+    count = PREFIX_COUNT + ROW_COUNT
+    if len(block_ids) < blocks_of_drift(block_size) or position_count < count:
+        return 0.0
+    block_count = -(-count // block_size)
+    tables = [block_ids[index * block_count : (index + 1) * block_count] for index in range(1 + NEIGHBOUR_COUNT)]
+    token_ids = torch.randint(1, TOKENS_END, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits(table: Sequence[int], start: int, end: int, others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        segments = [Segment(each, start, token_ids[start:end], end - start) for each in (table, *others)]
+        return forward(RaggedBatch(tuple(segments))).logits[: end - start].clone()
+
+    for table in tables:
+        logits(table, 0, PREFIX_COUNT)
+    together = logits(tables[0], PREFIX_COUNT, count)
+    others = [logits(tables[0], PREFIX_COUNT, count, tables[1:])]
+    for width in WIDTHS:
+        starts = range(PREFIX_COUNT, count, width)
+        others.append(torch.cat([logits(tables[0], start, start + width) for start in starts]))
+    return max(float((other - together).abs().max()) for other in others)
+
+
+class MarginCounter:
+    """Counts, on the device, rows whose two best logits differ by less than the drift; only `report` waits for it."""
+
+    def __init__(self, drift: float, device: torch.device):
+        self.drift = drift
+        self._close = torch.zeros((), dtype=torch.int64, device=device)
+        self._row_count = 0
+        self._step_count = 0
+
+    def look_at(self, logits: torch.Tensor) -> None:
+        """Counts the rows of one step in SAMPLED_STEPS.  # [rows, vocab] float32"""
+        self._step_count += 1
+        if self._step_count % SAMPLED_STEPS or not len(logits):
+            return
+        best = logits.topk(2, dim=1).values
+        self._close += (best[:, 0] - best[:, 1] < self.drift).sum()
+        self._row_count += len(logits)
+
+    def report(self) -> dict[str, float]:
+        """The drift, the rows looked at, and how many of them lay within it."""
+        return {"margin_drift": self.drift, "margin_rows": self._row_count, "margin_rows_close": int(self._close)}

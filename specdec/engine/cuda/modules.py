@@ -1,0 +1,154 @@
+"""The modules of a `transformers` model that run as fewer kernels on a GPU, and the float32 output layer.
+
+A step of few rows is a long line of short kernels around a few matrix products, so each kernel saved is time saved.
+What a stand-in computes is what the module computed, up to the order of roundings; modules it does not know it leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, fits, has_projections, joined, rotary_size
+
+ROTARY_NAME = "rotary_emb"
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+TRIED_ROW_COUNT = 4
+# Of the largest value: a rounding apart in 16 bits, another order of additions in 32.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class DeviceRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel where the gain has the type of x."""
+
+    def __init__(self, gain: torch.Tensor, epsilon: float):
+        super().__init__()
+        self.register_buffer("gain", gain)
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain: torch.Tensor = self.gain  # type: ignore[assignment]
+        return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, self.epsilon).to(x.dtype)
+
+
+class JoinedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) with gate and up as one product; the last projection keeps its name."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        gate, up = module.get_submodule("gate_proj"), module.get_submodule("up_proj")
+        self.gate_up = joined([gate, up])  # type: ignore[list-item]
+        self.act_fn = module.get_submodule("act_fn")
+        self.down_proj = module.get_submodule("down_proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def replace_modules(base: nn.Module, dtype: torch.dtype, positions_max: int) -> None:
+    """Puts the stand-ins in place, in place: each where, tried on random rows, it does what the module does."""
+    rotary = getattr(base, ROTARY_NAME, None)
+    attentions = [module for module in base.modules() if has_projections(module)]
+    is_fused = False
+    if rotary is not None:
+        size = rotary_size(rotary)
+        is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
+        setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
+    del attentions  # a module that was replaced must not live on here
+    _replace_children(base, is_fused)
+
+
+def _replace_children(module: nn.Module, is_fused: bool) -> None:
+    """Replaces one module after another, so that what a replaced one held is free before the next is read."""
+    for name, child in list(module.named_children()):
+        stand_in: nn.Module | None = None
+        if is_fused and has_projections(child):
+            stand_in = child = RotaryAttention(child)
+            _replace_children(child, is_fused)
+        elif {part for part, _ in child.named_children()} == MLP_PARTS:
+            stand_in = _mlp(child)
+        else:
+            stand_in = _norm(child)
+        if stand_in is not None:
+            setattr(module, name, stand_in)
+        else:
+            _replace_children(child, is_fused)
+
+
+@torch.inference_mode()
+def _mlp(module: nn.Module) -> nn.Module | None:
+    weight = module.get_submodule("gate_proj").get_parameter("weight")
+    joined_mlp = JoinedMLP(module)
+    rows = _random_rows(weight.shape[1], weight)
+    return joined_mlp if _is_near(joined_mlp(rows), module(rows)) else None
+
+
+@torch.inference_mode()
+def _norm(module: nn.Module) -> nn.Module | None:
+    """A norm with gain `weight` or 1 + `weight`, whichever the module is; None where it is neither."""
+    weight = module._parameters.get("weight")
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
+        return None
+    rows = _random_rows(len(weight), weight)
+    expected = module(rows)
+    for gain in (weight.detach(), 1 + weight.detach().float()):  # a sum near 1 would lose its weight in 16 bits
+        norm = DeviceRMSNorm(gain, epsilon)
+        if _is_near(norm(rows), expected):
+            return norm
+    return None
+
+
+def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows of the type and on the device of a weight.  # [TRIED_ROW_COUNT, width]"""
+    return torch.randn(TRIED_ROW_COUNT, width, generator=torch.Generator().manual_seed(width)).to(like)
+
+
+def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    largest = theirs.float().abs().max()
+    return bool((ours.float() - theirs.float()).abs().max() <= TOLERANCES[theirs.dtype] * largest)
+
+
+class DeviceOutput(nn.Module):
+    """The output layer and what a model makes of it: softcap * tanh(scale * x @ weight / softcap), in float32.
+
+    Products of 16-bit numbers are exact in float32, so 16-bit weights stay 16-bit where the library can add them up
+    and answer in float32; elsewhere they are widened once. weight [vocab, in].
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0, softcap: float | None = None
+    ):
+        super().__init__()
+        self.is_mixed = weight.dtype != torch.float32 and can_answer_wider(weight)
+        self.register_buffer("weight", (weight if self.is_mixed else weight.float()).t())
+        self.register_buffer("bias", None if bias is None else bias.float())
+        self.scale = scale
+        self.softcap = softcap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, vocab] float32."""
+        weight: torch.Tensor = self.weight  # type: ignore[assignment]
+        logits = wider_product(x, weight) if self.is_mixed else x.float() @ weight
+        if self.bias is not None:
+            logits = logits.add_(self.bias)
+        if self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def wider_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] @ weight [in, out], both 16-bit, summed and returned in float32."""
+    return torch.mm(x, weight, out_dtype=torch.float32)  # type: ignore[call-overload]
+
+
+def can_answer_wider(weight: torch.Tensor) -> bool:
+    """Whether this torch, on the weight's device, multiplies 16-bit numbers into float32, and rightly."""
+    try:
+        rows = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        part = weight[:8]
+        return torch.allclose(wider_product(rows, part.t()), rows.float() @ part.float().t(), rtol=1e-3, atol=1e-3)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False

@@ -1,0 +1,169 @@
+"""From a ragged batch to the tensors of one step on the device, in one copy.
+
+A step has a shape: how many rows, sequences and keys its tensors have room for. An exact shape is made for a step; a
+captured graph has a fixed one, into which a step is padded: padding rows write to the scratch block and read nothing
+of anybody's. All index tensors of a step lie in one buffer, filled on the host in pinned memory and sent as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from specdec.engine.interface import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Room of a step's tensors.
+
+    `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
+    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed.
+    """
+
+    row_count: int
+    sequence_count: int
+    logit_count: int
+    query_max: int
+    key_max: int
+
+    def table_width(self, block_size: int) -> int:
+        """Blocks in one sequence's table."""
+        return -(-self.key_max // block_size)
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether a step of the other shape can be padded to this one."""
+        is_single = self.query_max == 1
+        return (
+            is_single == (other.query_max == 1)
+            and self.row_count >= other.row_count
+            and self.sequence_count >= other.sequence_count
+            and self.logit_count >= other.logit_count
+            and self.query_max >= other.query_max
+            and self.key_max >= other.key_max
+        )
+
+
+def exact_shape(batch: RaggedBatch) -> StepShape:
+    """The shape a batch needs, without padding."""
+    return StepShape(
+        row_count=batch.row_count,
+        sequence_count=len(batch.segments),
+        logit_count=sum(segment.logit_count for segment in batch.segments),
+        query_max=max(len(segment.token_ids) for segment in batch.segments),
+        key_max=max(segment.end for segment in batch.segments),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """Views of one buffer on the device.
+
+    `input_ids`, `positions`, `slots` [rows] int64: token, position and place in the storage of every row.
+    `logit_rows` [logits] int64. `query_starts`, `key_starts` [sequences + 1] int32: running sums of rows and of
+    positions up to each sequence's last row; `key_counts` [sequences] int32. `tables` [sequences, width] int32.
+    """
+
+    shape: StepShape
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    key_counts: torch.Tensor
+    tables: torch.Tensor
+
+
+class StepBuffer:
+    """The buffer of one step: pinned on the host, equal on the device. `reserve` makes room, `fill` and `send` use it.
+
+    A captured graph reads the device's side at fixed addresses, so everything is reserved before the first capture.
+    """
+
+    def __init__(self, block_size: int, scratch_slot: int, device: torch.device):
+        self._block_size = block_size
+        self._scratch_slot = scratch_slot
+        self._device = device
+        self._sent: torch.cuda.Event | None = None
+        self._host, self._on_device = self._make(0)
+
+    def reserve(self, shape: StepShape) -> None:
+        """Makes room for a shape. Tensors handed out before are of the old buffer."""
+        needed = self._word_count(shape)
+        if needed > len(self._host):
+            self._host, self._on_device = self._make(needed)
+
+    def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
+        """Puts a batch, padded to `shape`, on the host's side. Raises for block tables that do not cover it."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the last copy may still be reading
+        fill(self._views(self._host, shape), batch, self._block_size, self._scratch_slot)
+
+    def send(self, shape: StepShape) -> StepTensors:
+        """Copies what was filled to the device, without waiting."""
+        count = self._word_count(shape)
+        self._on_device[:count].copy_(self._host[:count], non_blocking=True)
+        if self._device.type == "cuda":
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        return self.views(shape)
+
+    def views(self, shape: StepShape) -> StepTensors:
+        """The device's side as a reserved shape sees it: what `send` of that shape returns every time."""
+        return self._views(self._on_device, shape)
+
+    def _make(self, word_count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
+
+    def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int]:
+        """Elements of the int32 fields."""
+        count = shape.sequence_count
+        return count + 1, count + 1, count, count * shape.table_width(self._block_size)
+
+    def _word_count(self, shape: StepShape) -> int:
+        return 3 * shape.row_count + shape.logit_count + -(-sum(self._half_counts(shape)) // 2)
+
+    def _views(self, buffer: torch.Tensor, shape: StepShape) -> StepTensors:
+        rows = shape.row_count
+        wide = buffer[: 3 * rows + shape.logit_count].split([rows, rows, rows, shape.logit_count])
+        halves = buffer[3 * rows + shape.logit_count : self._word_count(shape)].view(torch.int32)
+        counts = self._half_counts(shape)
+        query_starts, key_starts, key_counts, tables = halves[: sum(counts)].split(counts)
+        tables = tables.view(shape.sequence_count, shape.table_width(self._block_size))
+        return StepTensors(shape, *wide, query_starts, key_starts, key_counts, tables)
+
+
+def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot: int) -> None:
+    """Writes a batch into the host's tensors, and padding behind it. Mutates `tensors` only."""
+    ids, positions, slots = tensors.input_ids.numpy(), tensors.positions.numpy(), tensors.slots.numpy()
+    query_starts, key_counts = tensors.query_starts.numpy(), tensors.key_counts.numpy()
+    tables, logit_rows = tensors.tables.numpy(), tensors.logit_rows.numpy()
+    ids[:], positions[:], slots[:], logit_rows[:] = 0, 0, scratch_slot, 0
+    query_starts[0] = 0
+    row = logit = 0
+    for index, segment in enumerate(batch.segments):
+        count, end = len(segment.token_ids), row + len(segment.token_ids)
+        blocks = numpy.asarray(segment.block_ids[: -(-segment.end // block_size)], dtype=numpy.int64)
+        its_positions = numpy.arange(segment.start, segment.end)
+        ids[row:end] = segment.token_ids
+        positions[row:end] = its_positions
+        slots[row:end] = blocks[its_positions // block_size] * block_size + its_positions % block_size
+        logit_rows[logit : logit + segment.logit_count] = range(end - segment.logit_count, end)
+        tables[index, : len(blocks)] = blocks
+        tables[index, len(blocks) :] = 0
+        query_starts[index + 1] = end
+        key_counts[index] = segment.end
+        row, logit = row + count, logit + segment.logit_count
+    sequence_count = len(batch.segments)
+    is_single = tensors.shape.query_max == 1
+    # A padding sequence has one row and one key where every sequence has one row, and none of either elsewhere.
+    padding = numpy.arange(1, tensors.shape.sequence_count - sequence_count + 1) * is_single
+    query_starts[sequence_count + 1 :] = row + padding
+    key_counts[sequence_count:] = is_single
+    tables[sequence_count:] = 0
+    tensors.key_starts[0] = 0
+    tensors.key_starts.numpy()[1:] = key_counts.cumsum()

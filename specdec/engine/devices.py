@@ -1,0 +1,48 @@
+"""Which devices there are: names as users write them, what to say when one is missing, how much memory is free."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from specdec.errors import ConfigError
+
+DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
+
+
+def find_device(asked: str) -> torch.device:
+    """The device of a name: cpu, cuda (the first GPU), cuda:N, or auto, a GPU where there is one.
+
+    Raises ConfigError saying what is there instead and what to do.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not DEVICE_NAME.fullmatch(asked):
+        raise ConfigError(f"device is {asked!r}; it must be auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        reason = "finds no GPU it can use" if torch.version.cuda else "was built without CUDA"
+        raise ConfigError(
+            f"device is {asked!r}, but torch {torch.__version__} {reason}: give cpu, or install the driver and a torch "
+            "built for it"
+        )
+    index = int(asked.partition(":")[2] or 0)
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"device is {asked!r}, but this machine has {count} GPUs: give cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def default_block_size(device: torch.device) -> int:
+    """Positions in a cache block where the operator does not say: attention on a GPU reads blocks of 256 in place."""
+    return 256 if device.type == "cuda" else 64
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that is free where the device keeps its tensors, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

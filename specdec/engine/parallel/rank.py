@@ -1,0 +1,117 @@
+"""One rank from its place to its end: join, load, and lead or follow.
+
+The two entries a launcher needs. They know the model, the place and the thread count in force, nothing of services:
+a command, a pod or an actor calls one of them in each process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from specdec.engine.architectures import check_proven
+from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
+from specdec.engine.parallel.group import Ending, RankGroup, join
+from specdec.engine.parallel.place import RankPlace
+from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_share
+from specdec.engine.parallel.watch import EXIT_CODE, Loss
+from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
+from specdec.errors import ModelRefused, SpecdecError
+
+logger = logging.getLogger("specdec.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What to load, as `load_model` takes it."""
+
+    path_or_hub_id: str
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+
+def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress: Progress) -> LeaderModel:
+    """Rank 0's model, once all ranks have joined and loaded their shares. Raises SpecdecError."""
+    folder = _checked_folder(source, place)
+    group = join(place, _facts(source, folder), ending, source.is_cuda)
+    try:
+        name, device = source.path_or_hub_id, source.torch_device
+        return LeaderModel(load_share(name, folder, source.dtype, device, group, progress), group)
+    except BaseException as error:
+        group.watch.fail(place.rank, error)
+        raise
+
+
+def run_follower(source: ModelSource, place: RankPlace) -> None:
+    """Any other rank: returns when rank 0 has ended in peace. The process ends with EXIT_CODE when a rank is lost.
+
+    The first SIGTERM or SIGINT asks rank 0 to end in peace, the second is as usual. Main thread only.
+    """
+    folder = _checked_folder(source, place)
+    ending = Ending(lambda loss: _end_frozen(loss, place.parent_pid))
+    group = join(place, _facts(source, folder), ending, source.is_cuda)
+    _ask_on_signal(group)
+    try:
+        name, device = source.path_or_hub_id, source.torch_device
+        follow(load_share(name, folder, source.dtype, device, group, lambda what, share: None), group)
+    except BaseException as error:
+        if not isinstance(error, (SpecdecError, OSError)):
+            logger.exception("rank %d failed", place.rank)
+        group.watch.fail(place.rank, error)
+        threading.Event().wait()  # the watch tells the others, then ends this process
+
+
+def _checked_folder(source: ModelSource, place: RankPlace) -> ModelFolder:
+    """The folder, once the model is known to be served and to be divisible. Reads no weights."""
+    folder = open_model_folder(source.path_or_hub_id)
+    if folder.config.get("model_type") == TABLE_MODEL_TYPE:
+        raise ModelRefused(f"{source.path_or_hub_id} is a table model, which cannot be split over ranks")
+    check_proven(source.path_or_hub_id, folder.config)
+    if source.is_cuda:
+        torch.cuda.set_device(source.torch_device)  # what NCCL connects
+    check_split(source.path_or_hub_id, folder, place.rank_count)
+    return folder
+
+
+def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
+    """What ranks must have in common for their parts to fit."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "--dtype": source.dtype,
+        "kind of device": torch.device(source.device).type,
+        "--threads": torch.get_num_threads(),
+        "config.json (SHA-256)": hashlib.sha256((folder.path / "config.json").read_bytes()).hexdigest(),
+    }
+
+
+def _ask_on_signal(group: RankGroup) -> None:
+    def ask(number: int, _frame: object) -> None:
+        group.watch.ask_to_stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+
+
+def _end_frozen(loss: Loss, parent_pid: int | None) -> None:
+    """A rank 0 that is frozen would keep its port, and be found by nobody: the ranks it started end it with them."""
+    if loss.is_silent and loss.rank == 0 and parent_pid is not None and os.getppid() == parent_pid:
+        logger.error("rank 0 is frozen; it is ended with the others (code %d)", EXIT_CODE)
+        os.kill(parent_pid, signal.SIGKILL)

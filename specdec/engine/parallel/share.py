@@ -1,0 +1,190 @@
+"""One rank's share of a `transformers` model: loaded, joined with the others', stepped by rank 0's commands.
+
+`LeaderModel` is what rank 0's engine sees, a CausalModel like any other: each of its steps is told to the other ranks
+first. `follow` is all the other ranks do. What can be wrong with a batch is found by planning it, before it is told; an
+error after that would leave the ranks at different places, so it ends all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from specdec.engine.cpu_backend import Families
+from specdec.engine.interface import RaggedBatch, StepOutput, Storage
+from specdec.engine.model_folder import ModelFolder, Progress
+from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
+from specdec.engine.parallel.exchange import PATIENCE_S, Exchange
+from specdec.engine.parallel.group import RankGroup
+from specdec.engine.parallel.modules import NormParts, SplitOutput, join_shares, norm_parts
+from specdec.engine.parallel.split import Split, fit_attention, plan_split
+from specdec.engine.parallel.weights import empty_model, fill
+from specdec.engine.row_widths import ALONE, RowWidths
+from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of
+from specdec.errors import ModelRefused
+
+QUERY_TILE_MAX = 1024  # larger than any query tile: families travel as flags by width
+PARTING_S = 2.0  # how long rank 0 waits at its end for the others to leave
+
+
+class JoinedShare:
+    """The RankShare of one rank: see `specdec.engine.transformers_model`."""
+
+    def __init__(self, split: Split, norms: Mapping[str, NormParts], group: RankGroup) -> None:
+        self.vocabulary_part = split.vocabulary_part
+        self._split = split
+        self._norms = norms
+        self._exchange = group.exchange
+
+    def join(self, base: nn.Module) -> None:
+        join_shares(base, self._split, self._norms, self._exchange)
+
+    def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
+        return SplitOutput(output, vocabulary_size, self._exchange)
+
+    def agree(self, families: Families) -> Families:
+        """The widths and tiles every rank found; width 1 where they have none in common."""
+        widths, tiles = families
+        flags = torch.zeros(2, QUERY_TILE_MAX)
+        flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
+        common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
+        found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
+        return RowWidths(found[0], widths.row_multiple), found[1]
+
+
+def check_split(name: str, folder: ModelFolder, rank_count: int) -> None:
+    """Raises ModelRefused unless the folder's model can be split over so many ranks. Reads no weights."""
+    plan_split(name, empty_model(name, folder, torch.float32), 0, rank_count)
+
+
+def load_share(
+    name: str, folder: ModelFolder, dtype_name: str, device: torch.device, group: RankGroup, progress: Progress
+) -> TransformersModel:
+    """This rank's share. Raises ModelRefused, where a file differs from rank 0's too."""
+    dtype = dtype_of(folder.config, dtype_name, device)
+    model = empty_model(name, folder, dtype)
+    split = plan_split(name, model, group.place.rank, group.place.rank_count)
+    description = dataclasses.replace(
+        describe(folder, model, dtype, _agreed_digest(name, folder, group, progress), device),
+        tensor_parallel_size=group.place.rank_count,
+    )
+    fill(name, model, folder, split, progress)
+    fit_attention(model, group.place.rank_count)
+    model.eval().requires_grad_(False).to(device)
+    share = JoinedShare(split, norm_parts(model.base_model, split), group)
+    # Captured graphs across GPUs are not proven, so a share runs without them.
+    backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True)
+    return TransformersModel(model, description, dtype, share, backend)
+
+
+def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
+    """Rank 0's digest of the folder; compared where a rank reads it on another machine."""
+    if group.place.rank == 0:
+        digest = folder.digest(progress)
+        group.store.set("digest", digest)
+        return digest
+    if group.is_on_one_machine:
+        return ""
+    own, digest = folder.digest(progress), group.store.get("digest").decode()
+    if own != digest:
+        raise ModelRefused(f"{name} on the machine of rank {group.place.rank} differs from rank 0's")
+    return digest
+
+
+class LeaderStorage:
+    """Rank 0's storage; what is done to it is done on every rank, there with the next step."""
+
+    def __init__(self, storage: Storage, sender: CommandSender) -> None:
+        self._storage = storage
+        self._sender = sender
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self._sender.add(pack(CopyBlock(source, destination)))
+        self._storage.copy_block(source, destination)
+
+    def scrub(self, block_id: int, start: int, end: int) -> None:
+        self._sender.add(pack(Scrub(block_id, start, end)))
+        self._storage.scrub(block_id, start, end)
+
+
+class LeaderModel:
+    """The CausalModel of rank 0: its own share, and the commands that keep the others in step."""
+
+    def __init__(self, model: TransformersModel, group: RankGroup) -> None:
+        if group.sender is None:
+            raise ValueError("only rank 0 leads")
+        self.description = model.description
+        self._model = model
+        self._group = group
+        self._sender = group.sender
+        self._block_size = 1
+
+    @property
+    def exchange(self) -> Exchange:
+        """What brings the ranks' parts together."""
+        return self._group.exchange
+
+    @property
+    def cache_bytes_per_position(self) -> int:
+        """Of all ranks that share this machine's memory."""
+        own = self._model.cache_bytes_per_position
+        return own * self._group.place.rank_count if self._group.is_on_one_machine else own
+
+    def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
+        self._sender.send(pack(Allocate(block_count, block_size)))
+        self._block_size = block_size
+        return LeaderStorage(_allocate(self._model, block_count, block_size), self._sender)
+
+    def forward(self, batch: RaggedBatch) -> StepOutput:
+        """Runs the batch on all ranks. An error that may have left them at different places ends them all."""
+        self._group.watch.check()
+        plan = self._model.plan(batch)
+        words = pack(Step(batch), self._block_size)
+        try:
+            self._sender.send(words)
+            output = self._model.run(batch, plan)
+        except BaseException as error:
+            self._group.watch.fail(0, error)
+            raise
+        self._group.exchange.set_patience(PATIENCE_S)
+        self._group.watch.tighten()
+        return output
+
+    def close(self) -> None:
+        """Sends the other ranks home and waits for them a moment. No step may be under way."""
+        self._sender.send(pack(Stop()))
+        self._group.watch.stop(PARTING_S)
+
+
+def follow(model: TransformersModel, group: RankGroup) -> None:
+    """Does what rank 0 says, until it says that all is done. Raises what goes wrong; then all ranks must end."""
+    if group.receiver is None:
+        raise ValueError("rank 0 does not follow")
+    storage: Storage | None = None
+    while True:
+        for command in group.receiver.receive():
+            match command:
+                case Stop():
+                    group.watch.stop()
+                    return
+                case Allocate(block_count, block_size):
+                    storage = _allocate(model, block_count, block_size)
+                case Step(batch):
+                    model.forward(batch)
+                    group.exchange.set_patience(PATIENCE_S)
+                    group.watch.tighten()
+                case CopyBlock(source, destination) if storage:
+                    storage.copy_block(source, destination)
+                case Scrub(block_id, start, end) if storage:
+                    storage.scrub(block_id, start, end)
+
+
+def _allocate(model: TransformersModel, block_count: int, block_size: int) -> Storage:
+    """Storage, and at once what is measured for it: ranks must agree on that, and do so in one place."""
+    storage = model.allocate(block_count, block_size)
+    if model.backend.device.type == "cpu":
+        _ = model.families
+    return storage

@@ -1,0 +1,114 @@
+"""A rank's share of a model, read from safetensors: never more of a weight than the rank holds.
+
+The model is made without weights, then every parameter is read on its own, cut, and put in place; a file is open for
+one tensor at a time, so what was read of it can leave memory. Names are matched as `transformers` matches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from specdec.engine import attention
+from specdec.engine.model_folder import ModelFolder, Progress
+from specdec.engine.parallel.split import Cut, Split
+from specdec.errors import ModelRefused
+
+
+def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The folder's model on the meta device: its shapes, and no weight."""
+    model_class = getattr(transformers, folder.config["architectures"][0])
+    try:
+        config = model_class.config_class.from_pretrained(folder.path, local_files_only=True)
+        with torch.device("meta"):
+            return model_class._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
+
+
+def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, split: Split, progress: Progress) -> None:
+    """Reads this rank's part of every parameter of an `empty_model`. Raises ModelRefused where one is missing."""
+    sources = _sources(model, folder)
+    tied = _tied_name(model)
+    loaded: dict[str, nn.Parameter] = {}
+    names = [path for path, _ in model.named_parameters(remove_duplicate=False)]
+    for index, path in enumerate(names):
+        source = path if path in sources else tied.get(path, path)
+        if source not in sources:
+            raise ModelRefused(f"{name}: the weights lack {path}")
+        if source not in loaded:
+            file, stored_name = sources[source]
+            shape = model.get_parameter(source).shape
+            weight = _read(name, file, stored_name, split.cuts.get(source), shape)
+            loaded[source] = nn.Parameter(weight.to(model.dtype), requires_grad=False)
+        _put(model, path, loaded[source])
+        progress("loading weights", (index + 1) / len(names))
+    _fill_buffers(model)
+
+
+def _sources(model: transformers.PreTrainedModel, folder: ModelFolder) -> dict[str, tuple[Path, str]]:
+    """Parameter name -> (file, name in it), by the renamings `transformers` itself loads with."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for file in folder.weight_files:
+        try:
+            with safe_open(file, "pt") as stored:
+                stored_names = list(stored.keys())
+        except SafetensorError as error:
+            raise ModelRefused(f"{file} is not a safetensors file: {error}") from None
+        for stored_name in stored_names:
+            path, _ = rename_source_key(stored_name, renamings, [], model.base_model_prefix, expected)
+            found[path] = file, stored_name
+    return found
+
+
+def _tied_name(model: transformers.PreTrainedModel) -> Mapping[str, str]:
+    """The output layer's weight is the embedding's where the config says so and the files do not hold it."""
+    if not model.config.tie_word_embeddings:
+        return {}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {module: path for path, module in model.named_modules()}
+    return {f"{paths[output]}.weight": f"{paths[embedding]}.weight"}
+
+
+def _read(name: str, file: Path, stored_name: str, cut: Cut | None, shape: torch.Size) -> torch.Tensor:
+    """A tensor of its own, so that the mapped file can go."""
+    with safe_open(file, "pt") as stored:
+        whole = stored.get_slice(stored_name)
+        if tuple(whole.get_shape()) != tuple(shape):
+            raise ModelRefused(f"{name}: {stored_name} has shape {whole.get_shape()}; it must be {list(shape)}")
+        if cut is None:
+            return whole[:].clone() if len(shape) else stored.get_tensor(stored_name).clone()
+        ranges = [slice(start, end) for start, end in cut.ranges]
+        parts = [whole[part] if cut.dimension == 0 else whole[:, part] for part in ranges]
+        own_shape = list(shape)
+        own_shape[cut.dimension] = cut.size
+        weight = parts[0].new_zeros(own_shape)
+        place = 0
+        for part in parts:
+            weight.narrow(cut.dimension, place, part.shape[cut.dimension]).copy_(part)
+            place += part.shape[cut.dimension]
+    return weight
+
+
+def _put(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    parent, _, leaf = path.rpartition(".")
+    model.get_submodule(parent)._parameters[leaf] = parameter
+
+
+def _fill_buffers(model: transformers.PreTrainedModel) -> None:
+    """What is computed and not loaded, such as rotary frequencies: as `transformers` does after loading."""
+    for path, buffer in list(model.named_buffers()):
+        parent, _, leaf = path.rpartition(".")
+        model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()

@@ -1,0 +1,153 @@
+"""The engine's benchmark: what it counts, what it leaves out, and a run of all of it on tiny shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.engine.__main__ import main
+from bench.engine.bandwidth import limit_ms, step_bytes
+from bench.engine.evidence import LAWS, made_up_logits, noise_of, request_of
+from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepFigure, independence_shapes, shapes_of
+from bench.engine.streams import Block, StreamFigure, Streams, figure_of, gain
+from bench.goals import engine
+from bench.harness import DRAFT_MODEL
+from specdec.decoding.evidence import evidence
+from specdec.engine.model import load_model
+from specdec.engine.transformers_model import TransformersModel
+from tests.support.engine_models import Driver
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The command sets torch's threads for its whole process; every test begins and ends with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def shipped_draft(dtype: str = "float32") -> TransformersModel:
+    """The smallest shipped model."""
+    model = load_model(str(DRAFT_MODEL), dtype)
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+def test_every_count_is_measured_at_every_context_and_none_twice() -> None:
+    """Claim: rows of one sequence and sequences of 1 and 5 rows, each with each context; what both ask for once."""
+    shapes = shapes_of((1, 5, 8), (1, 4), (64, 256))
+    assert len(shapes) == len(set(shapes)) == 2 * (3 + 2)
+    assert {shape for shape in shapes if shape.context == 256} == {
+        Shape(1, 1, 256),
+        Shape(1, 5, 256),
+        Shape(1, 8, 256),
+        Shape(4, 1, 256),
+        Shape(4, 5, 256),
+    }
+    assert {shape.context for shape in independence_shapes((64, 128))} == {128}
+
+
+def test_a_step_must_read_every_weight_once_and_what_is_cached() -> None:
+    """Claim: the limit counts the bytes of all matrix products and of the sequences' cached positions.
+
+    Conclusive: counted by hand from the shipped draft's configuration: one layer, 256 wide, 704 inside, 4 heads of 64
+    that share 2 key heads, and an output layer, all float32; a position keeps 2 heads of keys and values.
+    """
+    layer = 256 * (4 * 64 + 2 * 2 * 64) + 4 * 64 * 256 + 3 * 256 * 704
+    model = shipped_draft()
+    vocabulary_size = model.description.vocabulary_size
+    assert model.product_bytes == 4 * (layer + 256 * vocabulary_size)
+    assert step_bytes(model, 3, 10) == model.product_bytes + 3 * 10 * (2 * 2 * 64 * 4)
+    assert limit_ms(2_000_000, 4.0) == 0.5
+    assert StepFigure("m", "t", 1, 1, 64, step_ms=2.0, limit_ms=0.5, unpadded_ms=None).limit_share == 0.25
+
+
+def test_a_step_runs_on_real_cached_text_of_its_own() -> None:
+    """Claim: every sequence of a batch has valid content in blocks of its own, so the step costs what steps cost.
+
+    Conclusive: the logits of the last sequence, whose blocks were copied, are bit for bit those of the same tokens fed
+    to an engine from the beginning, and no block occurs twice.
+    """
+    model = shipped_draft()
+    texts = CachedTexts(model, 3, 70)
+    batch = texts.batch(Shape(3, 2, 66))
+    logits = model.forward(batch).logits
+    ids = [block_id for segment in batch.segments for block_id in segment.block_ids]
+    assert len(ids) == len(set(ids)) == 3 * -(-70 // BLOCK_SIZE)
+    driver = Driver(model)
+    assert torch.equal(logits[4:], driver.feed(driver.open(70), texts.token_ids[:68], 2))
+    assert [segment.token_ids for segment in batch.segments] == [texts.token_ids[66:68]] * 3
+
+
+def test_streams_decode_what_one_alone_decodes() -> None:
+    """Claim: a block decodes as many tokens as it counts, the greedy ones, and gives its cache back.
+
+    Conclusive: 9 tokens by hand through the same model; every step but the first is timed.
+    """
+    streams = Streams(shipped_draft(), 3, 9)
+    try:
+        blocks = [streams.block(count) for count in (3, 1, 3)]
+        driver = Driver(shipped_draft())
+        for text in streams.texts:
+            assert text[-10:] == driver.greedy(text[:-10], 10)
+        assert [len(block.steps_s) for block in blocks] == [8, 8, 8]
+        assert all(step_s > forward_s > 0 for block in blocks for step_s, forward_s, _ in block.steps_s)
+        assert streams.free_share == 1.0
+    finally:
+        streams.stop()
+
+
+def test_what_is_outside_is_what_neither_forward_nor_evidence_took() -> None:
+    """Claim: figures are medians over all steps of all blocks, and throughput is of all streams together."""
+    blocks = [Block(100.0, ((0.010, 0.007, 0.001),)), Block(120.0, ((0.020, 0.015, 0.002),)), Block(90.0, ())]
+    figure = figure_of("m", "t", 4, blocks)
+    assert (figure.tokens_per_s, figure.streams) == (100.0, 4)
+    assert figure.outside_ms == pytest.approx(2.5) and figure.forward_ms == pytest.approx(11.0)
+    one = StreamFigure("m", "t", 1, 20.0, 0, 0, 0, 0)
+    assert gain([figure, one], "m", "t", 4) == 5.0
+    assert gain([figure], "m", "t", 4) is None and gain([figure, one], "m", "other", 4) is None
+
+
+@pytest.mark.parametrize("rule", LAWS)
+def test_evidence_is_of_a_real_request_and_noise_is_part_of_it(rule: str) -> None:
+    """Claim: the timed request passes the real evidence function and yields a replacement for every row; only GREEDY
+    has no noise."""
+    logits = made_up_logits(3, 500)
+    request = request_of(LAWS[rule], logits)
+    (found,) = evidence([request], [3], logits)
+    assert len(found.replacement_token_ids) == 3
+    assert (noise_of(request, logits) is None) == (rule == "GREEDY")
+    assert logits.softmax(-1).topk(16).values.sum(-1).min() > 0.95
+
+
+def test_the_goal_is_judged_by_the_worst_model() -> None:
+    """Claim: one model below the bar misses the goal; without figures nothing counts as met."""
+    lines = [
+        {"model": model, "dtype": "bfloat16", "streams": streams, "tokens_per_s": rate}
+        for model, rates in (("a", (10.0, 90.0)), ("b", (10.0, 49.0)))
+        for streams, rate in zip((1, 16), rates)
+    ]
+    assert [line.state for line in engine({"streams": lines})] == ["missed"]
+    assert [line.state for line in engine({"streams": lines[:2]})] == ["stretch"]
+    assert [line.state for line in engine(None)] == ["not measured"]
+
+
+def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: the command runs all its parts, prints their tables and writes every figure it shows."""
+    arguments = "--models draft --dtypes float32 --rows 1 4 --sequences 2 --contexts 64 --streams 1 2 --tokens 4"
+    arguments += f" --vocabularies 4096 --rounds 1 --out {tmp_path}"
+    assert main(arguments.split()) == 0
+    run = json.loads((tmp_path / "engine.json").read_text())
+    assert {(step["sequences"], step["rows"]) for step in run["steps"]} >= {(1, 1), (1, 4), (2, 1), (2, 5), (8, 5)}
+    assert sum(step["unpadded_ms"] is not None for step in run["steps"]) == 4
+    assert [stream["streams"] for stream in run["streams"]] == [1, 2]
+    assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in run["steps"])
+    assert len(run["evidence"]) == 2 * len(LAWS)
+    printed = capsys.readouterr().out
+    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "Evidence, of which noise", "goals"):
+        assert title in printed

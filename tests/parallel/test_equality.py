@@ -1,0 +1,131 @@
+"""A model over several ranks says what one rank says: real processes, every architecture served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from bench.harness import TARGET_MODEL, heldout_prompts
+from specdec.engine.parallel.share import LeaderModel
+from specdec.engine.parallel.shared_memory import SLOT_BYTES, SharedExchange
+from tests.support.engine_models import ARCHITECTURES, Driver, random_tokens
+from tests.support.ranks import Followers
+
+LENGTH = 100
+OUTPUT_COUNT = 30
+TOLERANCE = 1e-4  # of logits whose size is about ten: sums are added in another order, nothing else differs
+PROMPT_COUNT, PROMPT_TOKENS, TEXT_TOKENS = 12, 96, 48
+
+
+def logits_and_text(driver: Driver) -> tuple[torch.Tensor, list[int]]:
+    """Logits at every position of a text, and greedy text after its beginning."""
+    token_ids = random_tokens(LENGTH, 3)
+    table = driver.open(LENGTH)
+    logits = torch.cat([driver.feed(table, token_ids[start : start + 33]) for start in range(0, LENGTH, 33)])
+    driver.cache.release(table)
+    return logits, driver.greedy(token_ids[:20], OUTPUT_COUNT)
+
+
+def check_equal(folder: Path, followers: Followers, rank_count: int) -> None:
+    """Compares with one rank."""
+    expected, expected_text = logits_and_text(Driver.load(folder))
+    logits, text = logits_and_text(Driver(followers.lead(folder, rank_count)))
+    difference = (logits - expected).abs().max().item()
+    assert difference <= TOLERANCE * expected.abs().max().item(), f"logits differ by {difference}"
+    assert text == expected_text
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_served_runs_over_ranks(
+    architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
+) -> None:
+    """Claim (issue 3, point 1): works for every architecture served, with logits of one rank at every position.
+
+    Conclusive: a weight cut at the wrong place, a bias added twice or a head beside the wrong key changes logits by
+    their own size; a sum in another order by a millionth of it.
+    """
+    check_equal(tiny_folder(architecture), followers, 2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "phi3", "olmo2", "gpt2"])
+def test_heads_fewer_than_ranks_are_held_by_several(
+    architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
+) -> None:
+    """Claim: with 2 key heads and 4 ranks each key head is on two ranks, and logits are one rank's.
+
+    Conclusive: with the wrong copy a rank's queries meet keys of other heads. GPT-2, of 4 heads, is cut four ways.
+    """
+    check_equal(tiny_folder(architecture), followers, 4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_tied_embeddings_are_cut_once(
+    architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
+) -> None:
+    """Claim: where the output layer is the embedding, one cut serves both, the odd end of the vocabulary included.
+
+    Conclusive: 301 ids over 2 ranks leave one row of padding, which must never be seen.
+    """
+    check_equal(tiny_folder(architecture, tie_word_embeddings=True), followers, 2)
+
+
+@pytest.mark.parametrize("rank_count", [2, 4])
+def test_the_shipped_target_says_the_same_text(rank_count: int, followers: Followers) -> None:
+    """Claim (issue 3, point 1): in float32 the greedy tokens on the test prompts are those of one rank.
+
+    Conclusive: held-out prompts of the shipped pair, nobody's choice; one wrong token changes all that follow.
+    """
+    tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids[:PROMPT_TOKENS] for prompt in list(heldout_prompts().values())]
+    alone = Driver.load(TARGET_MODEL)
+    led = Driver(followers.lead(TARGET_MODEL, rank_count))
+    for prompt in prompts[:PROMPT_COUNT]:
+        assert led.greedy(prompt, TEXT_TOKENS) == alone.greedy(prompt, TEXT_TOKENS)
+
+
+def test_the_description_states_the_number_of_ranks(followers: Followers, tiny_folder: Callable[..., Path]) -> None:
+    """Claim: the numerics profile names the degree, and the cache counts what all ranks of the machine hold."""
+    folder = tiny_folder("llama")
+    alone, led = Driver.load(folder).model, followers.lead(folder, 2)
+    assert (alone.description.tensor_parallel_size, led.description.tensor_parallel_size) == (1, 2)
+    assert led.cache_bytes_per_position == alone.cache_bytes_per_position
+    assert led.description.model_digest == alone.description.model_digest
+
+
+def test_other_machines_exchange_over_gloo(
+    followers: Followers, tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: where memory is not shared the ranks meet over torch.distributed, with the same bits.
+
+    Conclusive: rank 0 says that it has no memory to share, which is all it can say of another machine; both ways add
+    the same parts in the same order, so equality is exact.
+    """
+    folder = tiny_folder("llama")
+    shared = followers.lead(folder, 2)
+    assert shared.exchange.name == SharedExchange.name
+    expected, text = logits_and_text(Driver(shared))
+    monkeypatch.setattr("specdec.engine.parallel.shared_memory.is_supported", lambda: False)
+    led = followers.lead(folder, 2)
+    assert led.exchange.name == "gloo"
+    found, its_text = logits_and_text(Driver(led))
+    assert torch.equal(found, expected) and its_text == text
+
+
+def test_parts_larger_than_a_slot_travel_in_pieces(followers: Followers, tiny_folder: Callable[..., Path]) -> None:
+    """Claim: a step whose partial sums do not fit into one slot of shared memory gives the same bits.
+
+    Conclusive: a prompt of 400 rows against one of 40: the wide step's logits alone are larger than a slot.
+    """
+    folder = tiny_folder("llama", vocabulary_size=6000)
+    led: LeaderModel = followers.lead(folder, 2)
+    driver = Driver(led, 64, 16)
+    token_ids = random_tokens(400, 4)
+    assert 400 * 3000 * 4 > SLOT_BYTES
+    tables = [driver.open(400), driver.open(400)]
+    together = driver.feed(tables[0], token_ids)
+    apart = torch.cat([driver.feed(tables[1], token_ids[start : start + 40]) for start in range(0, 400, 40)])
+    assert torch.equal(together, apart)

@@ -1,0 +1,42 @@
+"""The promise of `tests/engine/test_row_independence.py`, with the same checks, at a fixed number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.harness import TARGET_MODEL
+from tests.engine import test_row_independence as independence
+from tests.support.engine_models import Driver
+from tests.support.ranks import Followers
+
+MODELS = [("target", "float32", 2), ("target", "bfloat16", 2), ("target", "bfloat16", 4)]
+MODELS += [(name, "float32", ranks) for name in ("llama", "gpt2", "gemma3") for ranks in (2, 4)]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(map(str, model)))
+def case(request: pytest.FixtureRequest, followers: Followers, tiny_folder: Callable[..., Path]) -> independence.Case:
+    """A model over ranks, as the tests of one rank take it."""
+    name, dtype, rank_count = request.param
+    folder = TARGET_MODEL if name == "target" else tiny_folder(name)
+    return independence.Case(Driver(followers.lead(folder, rank_count, dtype), block_count=200))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        independence.test_logits_do_not_depend_on_how_a_text_is_fed,
+        independence.test_logits_do_not_depend_on_neighbours,
+        independence.test_logits_do_not_depend_on_blocks_or_forks,
+    ],
+    ids=lambda check: check.__name__.removeprefix("test_logits_do_not_depend_on_"),
+)
+def test_rows_do_not_depend_on_the_batch_over_ranks(check: Callable, case: independence.Case) -> None:
+    """Claim (design section 7): partial sums are added in rank order, so a row's bits are its own at any batch.
+
+    Conclusive: torch.equal over hundreds of rows of the same checks that hold for one rank; a sum whose order depended
+    on the size of the message would differ in some of them.
+    """
+    check(case)

@@ -1,0 +1,1 @@
+"""Speculation changes no token, at length: `python -m tests.sameness`."""

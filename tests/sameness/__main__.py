@@ -1,0 +1,115 @@
+"""`python -m tests.sameness`: 1,000 prompts of 128 tokens, speculation on = off through running services.
+
+For each type of numbers the three services are started with the shipped pair, and every prompt is generated with
+speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time. Tokens, text and
+log-probabilities must be equal to the last bit; ends with 1 where they are not. `--target` sets what the target service
+runs with: ranks, a small cache, the reuse of prefixes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tests.sameness.comparison import Comparison, compare
+from tests.sameness.generations import LAWS, WAYS, generations
+from tests.support.services import MODELS, running
+
+SHOWN_MAX = 10
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.sameness", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=1000, help="(%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each, on and off (%(default)s)")
+    parser.add_argument("--streams", type=int, default=16, help="generations at a time (%(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of both models (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of each model (%(default)s)")
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of the target service by the names of its flags, as in tensor-parallel-size=2",
+    )
+    asked = parser.parse_args(arguments)
+    if strangers := [own for own in asked.target if "=" not in own]:
+        parser.error(f"--target takes NAME=VALUE; not {', '.join(strangers)}")
+    return asked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = options(arguments)
+    console = Console(width=120)
+    target = {name.replace("-", "_"): value for name, value in (own.split("=", 1) for own in asked.target)}
+    is_same = True
+    for dtype in asked.dtypes:
+        began_s, refusals = time.monotonic(), Counter[str]()
+        found = compared(asked, dtype, target, refusals, console)
+        console.print(table_of(found, " ".join([f"{dtype}, {asked.threads} thread(s)", *asked.target])))
+        tokens = sum(len(one.on.token_ids) for one in found)
+        console.print(
+            f"{tokens} tokens with speculation and as many without in {time.monotonic() - began_s:.0f} s; "
+            f"{refusals['refused']} asked for again"
+        )
+        differing = [one for one in found if not one.is_same]
+        for one in differing[:SHOWN_MAX]:
+            console.print(str(one), style="red")
+        is_tried = any(one.accepted_count for one in found)
+        if not is_tried:
+            console.print("no draft token was accepted: nothing was tried", style="red")
+        is_same = is_same and is_tried and not differing and len(found) == asked.prompts
+    return 0 if is_same else 1
+
+
+def compared(
+    asked: argparse.Namespace, dtype: str, target: dict[str, str], refusals: Counter[str], console: Console
+) -> list[Comparison]:
+    """All prompts of one type of numbers, with a bar."""
+    found: list[Comparison] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        running(MODELS / "target", MODELS / "draft", threads=asked.threads, dtype=dtype, target=target) as services,
+        Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as shown,
+    ):
+        task = shown.add_task(dtype, total=asked.prompts)
+
+        def refused() -> None:
+            refusals["refused"] += 1
+
+        for one in compare(services.client, generations(asked.prompts), asked.tokens, asked.streams, refused):
+            found.append(one)
+            differing_count = sum(not own.is_same for own in found)
+            shown.update(task, advance=1, description=f"{dtype}, {differing_count} differ")
+    return found
+
+
+def table_of(found: Sequence[Comparison], title: str) -> Table:
+    """A line per law, and per way to speculate."""
+    table = Table(title=f"Speculation on and off: {title}", title_justify="left")
+    for name in ("", "prompts", "tokens", "draft tokens", "accepted", "prompts that differ", "tokens that differ"):
+        table.add_column(name, justify="right" if name else "left")
+    groups = [(law, [one for one in found if one.generation.law == law]) for law in LAWS]
+    groups += [(way, [one for one in found if one.generation.way == way]) for way in WAYS]
+    for name, own in [*groups, ("all", list(found))]:
+        counts = (
+            len(own),
+            sum(len(one.on.token_ids) for one in own),
+            sum(one.drafted_count for one in own),
+            sum(one.accepted_count for one in own),
+            sum(not one.is_same for one in own),
+            sum(one.differing_token_count for one in own),
+        )
+        table.add_row(name, *map(str, counts), end_section=name in (list(LAWS)[-1], WAYS[-1]))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Generations with and without speculation through running services, many at a time, and what differed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import grpc
+
+from tests.sameness.generations import Generation
+from tests.support.services import Client, Outcome
+
+TIMEOUT_S = 900.0  # of one generation beside others on a busy machine
+REFUSAL_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt generated both ways."""
+
+    generation: Generation
+    on: Outcome
+    off: Outcome
+
+    @property
+    def differing_token_count(self) -> int:
+        """Places at which the token ids differ; where one text is shorter, its missing places."""
+        pairs = itertools.zip_longest(self.on.token_ids, self.off.token_ids)
+        return sum(with_draft != without for with_draft, without in pairs)
+
+    @property
+    def is_same(self) -> bool:
+        """Tokens, text, usage, finish reason and every log-probability are equal."""
+        return self.on.comparable == self.off.comparable
+
+    @property
+    def drafted_count(self) -> int:
+        return int(self.on.finished.statistics.num_draft_tokens)
+
+    @property
+    def accepted_count(self) -> int:
+        return int(self.on.finished.statistics.num_accepted_draft_tokens)
+
+    def __str__(self) -> str:
+        own = self.generation
+        pairs = enumerate(itertools.zip_longest(self.on.token_ids, self.off.token_ids))
+        place = next((index for index, (on, off) in pairs if on != off), None)
+        where = "in what is said of the tokens only" if place is None else f"from output token {place} on"
+        return f"prompt {own.index} ({own.law}, {own.way}, {len(own.prompt)} tokens) differs {where}"
+
+
+def compare(
+    client: Client, asked: Sequence[Generation], max_tokens: int, width: int, refused: Callable[[], None]
+) -> Iterator[Comparison]:
+    """Runs every generation both ways, `width` at a time in a random order that mixes both; yields finished pairs.
+
+    A generation the service has no room for is asked for again; `refused` is called each time.
+    """
+    tasks = [(generation, speculates) for generation in asked for speculates in (True, False)]
+    random.Random(0).shuffle(tasks)
+    outcomes: dict[tuple[int, bool], Outcome] = {}
+    with ThreadPoolExecutor(width) as pool:
+        try:
+            running = {
+                pool.submit(generate, client, generation.ask(speculates, max_tokens), refused): (generation, speculates)
+                for generation, speculates in tasks
+            }
+            for done in as_completed(running):
+                generation, speculates = running[done]
+                outcomes[generation.index, speculates] = done.result()
+                if (generation.index, not speculates) in outcomes:
+                    pair = (outcomes.pop((generation.index, way)) for way in (True, False))
+                    yield Comparison(generation, *pair)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def generate(client: Client, ask: dict, refused: Callable[[], None]) -> Outcome:
+    """One generation, asked for again while there is no room. Raises grpc.RpcError for everything else."""
+    while True:
+        try:
+            return client.generate(timeout_s=TIMEOUT_S, **ask)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+        refused()
+        time.sleep(REFUSAL_PAUSE_S)

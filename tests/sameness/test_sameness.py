@@ -1,0 +1,76 @@
+"""The long comparison itself: its prompts are what they are said to be, and it sees a difference.
+
+That speculation changes nothing is proved by tests/services/test_pair.py for few prompts and by the command for many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.sameness.__main__ import main, options, table_of
+from tests.sameness.comparison import Comparison
+from tests.sameness.generations import LAWS, WAYS, Generation, generations, heldout_token_ids, prompts_of
+from tests.support.services import Outcome
+
+
+def test_prompts_are_of_held_out_text_and_none_twice() -> None:
+    """Claim: 1,000 different prompts, each a run of tokens of the held-out texts one after another, long ones among
+    them, and beginnings that others share; the same in every run."""
+    texts = heldout_token_ids()
+    prompts = prompts_of(texts, 1000)
+    assert len(set(prompts)) == 1000 and prompts == prompts_of(texts, 1000)
+    everything = " ".join(str(token_id) for text in texts for token_id in text) + " "
+    assert all(" ".join(map(str, prompt)) + " " in everything for prompt in prompts)
+    assert sum(len(prompt) > 256 for prompt in prompts) >= 50 and min(map(len, prompts)) <= 8
+    beginnings = [prompt[:64] for prompt in prompts if len(prompt) > 64]
+    assert len(beginnings) - len(set(beginnings)) >= 100
+
+
+def test_laws_and_ways_to_speculate_meet() -> None:
+    """Claim: every law is generated with every way to speculate, and a sampled law has a seed of its own."""
+    asked = generations(48)
+    assert {(one.law, one.way) for one in asked} == {(law, way) for law in LAWS for way in WAYS}
+    seeds = [one.ask(True, 8).get("seed") for one in asked]
+    sampled = [seed for seed in seeds if seed is not None]
+    assert len(set(sampled)) == len(sampled) == 24
+    assert asked[0].ask(False, 8)["speculative"] == {"policy": "POLICY_OFF"}
+
+
+def test_a_difference_is_seen() -> None:
+    """Claim: one other token, a text cut short and another log-probability are each counted, and only tokens as
+    tokens."""
+    generation = Generation(3, (1, 2), "GREEDY", "tree")
+    finished = type("Finished", (), {"HasField": lambda self, name: False, "usage": type("Usage", (), {})()})()
+    finished.reason, finished.stop_string = 2, ""
+    finished.usage.prompt_tokens, finished.usage.output_tokens = 2, 3
+    finished.statistics = type("Statistics", (), {"num_draft_tokens": 5, "num_accepted_draft_tokens": 2})()
+    off = Outcome(finished=finished, token_ids=[7, 8, 9], text="abc", logprobs=[(-1.0, (), ())] * 3)
+    for change, tokens in (
+        ({"token_ids": [7, 1, 9]}, 1),
+        ({"token_ids": [7]}, 2),
+        ({"logprobs": [(-1.0, (), ())] * 2 + [(-1.5, (), ())]}, 0),
+        ({}, 0),
+    ):
+        one = Comparison(generation, replace(off, **change), off)
+        assert (one.is_same, one.differing_token_count) == (not change, tokens)
+    assert "from output token 1 on" in str(Comparison(generation, replace(off, token_ids=[7, 1, 9]), off))
+    assert table_of([Comparison(generation, off, off)], "x").row_count == len(LAWS) + len(WAYS) + 1
+
+
+def test_settings_of_the_target_are_named() -> None:
+    """Claim: what is not NAME=VALUE is refused before anything starts."""
+    with pytest.raises(SystemExit):
+        options(["--target", "tensor-parallel-size"])
+
+
+@pytest.mark.lengthy
+def test_the_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: a few prompts through real services, with a setting passed on to the target, differ nowhere.
+
+    Conclusive: it ends with 0 only if every pair is equal and draft tokens were accepted.
+    """
+    asked = "--prompts 6 --tokens 12 --streams 4 --dtypes bfloat16 --target block-size=16"
+    assert main(asked.split()) == 0
+    assert "bfloat16, 1 thread(s) block-size=16" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""Ranks for tests: rank 0 is the test's own process, the others are real processes that follow one model after another.
+
+Run as `python -m tests.support.ranks` it is such a process: each line of its input is a model and a place.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from specdec.engine.parallel.group import Ending
+from specdec.engine.parallel.place import RankPlace, listen
+from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
+from specdec.engine.parallel.share import LeaderModel
+
+HOST = "127.0.0.1"
+
+
+class Followers:
+    """Processes that wait to be ranks 1, 2, ... of whatever a test leads."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+        self._led: LeaderModel | None = None
+
+    def lead(self, folder: Path, rank_count: int, dtype: str = "float32") -> LeaderModel:
+        """The model of `folder` over so many ranks, led by this process; the one led before is closed."""
+        self.close_model()
+        while len(self._processes) < rank_count - 1:
+            command = [sys.executable, "-m", "tests.support.ranks"]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True))
+        listener = listen(HOST)
+        port = listener.getsockname()[1]
+        for rank, process in enumerate(self._processes[: rank_count - 1], 1):
+            print(json.dumps([str(folder), dtype, rank, rank_count, port]), file=process.stdin, flush=True)
+        place = RankPlace(0, rank_count, HOST, port, listener, check_coming=self.check_running)
+        ending = Ending(lambda loss: None, exit_grace_s=None)
+        self._led = load_leader(ModelSource(str(folder), dtype), place, ending, lambda what, share: None)
+        return self._led
+
+    def check_running(self) -> None:
+        """Fails when a follower has ended."""
+        assert all(process.poll() is None for process in self._processes), "a follower ended"
+
+    def close_model(self) -> None:
+        """Ends what was led; the processes wait for the next."""
+        if self._led is not None:
+            led, self._led = self._led, None
+            led.close()
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        self.close_model()
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            process.wait(20)
+
+
+def main() -> None:
+    """Follows as told until its input ends."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        folder, dtype, rank, rank_count, port = json.loads(line)
+        run_follower(ModelSource(folder, dtype), RankPlace(rank, rank_count, HOST, port))
+
+
+if __name__ == "__main__":
+    main()
