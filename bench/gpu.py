@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench.gpu_checks import Check, check_greedy, check_logits, margin_figures
-from bench.gpu_models import EIGHT_B, ONE_B, TINY, Shape, build
+from bench.gpu_checks import check_greedy, check_logits, margin_figures
+from bench.gpu_models import EIGHT_B, ONE_B, TINY, build
 from bench.gpu_steps import STEPS, StepFigure, bandwidth_gb_per_s, time_steps
 from specdec.engine.devices import find_device
 
@@ -51,11 +51,12 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict:
         say(f"{'ok    ' if check.passed else 'FAILED'} {check.claim}: {check.found}")
     limit = bandwidth_gb_per_s(device, 1 << (22 if is_small else 31))
     say(f"memory: {limit:.0f} GB/s read")
+    steps_asked = TINY_STEPS if is_small else STEPS
     steps: list[StepFigure] = []
     margins = []
     for shape in (TINY,) if is_small else (ONE_B, EIGHT_B):
-        model = build(shape, device, torch.bfloat16)
-        timed = time_steps(model, shape.name, TINY_STEPS if is_small else STEPS, limit, 2 if is_small else rounds)
+        model = build(shape, device, torch.bfloat16, max(count for count, _ in steps_asked))
+        timed = time_steps(model, shape.name, steps_asked, limit, 2 if is_small else rounds)
         margins.append({"model": shape.name} | margin_figures(model))
         print_steps(timed)
         print_margins(margins[-1])
@@ -74,24 +75,23 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict:
 
 
 def print_steps(steps: Sequence[StepFigure]) -> None:
-    say(
-        f"{'':4}{'seqs':>5}{'rows':>5}{'graphs':>8}{'step ms':>9}{'forward':>9}{'outside':>9}{'limit':>8}{'ratio':>7}  goal"
-    )
+    heads = ("seqs", "rows", "graphs", "step ms", "forward", "outside", "limit", "ratio")
+    say("     " + "".join(f"{head:>9}" for head in heads) + "  goal")
     for step in steps:
         goal = GOALS.get((step.model, step.sequences, step.rows)) if step.with_graphs else None
         told = "" if goal is None else f"<= {goal[0]} {'met' if step.ratio <= goal[0] else 'missed'}"
         say(
-            f"{step.model:4}{step.sequences:5}{step.rows:5}{'yes' if step.with_graphs else 'no':>8}{step.step_ms:9.3f}"
-            f"{step.forward_ms:9.3f}{step.outside_ms:9.3f}{step.limit_ms:8.3f}{step.ratio:7.2f}  {told}"
+            f"{step.model:5}{step.sequences:9}{step.rows:9}{'yes' if step.with_graphs else 'no':>9}{step.step_ms:9.3f}"
+            f"{step.forward_ms:9.3f}{step.outside_ms:9.3f}{step.limit_ms:9.3f}{step.ratio:9.2f}  {told}"
         )
 
 
 def print_margins(margins: dict) -> None:
     widths = ", ".join(map(str, margins["equal_widths"])) or "none"
     say(
-        f"{margins['model']:4}attention by {margins['way']}; logits drift by {margins['drift']:.3g} with the step; rows "
-        f"equal to those of width 8 at widths: {widths}; {margins['close']} of {margins['positions']} positions have "
-        "their two best nearer than that"
+        f"{margins['model']}: attention by {margins['way']}; logits drift by {margins['drift']:.3g} with the step; "
+        f"rows equal to those of width 8 at widths: {widths}; {margins['close']} of {margins['positions']} positions "
+        "have their two best nearer than that"
     )
 
 

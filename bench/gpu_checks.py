@@ -1,4 +1,4 @@
-"""What `bench.gpu` checks: the engine's answers against plain `transformers`, and how they drift with a step's shape."""
+"""What `bench.gpu` checks: the engine's answers against plain `transformers`, and how they drift with the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import transformers
 
 from bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
@@ -62,11 +61,11 @@ def check_greedy(device: torch.device) -> Check:
     plain = plain_model(SMALL, device, torch.float32, SCALE)
     prompt = random_ids(PROMPT_COUNT, SMALL.vocabulary)
     length = PROMPT_COUNT + NEW_COUNT
-    output = plain.generate(
+    output = plain.generate(  # type: ignore[misc]
         torch.tensor([prompt], device=device), max_new_tokens=NEW_COUNT, do_sample=False, pad_token_id=0
     )
     wanted = output[0, PROMPT_COUNT:].tolist()
-    text = open_text(engine_model(plain, device), device, length)
+    text = open_text(engine_model(plain, device, 1), device, length)
     found = [int(text.feed(0, prompt, 1)[0].argmax())]
     while len(found) < len(wanted):
         # Feed the newest token and, as a draft would offer them, up to three more of the text that is wanted.
@@ -86,7 +85,7 @@ def check_logits(device: torch.device, dtype: torch.dtype) -> Check:
     exact = plain_model(SMALL, device, torch.float32, SCALE)
     exact.load_state_dict(plain.state_dict())
     wanted, its_own = exact(ids).logits[0], plain(ids).logits[0].float()
-    text = open_text(engine_model(plain, device), device, PROMPT_COUNT)
+    text = open_text(engine_model(plain, device, 1), device, PROMPT_COUNT)
     found = torch.cat(
         [text.feed(start, prompt[start : start + 40], len(prompt[start : start + 40])) for start in (0, 40, 80)]
     )

@@ -63,7 +63,7 @@ def plain_model(
 
 
 def engine_model(
-    plain: transformers.LlamaForCausalLM, device: torch.device, with_graphs: bool = True
+    plain: transformers.LlamaForCausalLM, device: torch.device, graph_sequences_max: int
 ) -> TransformersModel:
     """The engine's model of a plain one, whose modules it takes over."""
     plain.set_attn_implementation(attention.NAME)
@@ -77,10 +77,13 @@ def engine_model(
         device=str(device),
         libraries="",
     )
-    backend = DeviceBackend(device, plain.dtype, description.positions_max, with_graphs)
+    positions_max = description.positions_max
+    backend = DeviceBackend(
+        device, plain.dtype, positions_max, with_graphs=True, graph_sequences_max=graph_sequences_max
+    )
     return TransformersModel(plain, description, plain.dtype, backend=backend)
 
 
-def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> TransformersModel:
+def build(shape: Shape, device: torch.device, dtype: torch.dtype, graph_sequences_max: int) -> TransformersModel:
     """A shape's model in the engine."""
-    return engine_model(plain_model(shape, device, dtype), device)
+    return engine_model(plain_model(shape, device, dtype), device, graph_sequences_max)

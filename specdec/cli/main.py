@@ -16,6 +16,7 @@ from specdec import __version__, config
 from specdec.cli import events
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
+from specdec.cli.trace import TraceSettings
 from specdec.errors import SpecdecError
 
 
@@ -49,6 +50,9 @@ COMMANDS = {
         "Sends a prompt to a coordinator and prints the text as it is committed.",
         GenerateSettings,
         "specdec.cli.generate:generate",
+    ),
+    "trace": Command(
+        "Shows where the time of a generation went, from its trace.", TraceSettings, "specdec.cli.trace:trace"
     ),
 }
 KNOWN_FIELDS = frozenset(name for command in COMMANDS.values() for name in command.settings.model_fields)

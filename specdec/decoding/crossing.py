@@ -70,7 +70,7 @@ class Crossing:
 
 def shaped(numbers: list[float], like: Tensor) -> Any:
     """Flat numbers as `like.tolist()` would give them."""
-    whole = numbers if like.is_floating_point() else [int(number) for number in numbers]
+    whole: list[Any] = list(numbers) if like.is_floating_point() else [int(number) for number in numbers]
     for size in reversed(like.shape[1:]):
         whole = [whole[start : start + size] for start in range(0, len(whole), size)] if size else [[]] * like.shape[0]
     return whole

@@ -62,7 +62,7 @@ class StepOutput:
     """Logits of the rows asked for, in segment order, and per segment whether everything it computed is finite."""
 
     logits: torch.Tensor  # [sum of logit counts, vocab] float32
-    is_finite: tuple[bool, ...]
+    is_finite: Sequence[bool]  # on a GPU reading it waits for the step
 
 
 class Storage(Protocol):

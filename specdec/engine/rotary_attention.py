@@ -101,14 +101,14 @@ def has_projections(module: nn.Module) -> bool:
     return _child_names(module) >= PROJECTIONS
 
 
-def fits(module: nn.Module, rotary_size: int) -> bool:
+def fits(module: nn.Module, rotated_size: int) -> bool:
     """Whether a stand-in does what an attention module does: tried on random rows, with random angles.
 
-    `rotary_size` elements of a head are rotated; a stand-in rotates all.
+    `rotated_size` elements of a head are rotated; a stand-in rotates all.
     """
     names = _child_names(module)
     head_size = getattr(module, "head_dim", None)
-    if head_size != rotary_size or names not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS):
+    if head_size != rotated_size or names not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS):
         return False
     if names >= HEAD_NORMS and module.get_submodule("q_norm").get_parameter("weight").shape != (head_size,):
         return False  # a norm over all heads together
@@ -140,11 +140,11 @@ def _call(module: nn.Module, head_size: int) -> tuple[AttentionCall, torch.Tenso
 def joined(parts: list[nn.Linear]) -> nn.Linear:
     """One product that gives the results of all parts, one after another."""
     weight = torch.cat([part.weight.detach() for part in parts])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if parts[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
-    return joined
+        linear.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+    return linear
 
 
 def _is_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

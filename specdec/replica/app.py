@@ -40,7 +40,7 @@ from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
 
 SWITCH_INTERVAL_S = 0.0005  # a forward in one thread must not keep the event loop in another from answering
-LOST_GRACE_S = 0.8  # from the loss of a rank to the end of this process: streams are told in a third of it
+LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process: streams are told in half of it
 
 OnReady = Callable[[str], None]
 
@@ -85,11 +85,13 @@ class ReplicaApp:
         try:
             await self._unless_lost(asyncio.to_thread(self._load))
             set_startup_objects_aside()
+            stopping = asyncio.ensure_future(until_told_to_stop())
+            await asyncio.sleep(0)  # signals are listened to before anyone is told of this process
             await server.set_serving(True)
             self._log_serving(address)
             if on_ready:
                 on_ready(address)
-            await self._unless_lost(until_told_to_stop())
+            await self._unless_lost(stopping)
         finally:
             await server.stop(0.0 if self._lost.done() else self._settings.drain_grace_s)
             if self._handler is not None:

@@ -49,6 +49,7 @@ class ItemHandler(ABC):
         """What it has counted, by name; figures for logs and metrics when read from another thread."""
         return {}
 
+    @abstractmethod
     def trace_to(self, tracing: Tracing) -> None:
         """Spans of what is in detail go there from now on; told before the engine starts."""
 

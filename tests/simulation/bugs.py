@@ -264,11 +264,10 @@ CACHE = (
 )
 
 ROOM = (
-    Bug("a block that is taken keeps its old name", KVCache, "_take_kept", "self._index.remove(block_id)", "pass"),
     Bug("who adopts a block does not hold it", KVCache, "adopt", "self._holders[block_id] += 1", "pass"),
     Bug("an adopted block can be taken", KVCache, "adopt", "self._kept.pop(block_id, None)", "pass"),
     Bug("a block is published one too early", GrowingSessions, "_publish", "length)", "lane.table.length + 7)"),
-    Bug("what is found is not compared", GrowingSessions, "_start", "lane.agreed = 0", "lane.agreed = length"),
+    Bug("an evicted session is taken for cached", KVCache, "vacate", "table.length, ", "_, "),
     Bug("the feed of an evicted session runs", GrowingSessions, "_evict", "lane.feed = None", "pass"),
     Bug(
         "what an evicted session was asked is forgotten",
@@ -279,7 +278,7 @@ ROOM = (
     ),
     Bug("who waits for room is forgotten", Verifier, "before_step", "self._sessions.take_turn()", "0.0"),
     Bug("who has left is waited for", GrowingSessions, "_drop", "self._waiting.discard(held)", "pass"),
-    Bug("nobody gives way", GrowingSessions, "_has_room", "if evictable:", "if False:"),
+    Bug("who found no room never looks again", GrowingSessions, "_reopen", "free_count <= self._tried[1]", "True"),
 )
 
 TIMES = (

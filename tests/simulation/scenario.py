@@ -64,7 +64,7 @@ def draw_order(rng: random.Random, table: int, number: int) -> Order:
     return Order(
         table=table,
         rule=rng.choice(tuple(Rule)),
-        seed=2 * rng.randrange(64) + number,
+        seed=128 * (number // 2) + 2 * rng.randrange(64) + number % 2,
         prompt=tuple(rng.randrange(VOCABULARY_SIZE) for _ in range(rng.randint(1, 9))),
         output_length=output_length,
         max_tokens=output_length + rng.choice((0, 0, 1, 5)),

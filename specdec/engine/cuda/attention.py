@@ -58,7 +58,7 @@ def run_varlen(
     values: torch.Tensor,
     step: StepTensors,
     rule: ScoreRule,
-    **tables: object,
+    **tables: Any,
 ) -> torch.Tensor:
     """varlen_attn, causal, each sequence's last row at its last position. Rows behind the last sequence stay unset."""
     from torch.nn.attention.varlen import varlen_attn
@@ -66,7 +66,7 @@ def run_varlen(
     if "enable_gqa" in varlen_parameters():
         tables["enable_gqa"] = True  # earlier versions take fewer key heads without being asked
     shape = step.shape
-    return varlen_attn(
+    output = varlen_attn(
         queries,
         keys,
         values,
@@ -78,6 +78,7 @@ def run_varlen(
         window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
         **tables,
     )
+    return output  # type: ignore[return-value]
 
 
 class BlockTables:
@@ -113,8 +114,8 @@ class Gathered:
         return blocks * size + offsets % size
 
     def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
-        packed = [cache.flatten(0, 1).index_select(0, prepared) for cache in (keys, values)]
-        return run_varlen(queries, *packed, step, rule)
+        packed_keys, packed_values = (cache.flatten(0, 1).index_select(0, prepared) for cache in (keys, values))
+        return run_varlen(queries, packed_keys, packed_values, step, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,4 +206,5 @@ class DevicePlan:
         way = self.way if rule.softcap is None else PLAIN
         if way.name not in self._prepared:
             self._prepared[way.name] = way.prepare(self.storage, self.step)
-        return way.attend(queries, *self.storage.blocks[layer], self.step, self._prepared[way.name], rule)
+        cached_keys, cached_values = self.storage.blocks[layer]
+        return way.attend(queries, cached_keys, cached_values, self.step, self._prepared[way.name], rule)

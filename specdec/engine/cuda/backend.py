@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.attention_calls import AttentionShape
 from specdec.engine.backend import Compute, StepResult, segment_flags
 from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Way
-from specdec.engine.cuda.graphs import Captured, capture_steps, graph_shapes
+from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
@@ -74,15 +74,23 @@ class FiniteFlags(Sequence[bool]):
 class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
-    `positions_max`: most positions of a sequence.
+    `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, positions_max: int, with_graphs: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        positions_max: int,
+        with_graphs: bool,
+        graph_sequences_max: int = SEQUENCE_COUNTS[-1],
+    ):
         self.device = device
         self.way: Way = PLAIN
         self._dtype = dtype
         self._positions_max = positions_max
         self.with_graphs = with_graphs
+        self._graph_sequences_max = graph_sequences_max
         self._storage: DeviceStorage | None = None
 
     def replace_modules(self, base: nn.Module) -> None:
@@ -148,7 +156,7 @@ class DeviceBackend:
                 self.margins = MarginCounter(self._measured_drift(compute), self.device)
                 plan = self.plan(batch)  # the buffers were used
             output = self._step(batch, plan, compute)
-            self.margins.look_at(output.logits)
+            self.margins.look_at(output.logits)  # type: ignore[union-attr]
             return output
 
     def counters(self) -> dict[str, float]:
@@ -189,8 +197,9 @@ class DeviceBackend:
     def _shapes_for(self, key_max: int) -> list[StepShape]:
         """The shapes to capture: with block tables, room for the longest text costs nothing."""
         if isinstance(self.way, BlockTables):
-            return graph_shapes([key_max], None)
-        return graph_shapes([count for count in KEY_MAXES if count < key_max] or [key_max], KEY_CELLS_MAX)
+            return graph_shapes([key_max], None, self._graph_sequences_max)
+        key_maxes = [count for count in KEY_MAXES if count < key_max] or [key_max]
+        return graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max)
 
     def _capture(self, compute: Compute) -> None:
         started_s = time.perf_counter()

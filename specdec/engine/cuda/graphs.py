@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,7 +45,7 @@ class RepeatedCall:
         self.replay = function
 
 
-def capture(function: Callable[[], None], device: torch.device, pool: object) -> Captured:
+def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Captured:
     """Runs a function and captures it. It must not wait for the device, nor read or write memory of its own making."""
     function()  # libraries choose and load their kernels now, which a capture does not allow
     if device.type != "cuda":
@@ -58,11 +58,11 @@ def capture(function: Callable[[], None], device: torch.device, pool: object) ->
     return graph
 
 
-def graph_shapes(key_maxes: Sequence[int], cells_max: int | None) -> list[StepShape]:
+def graph_shapes(key_maxes: Sequence[int], cells_max: int | None, sequences_max: int) -> list[StepShape]:
     """The shapes worth capturing, in the order to capture them.
 
     `key_maxes`: most positions of a sequence, rising. `cells_max`: most positions of all sequences together, where a
-    step's cost grows with the room it leaves for keys.
+    step's cost grows with the room it leaves for keys. `sequences_max`: most sequences in one.
     """
     sizes = [(count, count, 1) for count in SEQUENCE_COUNTS]
     sizes += [(rows, count, min(rows, QUERY_MAX)) for count, widths in VERIFIED_ROWS.items() for rows in widths]
@@ -70,7 +70,7 @@ def graph_shapes(key_maxes: Sequence[int], cells_max: int | None) -> list[StepSh
         StepShape(rows, count, rows, most, keys)
         for keys in key_maxes
         for rows, count, most in sizes
-        if cells_max is None or count * keys <= cells_max
+        if count <= sequences_max and (cells_max is None or count * keys <= cells_max)
     ]
     return sorted(shapes, key=lambda shape: (shape.key_max, shape.row_count, shape.sequence_count))[:GRAPHS_MAX]
 

@@ -132,7 +132,7 @@ class DeviceOutput(nn.Module):
         """x [rows, in] -> [rows, vocab] float32."""
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
         logits = wider_product(x, weight) if self.is_mixed else x.float() @ weight
-        if self.bias is not None:
+        if isinstance(self.bias, torch.Tensor):
             logits = logits.add_(self.bias)
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)

@@ -129,12 +129,13 @@ class StepBuffer:
 
     def _views(self, buffer: torch.Tensor, shape: StepShape) -> StepTensors:
         rows = shape.row_count
-        wide = buffer[: 3 * rows + shape.logit_count].split([rows, rows, rows, shape.logit_count])
+        wide = buffer[: 3 * rows + shape.logit_count]
+        input_ids, positions, slots, logit_rows = wide.split([rows, rows, rows, shape.logit_count])
         halves = buffer[3 * rows + shape.logit_count : self._word_count(shape)].view(torch.int32)
         counts = self._half_counts(shape)
         query_starts, key_starts, key_counts, tables = halves[: sum(counts)].split(counts)
         tables = tables.view(shape.sequence_count, shape.table_width(self._block_size))
-        return StepTensors(shape, *wide, query_starts, key_starts, key_counts, tables)
+        return StepTensors(shape, input_ids, positions, slots, logit_rows, query_starts, key_starts, key_counts, tables)
 
 
 def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot: int) -> None:

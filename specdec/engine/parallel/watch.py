@@ -21,7 +21,7 @@ logger = logging.getLogger("specdec.engine")
 
 PULSE_S = 0.2
 STARTING_SILENCE_S_MAX = 30.0  # loading libraries and weights may keep every thread of a process waiting
-SILENCE_S_MAX = 1.5  # a stall under a second ends nothing; three seconds after a freeze all ranks are gone
+SILENCE_S_MAX = 1.3  # a stall under a second ends nothing; three seconds after a freeze all ranks are gone
 EXIT_CODE = 3
 SENTENCE_BYTES_MAX = 1000
 PULSE, STOP_ASKED, SENTENCE = b".", b"t", b"!"  # what is said: all is well; let us end in peace; my last words

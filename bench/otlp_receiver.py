@@ -1,0 +1,128 @@
+"""A collector for tests and benchmarks: takes spans over OTLP and gives them back, in memory or over HTTP.
+
+It receives what the real exporter sends over a real socket. `serve_http` answers `/api/v3/traces/{id}` in the shape of
+Jaeger's, so that what reads traces can be tried on a real connection; it is no Jaeger and knows nothing else of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2 as trace_pb
+
+POLL_S = 0.02
+IDS = ("traceId", "spanId", "parentSpanId")
+
+
+class Receiver(service_grpc.TraceServiceServicer):
+    """An OTLP collector on a free loopback port; spans stay in memory."""
+
+    def __init__(self) -> None:
+        self.resource_spans: list[trace_pb.ResourceSpans] = []
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        service_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def Export(self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext):  # noqa: N802
+        """Takes one batch."""
+        self.resource_spans.extend(request.resource_spans)
+        return service_pb.ExportTraceServiceResponse()
+
+    def __enter__(self) -> Receiver:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(None).wait()
+
+    def spans(self, trace_id: bytes | None = None) -> Iterator[tuple[str, trace_pb.Span]]:
+        """(service name, span) of all that came, or of one trace."""
+        for resource_spans in list(self.resource_spans):
+            names = {entry.key: entry.value.string_value for entry in resource_spans.resource.attributes}
+            for scope_spans in resource_spans.scope_spans:
+                for span in scope_spans.spans:
+                    if trace_id is None or span.trace_id == trace_id:
+                        yield names["service.name"], span
+
+    def wait_until(self, is_there: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Returns once the condition holds. Raises TimeoutError."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_there():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not there after {timeout_s:g} s; {sum(1 for _ in self.spans())} spans came")
+            time.sleep(POLL_S)
+
+    def as_json(self, trace_id: bytes) -> dict[str, Any]:
+        """One trace as OTLP's JSON, with hexadecimal ids."""
+        kept = []
+        for resource_spans in list(self.resource_spans):
+            one = trace_pb.ResourceSpans()
+            one.CopyFrom(resource_spans)
+            for scope_spans in one.scope_spans:
+                others = [span for span in scope_spans.spans if span.trace_id != trace_id]
+                for span in others:
+                    scope_spans.spans.remove(span)
+            if any(scope_spans.spans for scope_spans in one.scope_spans):
+                kept.append(json_format.MessageToDict(one))
+        return {"resourceSpans": with_hexadecimal_ids(kept)}
+
+    @contextmanager
+    def serve_http(self) -> Iterator[str]:
+        """Serves `/api/v3/traces/{id}` on a free loopback port; yields the address, such as http://127.0.0.1:1234."""
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, answer = receiver.answer(self.path)
+                data = json.dumps(answer).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *arguments: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    def answer(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Code and answer of one request, as Jaeger's gateway shapes them."""
+        trace_id = path.removeprefix("/api/v3/traces/")
+        try:
+            found = self.as_json(bytes.fromhex(trace_id))
+        except ValueError:
+            return 400, {"error": {"httpCode": 400, "message": f"malformed parameter trace_id: {trace_id}"}}
+        if not found["resourceSpans"]:
+            return 404, {"error": {"httpCode": 404, "message": "No traces found"}}
+        return 200, {"result": found}
+
+
+def with_hexadecimal_ids(value: Any) -> Any:
+    """OTLP's JSON has ids in hexadecimal where protobuf's own has base64."""
+    if isinstance(value, list):
+        return [with_hexadecimal_ids(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    parsed = {name: with_hexadecimal_ids(entry) for name, entry in value.items()}
+    for name in IDS:
+        if name in parsed:
+            parsed[name] = json_format.ParseDict({"traceId": value[name]}, trace_pb.Span()).trace_id.hex()
+    return parsed

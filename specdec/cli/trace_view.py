@@ -1,0 +1,98 @@
+"""A trace on the terminal: a waterfall of its spans, and a table of where the time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specdec.telemetry.trace_reader import ReadSpan
+from specdec.telemetry.trace_summary import Line, TraceTree
+
+LINES_OF_A_KIND_MAX = 12  # of one name below one parent, unless all are asked for
+BAR_WIDTH_MIN, BAR_WIDTH_MAX = 20, 80
+COLUMNS_WIDTH = 62  # of everything beside the bars
+COLORS = {"coordinator": "cyan", "target": "green", "draft": "yellow"}
+EIGHTHS = "▏▎▍▌▋▊▉█"
+
+
+def show(tree: TraceTree, console: Console, is_all: bool = False) -> None:
+    """Prints the waterfall and the table."""
+    for root in tree.roots:
+        console.print(waterfall(tree, root, console.width, is_all))
+    console.print(where_time_went(tree))
+    for sentence in remarks(tree):
+        console.print(sentence, style="dim")
+
+
+def waterfall(tree: TraceTree, root: ReadSpan, width: int, is_all: bool) -> Table:
+    """One line per span: name below its parent, service, start, duration, and a bar."""
+    bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - COLUMNS_WIDTH))
+    table = Table(box=None, padding=(0, 1), title=title(root), title_justify="left")
+    for name, justify in (("span", "left"), ("service", "left"), ("start ms", "right"), ("ms", "right"), ("", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    total_ms = max(root.duration_ms, 1e-9)
+    seen: Counter[tuple[str, str]] = Counter()
+    hidden: Counter[str] = Counter()
+    hidden_ids: set[str] = set()
+    for line in tree.lines(root):
+        span = line.span
+        seen[span.parent_id, span.name] += 1
+        too_many = seen[span.parent_id, span.name] > LINES_OF_A_KIND_MAX and not is_all
+        if span.parent_id in hidden_ids or too_many:
+            hidden_ids.add(span.span_id)
+            hidden[span.name] += 1
+            continue
+        table.add_row(*cells(line, total_ms, bar_width))
+    if hidden:
+        table.add_row(Text(f"… and {sum(hidden.values())} more; --all shows them", style="dim"), "", "", "", "")
+    return table
+
+
+def title(root: ReadSpan) -> str:
+    said = root.attributes
+    tokens, rounds = said.get("gen_ai.usage.output_tokens", 0), said.get("specdec.rounds", 0)
+    rate = said.get("specdec.draft_acceptance_rate", 0.0)
+    model = said.get("gen_ai.request.model", "?")
+    how = "failed: " + str(said.get("error.type", "?")) if root.is_failed else f"{tokens} tokens in {rounds} rounds"
+    return f"{model}: {how}, acceptance {rate:.2f}, {root.duration_ms:.1f} ms"
+
+
+def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str, str, Text]:
+    """One row of the waterfall."""
+    span = line.span
+    service = span.service.removeprefix("specdec-")
+    color = "red" if span.is_failed else COLORS.get(service, "white")
+    name = Text("  " * line.depth + span.name, style=color)
+    bar = bar_of(line.start_ms / total_ms, span.duration_ms / total_ms, bar_width)
+    return name, Text(service, style="dim"), f"{line.start_ms:.2f}", f"{span.duration_ms:.2f}", Text(bar, style=color)
+
+
+def bar_of(start_share: float, share: float, width: int) -> str:
+    """A bar from `start_share` on, in eighths of a character; never empty."""
+    first = min(width - 1, max(0, int(start_share * width)))
+    eighths = max(1, round(min(share, 1.0) * width * 8))
+    whole, rest = divmod(eighths, 8)
+    bar = EIGHTHS[-1] * whole + (EIGHTHS[rest - 1] if rest else "")
+    return " " * first + bar[: width - first]
+
+
+def where_time_went(tree: TraceTree) -> Table:
+    """The kinds of time with their shares of the call."""
+    table = Table(box=None, padding=(0, 1), title="Where the time went", title_justify="left")
+    for name, justify in (("", "left"), ("ms", "right"), ("share", "right"), ("", "left"), ("", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for part in tree.shares():
+        bar = bar_of(0.0, part.share, BAR_WIDTH_MIN) if part.share > 0 else ""
+        table.add_row(part.name, f"{part.milliseconds:.1f}", f"{part.share:.1%}", bar, Text(part.meaning, style="dim"))
+    return table
+
+
+def remarks(tree: TraceTree) -> list[str]:
+    """What a reader should know beside it."""
+    sentences = [f"Beside the rounds the draft worked {tree.drafting_ms():.1f} ms in the steps recorded here."]
+    for service, offset_ms in sorted(tree.clock_offsets_ms().items()):
+        sentences.append(f"The {service}'s clock is {offset_ms:+.2f} ms from the coordinator's; its spans are moved.")
+    return sentences

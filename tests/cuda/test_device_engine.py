@@ -1,0 +1,160 @@
+"""The device backend answers what `transformers` answers: every architecture, in ragged and in padded steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.interface import RaggedBatch, Segment
+from tests.support.device_models import device_driver
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
+
+TOLERANCE = 2e-4  # as in tests/engine: logits have standard deviation 3, sums in another order differ by about 1e-5
+PROMPT_LENGTHS = (1, 17, 70, 130)  # one token, over block borders, beyond the tiny models' windows
+# Rows fed to each prompt's sequence, step by step: decodes, verifications of several widths, some sequences alone.
+ROUNDS = ((1, 1, 1, 1), (3, 0, 1, 8), (0, 0, 5, 0), (2, 2, 2, 2), (0, 1, 0, 0))
+
+
+def plain_logits(folder: Path, architecture: str, token_ids: list[int], width: int) -> torch.Tensor:
+    """Logits at every position, from `transformers` itself."""
+    model = model_class(architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0, :, :width]
+
+
+def run_rounds(driver: Driver, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Feeds the prompts together, then the rounds; each text's logits at every position."""
+    tables = [driver.open(len(text)) for text in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    for counts in (PROMPT_LENGTHS, *ROUNDS):
+        fed = [index for index, count in enumerate(counts) if count]
+        feeds = [(tables[i], texts[i][tables[i].length : tables[i].length + counts[i]], counts[i]) for i in fed]
+        output = driver.step(feeds)
+        assert all(output.is_finite) and len(output.is_finite) == len(fed)
+        for index, logits in zip(fed, output.logits.split([counts[i] for i in fed])):
+            found[index].append(logits)
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_answers_as_transformers_does(architecture: str, tmp_path: Path) -> None:
+    """Claim: prompts, decodes and verifications of several sequences, in steps of their own shape and in steps padded
+    to a captured one, give transformers' logits at every position, to the rounding of another order of additions.
+
+    Conclusive: any wrong slot, table, mask, window, head order or padding row moves logits by far more; the cache is
+    what later rounds read, so a row written to a wrong place shows there.
+    """
+    folder = make_tiny_model(tmp_path / architecture, architecture)
+    lengths = [prompt + sum(counts[i] for counts in ROUNDS) for i, prompt in enumerate(PROMPT_LENGTHS)]
+    texts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
+    for with_graphs in (False, True):
+        driver = device_driver(folder, with_graphs)
+        width = driver.model.description.vocabulary_size
+        for text, logits in zip(texts, run_rounds(driver, texts)):
+            wanted = plain_logits(folder, architecture, text, width)
+            assert float((logits - wanted).abs().max()) < TOLERANCE
+        backend = driver.model.backend  # type: ignore[attr-defined]
+        assert bool(backend.graph_count) == with_graphs
+        for layer in backend._storage.layers:
+            assert not layer[:, 0].any(), "the zero block was written to"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_rollback_copies_and_other_blocks_give_the_same_text(llama: Path, with_graphs: bool) -> None:
+    """Claim: after a truncation, in a fork that had to copy a shared block, and re-fed into other blocks, a sequence
+    goes on as if nothing had happened. Conclusive: greedy tokens of 24 steps, exactly, against an undisturbed run.
+    """
+    driver = device_driver(llama, with_graphs)
+    prompt = random_tokens(21, 3)
+    wanted = driver.greedy(prompt, 24)
+    assert len(set(wanted)) > 8
+    table = driver.open(80)
+    driver.feed(table, prompt, 1)
+    driver.feed(table, random_tokens(7, 9))  # draft tokens that were not accepted
+    driver.cache.truncate(table, len(prompt))
+    fork = driver.cache.fork(table, len(prompt), 80)
+    driver.feed(fork, random_tokens(5, 8))  # copies the block both share; must not reach the first
+    found = [wanted[0]]
+    while len(found) < len(wanted):
+        found.append(int(driver.feed(table, found[-1:], 1)[0].argmax()))
+    assert found == wanted
+    driver.cache.release(table)
+    driver.cache.release(fork)
+    assert driver.greedy(prompt, 24) == wanted
+
+
+def test_not_a_number_is_told_of_its_sequence_only(llama: Path) -> None:
+    """Claim: not-a-number in one sequence's cache marks that sequence's flag and no other, with and without padding,
+    and is gone once its positions are scrubbed. Conclusive: the neighbours' logits equal those of a clean step.
+    """
+    for with_graphs in (False, True):
+        driver = device_driver(llama, with_graphs)
+        tables = [driver.open(40) for _ in range(3)]
+        for seed, table in enumerate(tables):
+            driver.feed(table, random_tokens(20, seed), 1)
+        feeds = [(table, random_tokens(2, 7), 2) for table in tables]
+        clean = driver.step(feeds).logits.clone()
+        for table in tables:
+            driver.cache.truncate(table, 20)
+        storage = driver.model.backend._storage  # type: ignore[attr-defined]
+        storage.layers[1][:, tables[1].block_ids[0], 3] = torch.nan
+        output = driver.step(feeds)
+        assert tuple(output.is_finite) == (True, False, True)
+        assert torch.equal(output.logits[[0, 1, 4, 5]], clean[[0, 1, 4, 5]])
+        driver.cache.truncate(tables[1], 0)
+        driver.cache.scrub(tables[1], 0, 22)
+        driver.feed(tables[1], random_tokens(20, 1), 1)
+        assert tuple(driver.step([(tables[1], random_tokens(2, 7), 2)]).is_finite) == (True,)
+
+
+def test_logits_outlive_the_next_step(llama: Path) -> None:
+    """Claim: what a replayed step returned is not changed by the next one, though both compute into the same memory.
+
+    The runner repeats a failed step piece by piece and judges all pieces afterwards.
+    """
+    driver = device_driver(llama, True)
+    first, second = driver.open(), driver.open()
+    logits = driver.feed(first, random_tokens(1, 1))
+    kept = logits.clone()
+    driver.feed(second, random_tokens(1, 2))
+    assert torch.equal(logits, kept)
+
+
+def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:
+    """Claim: a batch whose table is too short raises when it is planned, before any other rank is told of it."""
+    driver = device_driver(llama, False)
+    batch = RaggedBatch((Segment([1], 15, [1, 2, 3], 1),))
+    with pytest.raises((IndexError, ValueError)):
+        driver.model.plan(batch)  # type: ignore[attr-defined]
+
+
+def test_margins_are_measured_and_counted(llama: Path) -> None:
+    """Claim: the drift is measured at the first step and leaves the cache as it was; one step in sixteen is looked at,
+    and its rows that lie nearer than the drift are counted. Conclusive: with a drift set beyond any margin all rows
+    looked at count, with 0 none.
+    """
+    driver = device_driver(llama, False)
+    backend = driver.model.backend  # type: ignore[attr-defined]
+    assert isinstance(backend, DeviceBackend) and backend.counters() == {}
+    table = driver.open()
+    driver.feed(table, [5], 1)
+    assert backend.margins is not None and 0 <= backend.margins.drift < 1e-4  # float32 sums in other orders
+    for layer in backend._storage.layers:  # type: ignore[union-attr]
+        used = layer[:, table.block_ids[0], :1]
+        assert used.any() and int(layer[:, : driver.cache.block_count].count_nonzero()) == int(used.count_nonzero())
+    for drift, share in ((0.0, 0), (1e9, 1)):
+        backend.margins.drift = drift
+        before = backend.counters()
+        for token in random_tokens(32, 4):
+            driver.feed(table, [token], 1)
+        after = backend.counters()
+        assert after["margin_rows"] - before["margin_rows"] == 2
+        assert after["margin_rows_close"] - before["margin_rows_close"] == 2 * share

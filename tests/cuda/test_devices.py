@@ -1,0 +1,67 @@
+"""Devices by name: what is there, what to say when it is not, and how the command is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.config import DraftSettings
+from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.model import load_model
+from specdec.engine.transformers_model import backend_for, dtype_of
+from specdec.errors import ConfigError
+from tests.support.engine_models import Driver, make_tiny_model
+
+CUDA = torch.device("cuda:1")
+
+
+def test_a_device_that_is_not_there_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: without a GPU `auto` is a CPU and `cuda` an error that says why and what helps; with two, `auto` and
+    `cuda` are the first, and a third is an error that names those there are; other names are errors of their own.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"'cuda', but torch .* give cpu, or install"):
+        find_device("cuda")
+    for name in ("tpu", "cuda:", "cuda:x", "cuda:-1", "meta", ""):
+        with pytest.raises(ConfigError, match="it must be auto, cpu, cuda or cuda:N"):
+            find_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("auto") == find_device("cuda") == torch.device("cuda", 0)
+    assert find_device("cuda:1") == CUDA
+    with pytest.raises(ConfigError, match="has 2 GPUs: give cuda:0 to cuda:1"):
+        find_device("cuda:2")
+
+
+def test_loading_refuses_before_it_reads(tmp_path: Path) -> None:
+    """Claim: a missing device is refused before the folder is looked at."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="device is 'cuda:0'"):
+        load_model(str(tmp_path / "nowhere"), device="cuda:0")
+
+
+def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own there; the weights' float16 is kept on
+    a GPU and widened on a CPU; --enforce-eager leaves graphs out.
+    """
+    assert default_block_size(torch.device("cpu")) == 64 and default_block_size(CUDA) == 256
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
+    assert free_memory_bytes(CUDA) == 123 and free_memory_bytes(torch.device("cpu")) > 1 << 20
+    assert dtype_of({"dtype": "float16"}, "auto", CUDA) == torch.float16
+    assert dtype_of({"dtype": "float16"}, "auto") == torch.float32
+    assert dtype_of({"dtype": "bfloat16"}, "auto", CUDA) == dtype_of({}, "bfloat16") == torch.bfloat16
+    for enforce_eager in (False, True):
+        backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager)
+        assert backend.with_graphs != enforce_eager  # type: ignore[attr-defined]
+    assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").block_size == 0
+
+
+def test_block_sizes_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    """Claim: 256 positions a block are for GPUs; on a CPU they are an error that names the limit."""
+    folder = make_tiny_model(tmp_path / "llama", "llama")
+    with pytest.raises(ConfigError, match="on a CPU it must be at most 128"):
+        Driver.load(folder, block_size=256)

@@ -1,0 +1,188 @@
+"""A step on a device asks it for nothing before the end: neither the forward nor the evidence.
+
+Every question costs a wait for all that was queued, and a forward that asks cannot be captured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec.decoding import crossing as crossing_module
+from specdec.decoding import evidence as evidence_module
+from specdec.decoding import proposal as proposal_module
+from specdec.decoding.crossing import Crossing
+from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.protocol.types import Law, Row, Rule
+from tests.support.device_models import device_driver
+from tests.support.engine_models import ARCHITECTURES, make_tiny_model, random_tokens
+
+ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "argwhere")
+
+
+class Listener(TorchDispatchMode):
+    """Notes every operation whose result's shape, or the program's way, depends on numbers of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__.split(".")[0]
+        masks = any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if name in ("index", "index_put", "index_put_") else ())
+        )
+        if name.startswith(ASKING) or masks:
+            self.asked.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_forward_asks_nothing(architecture: str, tmp_path: Path) -> None:
+    """Claim: no architecture's forward, modules of transformers included, contains an operation that must know a number
+    of the device. Conclusive: every operation is dispatched through the listener, which does hear one (last lines).
+    """
+    driver = device_driver(make_tiny_model(tmp_path / architecture, architecture), False)
+    tables = [driver.open(), driver.open()]
+    driver.step([(tables[0], random_tokens(60, 1), 1)])  # the first step measures the drift, once
+    backend = driver.model.backend  # type: ignore[attr-defined]
+    step, listener = backend._step, Listener()
+
+    def heard(*arguments: Any) -> Any:
+        with listener:
+            return step(*arguments)
+
+    backend._step = heard
+    driver.step([(tables[0], random_tokens(3, 2), 3), (tables[1], random_tokens(1, 3), 1)])
+    assert listener.asked == []
+    with listener:
+        int(torch.ones(1).sum())
+    assert listener.asked == ["_local_scalar_dense"]
+
+
+class NoWaitingCopies(TorchFunctionMode):
+    """Fails on ways to make a tensor on a device that wait for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.tensor, torch.as_tensor):
+            assert str(kwargs.get("device", "cpu")) == "cpu", "a tensor of numbers is made on the host, then sent"
+        if function is torch.Tensor.to and "meta" in [str(part) for part in (*args[1:], *kwargs.values())]:
+            assert kwargs.get("non_blocking"), "sending must not wait"
+        return function(*args, **kwargs)
+
+
+VOCABULARY = 5000
+POLICIES: dict[str, dict] = {
+    "greedy": {"rule": Rule.GREEDY, "temperature": 0.0},
+    "coupled": {"rule": Rule.COUPLED, "temperature": 0.7},
+    "coupled-top-p": {"rule": Rule.COUPLED, "temperature": 0.7, "top_p": 0.95},
+    "rejection-top-k": {"rule": Rule.REJECTION, "temperature": 1.0, "top_k": 40, "min_p": 0.01},
+    "rejection-top-p": {"rule": Rule.REJECTION, "temperature": 0.9, "top_p": 0.9},
+    "penalties": {
+        "rule": Rule.COUPLED,
+        "temperature": 1.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": ((3, 1.5),),
+        "stop_token_ids": (0,),
+        "min_tokens": 9,
+    },
+    "logprobs": {"rule": Rule.GREEDY, "temperature": 0.0, "logprobs": 4},
+}
+DRAFT = (17, 4, 900)
+
+
+def verification(policy: dict, seed: int) -> EvidenceRequest:
+    law = Law(seed=seed, prompt_length=2, **policy)
+    rows = tuple(Row(tuple(sorted({token, 5, 6, 4999})), (3,) * len({token, 5, 6, 4999})) for token in DRAFT)
+    return EvidenceRequest(law, 2, [8, 9, 17], DRAFT, rows if law.rule is Rule.REJECTION else ())
+
+
+def proposal(policy: dict, seed: int) -> ProposalRequest:
+    law = Law(seed=seed, prompt_length=2, **policy)
+    return ProposalRequest(law, [8, 9, 17], VOCABULARY - 10, draw_bits=seed << 20, branch_count=seed % 3)
+
+
+@pytest.fixture
+def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each copy to the host brought. Tensors on "meta" have none: any other way to a number raises."""
+    counts: list[int] = []
+    tolist = torch.Tensor.tolist
+
+    def counted(self: torch.Tensor) -> list:
+        if self.device.type != "meta":
+            return tolist(self)
+        counts.append(self.numel())
+        return list(range(self.numel()))
+
+    was_wrong = Crossing.was_wrong
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    # Numbers that mean nothing make no rows, and no true presumptions.
+    monkeypatch.setattr(Crossing, "was_wrong", lambda self: was_wrong(self) and False)
+    monkeypatch.setattr(proposal_module, "encoded_row", lambda token_ids, codes: Row((1,), (1,)))
+    return counts
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_evidence_comes_back_in_one_small_copy(name: str, read_counts: list[int]) -> None:
+    """Claim: all verifications of a step, whatever their rules and policies, bring their evidence to the host in one
+    copy of a few numbers a row, and ask the device for nothing else; the same for all proposals of a draft's step.
+
+    Conclusive: the logits lie on the meta device, whose tensors hold no numbers, so any question raises.
+    """
+    policies = [POLICIES[name], *POLICIES.values()]
+    verifications = [verification(policy, seed) for seed, policy in enumerate(policies)]
+    row_counts = [request.row_count for request in verifications]
+    with NoWaitingCopies():
+        found = evidence(verifications, row_counts, torch.empty(sum(row_counts), VOCABULARY, device="meta"))
+        assert len(found) == len(verifications) and len(read_counts) == 1
+        assert read_counts[0] <= 16 * sum(row_counts)
+        read_counts.clear()
+        proposals = [proposal(policy, seed) for seed, policy in enumerate(policies)]
+        logits = torch.empty(len(proposals), VOCABULARY, device="meta")
+        assert len(propose(proposals, [1] * len(proposals), logits)) == len(proposals)
+    assert len(read_counts) == 1 and read_counts[0] <= 200 * len(proposals)
+
+
+@pytest.mark.parametrize("are_tied", [False, True])
+def test_presuming_gives_what_asking_gives(are_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: evidence and proposals made the device's way, without asking, equal those made by asking, number for
+    number, and where something presumed is wrong it is noticed and done again. Conclusive: the same logits through
+    both; tied ones, flat ones and a top_p close to 1 break every presumption there is, and some did break.
+    """
+    generator = torch.Generator().manual_seed(3)
+    policies = [*POLICIES.values(), {"rule": Rule.REJECTION, "temperature": 5.0, "top_p": 0.999}]
+    verifications = [verification(policy, seed) for seed, policy in enumerate(policies)]
+    proposals = [proposal(policy, seed) for seed, policy in enumerate(policies)]
+    row_counts = [request.row_count for request in verifications]
+    logits = torch.randn(sum(row_counts), VOCABULARY, generator=generator) * 2
+    logits = logits.round() if are_tied else logits
+
+    def both() -> tuple[list, list]:
+        proposed = propose(proposals, [1] * len(proposals), logits[: len(proposals)])
+        return evidence(verifications, row_counts, logits), proposed
+
+    asked = both()
+    found_wrong: list[bool] = []
+    was_wrong = Crossing.was_wrong
+    monkeypatch.setattr(crossing_module, "is_far", lambda device: True)
+    monkeypatch.setattr(evidence_module, "is_far", lambda device: True)
+    monkeypatch.setattr(
+        Crossing, "was_wrong", lambda self: bool(found_wrong.append(was_wrong(self)) or found_wrong[-1])
+    )
+    assert both() == asked
+    assert any(found_wrong)
+    if not are_tied:
+        del verifications[-1], row_counts[-1], proposals[-1], found_wrong[:]
+        logits = logits[: sum(row_counts)]
+        both()
+        assert found_wrong and not any(found_wrong)

@@ -1,0 +1,69 @@
+"""A whole step on a device that is not the host's, as far as shapes, types and places go.
+
+Tensors on the meta device hold no numbers, but have shapes, types and a place: an operation that meets a tensor left on
+the host raises there as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specdec.engine import attention, rotary_attention
+from specdec.engine.cuda import backend as backend_module
+from specdec.engine.cuda import modules
+from specdec.engine.cuda.attention import PLAIN, BlockTables, Gathered, Way
+from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.interface import ModelDescription, RaggedBatch, Segment
+from specdec.engine.transformers_model import TransformersModel
+from tests.support.engine_models import ARCHITECTURES, model_class
+
+META = torch.device("meta")
+BATCH = RaggedBatch((Segment([1], 0, [5] * 9, 3), Segment([2], 30, [6], 1), Segment([3], 7, [8, 9], 0)))
+DECODES = RaggedBatch((Segment([1], 9, [5], 1), Segment([2], 31, [6], 1)))
+
+
+@pytest.fixture
+def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is decided by looking at numbers is decided here: stand-ins fit, and nothing drifts."""
+    monkeypatch.setattr(modules, "_is_near", lambda ours, theirs: ours.shape == theirs.shape)
+    monkeypatch.setattr(rotary_attention, "_is_near", lambda ours, theirs, tolerance: ours.shape == theirs.shape)
+    monkeypatch.setattr(backend_module, "measure_drift", lambda *arguments: 0.0)
+    yield
+
+
+def meta_model(architecture: str, dtype: torch.dtype) -> TransformersModel:
+    kind = model_class(architecture)
+    entries = ARCHITECTURES[architecture][1] | {"vocab_size": 300}
+    with META:
+        model = kind._from_config(kind.config_class(**entries), dtype=dtype, attn_implementation=attention.NAME)
+    description = ModelDescription("", "", 288, 512, (), str(dtype), "meta", "")
+    backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=2)
+    return TransformersModel(model.eval().requires_grad_(False), description, dtype, backend=backend)
+
+
+@pytest.mark.usefixtures("without_numbers")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_stays_on_its_device(architecture: str) -> None:
+    """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
+    device alone, calls torch's own varlen_attn as it wants to be called, and returns float32 logits of the rows asked
+    for. Conclusive: a tensor made on the host, a wrong type or shape raises.
+    """
+    model = meta_model(architecture, torch.bfloat16)
+    backend = model.backend
+    assert isinstance(backend, DeviceBackend)
+    ways: tuple[Way, ...] = (PLAIN, Gathered(), BlockTables())
+    for way in ways:
+        model.allocate(8, 256)
+        backend.way = way
+        backend._shapes = backend._shapes_for(512)
+        for shape in backend._shapes:
+            backend._fixed.reserve(shape)
+        for batch, count in ((BATCH, 4), (DECODES, 2)):
+            output = model.forward(batch)
+            assert output.logits.shape == (count, 288)
+            assert output.logits.dtype == torch.float32 and output.logits.device == META
+        assert backend.graph_count > 0
+    assert model.product_bytes > 0 and model.cache_bytes_per_position > 0

@@ -1,0 +1,148 @@
+"""What the next step takes, over random schedules: no clock, no model, only feeds that come and rows that are run.
+
+Time is counted in steps. The promises are those of `specdec.engine.step_choice`, in its numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.engine.block_table import BlockTable
+from specdec.engine.feed import Feed
+from specdec.engine.runner import Piece
+from specdec.engine.step_choice import choose
+
+Ask = tuple[int, int, int]  # the step before which it comes, rows for context, rows with logits
+
+
+def feed_of(context_count: int, logit_count: int, start: int = 0) -> Feed:
+    table = BlockTable([], start, 1 << 20, b"")
+    row_count = context_count + logit_count
+    return Feed(table, start, range(row_count), logit_count, None, done=lambda *_: None, failed=lambda _: None)
+
+
+@dataclass
+class Steps:
+    """The queue of an engine, stepped by hand; `born` and `ended` say at which step a feed came and was done."""
+
+    chunk_size: int
+    rows_max: int
+    waiting: list[Feed] = field(default_factory=list)
+    born: dict[Feed, int] = field(default_factory=dict)
+    ended: dict[Feed, int] = field(default_factory=dict)
+    number: int = 0
+
+    def submit(self, feed: Feed) -> Feed:
+        self.waiting.append(feed)
+        self.born[feed] = self.number
+        return feed
+
+    def step(self, is_decoding: bool) -> list[tuple[Feed, Piece]]:
+        chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding)
+        for feed, piece in chosen:
+            assert piece.start == feed.next_position and piece.token_ids, "a piece goes on where the last one ended"
+            assert piece.logit_count in (0, feed.logit_count), "rows with logits are not divided"
+            feed.fed_count += len(piece.token_ids)
+            assert (feed.row_count == 0) == bool(piece.logit_count)
+            if not feed.row_count:
+                self.waiting.remove(feed)
+                self.ended[feed] = self.number
+        assert len({id(feed) for feed, _ in chosen}) == len(chosen)
+        self.number += 1
+        return chosen
+
+
+sizes = st.tuples(st.integers(1, 12), st.integers(1, 40)).map(lambda pair: (min(pair), max(pair)))
+asks = st.lists(
+    st.tuples(
+        st.integers(0, 12),
+        st.one_of(st.just(0), st.just(0), st.integers(1, 60)),
+        st.one_of(st.just(1), st.integers(1, 9)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(sizes=sizes, asks=asks)
+def test_every_feed_ends_and_the_oldest_goes_on_in_every_step(sizes: tuple[int, int], asks: list[Ask]) -> None:
+    """Claim: whatever comes when, in each step the oldest prompt and the oldest decode go on, steps are within their
+    rows, and every feed is done.
+
+    Source: issue 3, "within a token budget ... fairness by age". Conclusive as a proof of no starvation: the oldest of
+    its kind advances in every step, whatever is behind it, so each feed becomes the oldest and ends; the bound at the
+    end is what follows from it.
+    """
+    steps = Steps(*sizes)
+    decode_rows_max = max([logits for _, _, logits in asks], default=0)
+    last = max([at for at, _, _ in asks], default=0)
+    while steps.number <= last or steps.waiting:
+        for at, context, logits in asks:
+            if at == steps.number:
+                steps.submit(feed_of(context, logits))
+        prompts = [feed for feed in steps.waiting if feed.context_count]
+        decodes = [feed for feed in steps.waiting if not feed.context_count]
+        before = {feed: feed.fed_count for feed in steps.waiting}
+        chosen = steps.step(is_decoding=bool(steps.number % 2))
+        for oldest in (*prompts[:1], *decodes[:1]):
+            assert oldest.fed_count > before[oldest], "the oldest of its kind stands still"
+        row_count = sum(len(piece.token_ids) for _, piece in chosen)
+        share = min(steps.chunk_size, max(1, steps.rows_max // 2))
+        assert row_count <= max(steps.rows_max, decode_rows_max + share)
+        assert steps.number <= last + sum(context + logits for _, context, logits in asks) + 1
+    assert len(steps.ended) == len(asks)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt_lengths=st.lists(st.integers(2, 300), min_size=1, max_size=30),
+    arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=40),
+    chunk_size=st.sampled_from([8, 64]),
+)
+def test_prompts_delay_a_decode_by_one_chunk_at_most(
+    prompt_lengths: list[int], arrivals: list[tuple[int, int]], chunk_size: int
+) -> None:
+    """Claim: a decode submitted while any prompts run is in the very next step, and no step holds more rows of prompts
+    than one chunk, beside last rows, which are decodes themselves.
+
+    Source: issue 3, "prefill never delays a decode by more than one chunk". Conclusive: every prompt is there from the
+    first step on, so each decode competes with all that are left; decodes of a step fit beside a chunk, as a session
+    has one at a time and the limit is set so.
+    """
+    steps = Steps(chunk_size, rows_max=chunk_size + 40 * 9)
+    for length in prompt_lengths:
+        steps.submit(feed_of(length - 1, 1))
+    prompts = set(steps.waiting)
+    decodes: list[Feed] = []
+    while steps.waiting or steps.number <= 40:
+        decodes += [steps.submit(feed_of(0, rows, 100)) for at, rows in arrivals if at == steps.number]
+        context_counts = {feed: feed.context_count for feed in steps.waiting if feed in prompts}
+        chosen = steps.step(is_decoding=True)
+        assert sum(len(piece.token_ids) for feed, piece in chosen if context_counts.get(feed)) <= chunk_size
+    assert all(steps.ended[feed] == steps.born[feed] for feed in decodes)
+
+
+def test_without_decodes_prompts_fill_the_step() -> None:
+    """Claim: while nobody decodes, a step takes a chunk of as many prompts as its rows hold; then a chunk of one.
+
+    Source: issue 3, "more when none is present". Conclusive: both cases from the same queue.
+    """
+    steps = Steps(chunk_size=64, rows_max=512)
+    for _ in range(10):
+        steps.submit(feed_of(199, 1))
+    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 8
+    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=True)] == [64]
+
+
+def test_what_is_left_of_a_chunk_goes_to_the_next_prompt() -> None:
+    """Claim: the end of one prompt and the beginning of the next share a chunk, and pieces meet absolute multiples of
+    it again. Conclusive: all pieces of three prompts are listed."""
+    steps = Steps(chunk_size=8, rows_max=64)
+    feeds = [steps.submit(feed_of(context, 1)) for context in (4, 12, 2)]
+    pieces = []
+    while steps.waiting:
+        pieces.append([(feeds.index(feed), len(piece.token_ids)) for feed, piece in steps.step(is_decoding=True)])
+    assert pieces == [[(0, 5), (1, 3)], [(1, 5), (2, 3)], [(1, 5)]]

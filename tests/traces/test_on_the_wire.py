@@ -1,0 +1,273 @@
+"""Traces of three real processes, sent by the real exporter over real sockets into a real OTLP collector."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from bench.otlp_receiver import Receiver
+from tests.support.services import Outcome, Services, fixed
+from tests.support.traces import CLIENT, INTERNAL, SERVER, ReadTrace, attributes, environment, trace_of, traced
+
+TREE = fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=5)
+SPAN_COUNT_MAX = 300
+SEGMENT_ROUND_COUNT = 32
+# What may stand below what, with kinds: a child not named here is a mistake.
+SHAPE = {
+    ("coordinator", "prefill", INTERNAL): ("Generate",),
+    ("coordinator", "segment", INTERNAL): ("Generate",),
+    ("coordinator", "round", INTERNAL): ("segment",),
+    ("coordinator", "verify", CLIENT): ("prefill", "round"),
+    ("target", "verify", SERVER): ("verify",),
+    ("target", "queue", INTERNAL): ("verify",),
+    ("target", "chunks", INTERNAL): ("verify",),
+    ("target", "forward", INTERNAL): ("verify",),
+    ("coordinator", "draft", CLIENT): ("prefill", "segment"),
+    ("draft", "draft", SERVER): ("draft",),
+}
+
+
+def generate(services: Services, token_count: int, **more) -> Outcome:
+    """A generation of exactly so many tokens."""
+    asked = {"temperature": 0.7, "seed": 5, "speculative": TREE, "ignore_eos": True, **more}
+    return services.client.generate([1, 2, 3], max_tokens=token_count, **asked)
+
+
+def check_shape(trace: ReadTrace) -> None:
+    """One root; every span below one of a name that may hold it, in the other process where it is a hop."""
+    assert trace.count.pop(("coordinator", "Generate", SERVER)) == 1
+    assert trace.orphans == []
+    for service, span in trace.spans:
+        if span.name != "Generate":
+            key = (service.removeprefix("specdec-"), span.name, span.kind)
+            parent = trace.parent(span)
+            assert parent.name in SHAPE[key], key
+            if span.kind == SERVER:
+                assert parent.kind == CLIENT and trace.services[parent.span_id] != service
+
+
+def check_times(trace: ReadTrace) -> None:
+    """No span starts before its parent or ends before it starts; what is no draft also ends within its parent.
+
+    One machine and one clock, so the comparison needs no tolerance.
+    """
+    for _, span in trace.spans:
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+        if span.name == "Generate":
+            continue
+        parent = trace.parent(span)
+        assert parent.start_time_unix_nano <= span.start_time_unix_nano, span.name
+        if span.name != "draft":
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano, span.name
+
+
+@pytest.fixture(scope="module")
+def short(services: Services, receiver: Receiver) -> tuple[Outcome, ReadTrace]:
+    """A generation of some dozen rounds, and its trace."""
+    outcome = generate(services, 40)
+    return outcome, trace_of(receiver, outcome)
+
+
+def test_one_generation_is_one_trace_over_three_services(short: tuple[Outcome, ReadTrace]):
+    """Claim: all spans of a generation bear its trace id and hang together under one root, through both hops, with
+    parents that are there and that they do not precede."""
+    _, trace = short
+    assert {service for service, _ in trace.spans} == {"specdec-coordinator", "specdec-target", "specdec-draft"}
+    check_shape(trace)
+    check_times(trace)
+    assert {(own, name) for own, name, _ in trace.count} >= {("target", "forward"), ("draft", "draft")}
+
+
+def test_the_root_says_what_was_asked_and_what_came_of_it(short: tuple[Outcome, ReadTrace]):
+    """Claim: the root's gen_ai and specdec attributes are the request's and the statistics' own figures; and the six
+    kinds of time fit into the call."""
+    outcome, trace = short
+    root, statistics = trace.named("Generate")[0], outcome.finished.statistics
+    said = attributes(root)
+    assert said["gen_ai.operation.name"] == "text_completion"
+    assert said["gen_ai.request.max_tokens"] == 40 and said["gen_ai.request.temperature"] == 0.7
+    assert said["gen_ai.request.seed"] == "5" and said["specdec.rule"] == "COUPLED"
+    assert [value.string_value for value in said["gen_ai.response.finish_reasons"].values] == ["length"]
+    usage = outcome.finished.usage
+    counts = (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"])
+    assert counts == (usage.prompt_tokens, usage.output_tokens) == (3, 40)
+    assert said["specdec.rounds"] == statistics.rounds
+    assert said["specdec.num_draft_tokens"] == statistics.num_draft_tokens
+    assert said["specdec.num_accepted_draft_tokens"] == statistics.num_accepted_draft_tokens
+    kinds = ("wait", "network", "queue", "forward", "evidence", "rule")
+    spent_ms = sum(said[f"specdec.{kind}_ms"] for kind in kinds)
+    took_ms = (root.end_time_unix_nano - root.start_time_unix_nano) / 1e6
+    assert 0.5 * took_ms < spent_ms <= took_ms + 0.01
+    assert outcome.started.request_id == outcome.finished.trace_id
+
+
+def test_every_round_is_an_event_of_its_segment(short: tuple[Outcome, ReadTrace]):
+    """Claim: rounds 0, 1, 2, … each have one event, in order, whose counts add up to the segment's and the root's."""
+    outcome, trace = short
+    phases = [*trace.named("prefill"), *trace.named("segment")]
+    events = [attributes(event) for phase in phases for event in phase.events if event.name == "round"]
+    assert [event["specdec.round"] for event in events] == list(range(outcome.finished.statistics.rounds))
+    for name, total in (("offered", "num_draft_tokens"), ("accepted", "num_accepted_draft_tokens")):
+        counted = sum(event[f"specdec.{name}"] for event in events)
+        assert counted == sum(attributes(phase)[f"specdec.{name}"] for phase in phases)
+        assert counted == attributes(trace.named("Generate")[0])[f"specdec.{total}"]
+    assert {event["specdec.next"] for event in events} == {"bonus", "correction"}
+    assert sum(event.get("specdec.discarded", 0) for event in events) > 0, "a weak draft's work is partly wasted"
+
+
+def test_rounds_name_the_draft_messages_they_live_on(services: Services, receiver: Receiver):
+    """Claim: a round in detail links to the draft messages that brought its tokens, all before it was sent, with their
+    lead and the fate of their tokens. Conclusive: rounds wait for two tokens, one a message, so each of the first rounds
+    has two links, and what they say adds up to what the round offered and accepted."""
+    trace = trace_of(receiver, generate(services, 12, speculative=fixed(2, draft_window=2, draft_wait_ms=2000)))
+    rounds = trace.named("round")[:2]
+    for round_span in rounds:
+        assert len(round_span.links) == 2
+        sent = next((span for span in trace.children[round_span.span_id] if span.name == "verify"), None)
+        for link in round_span.links:
+            assert sent is not None
+            message, said = trace.by_id[link.span_id], attributes(link)
+            assert message.name == "draft" and message.kind == CLIENT
+            lead_ms = (sent.start_time_unix_nano - message.end_time_unix_nano) / 1e6
+            assert said["specdec.arrival_lead_ms"] == pytest.approx(lead_ms, abs=0.01) and lead_ms >= 0
+            assert 0 <= said["specdec.accepted"] <= said["specdec.offered"]
+        for name in ("offered", "accepted"):
+            told = [attributes(link)[f"specdec.{name}"] for link in round_span.links]
+            assert sum(told) == attributes(round_span)[f"specdec.{name}"]
+
+
+def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace]):
+    """Claim: round trip less the target's own stay is the network time, on every verification; the stay is that of the
+    target's span, and the link's stamps say little of the clocks, which are one."""
+    _, trace = short
+    clients = trace.named("verify", CLIENT)
+    assert len(clients) >= 4
+    for client in clients:
+        said = attributes(client)
+        server = next(span for span in trace.children[client.span_id] if span.kind == SERVER)
+        assert said["specdec.network_ms"] + said["specdec.server_ms"] == pytest.approx(said["specdec.round_trip_ms"])
+        stay_ms = (server.end_time_unix_nano - server.start_time_unix_nano) / 1e6
+        assert said["specdec.server_ms"] == pytest.approx(stay_ms, abs=0.01)
+        assert said["specdec.network_ms"] > 0
+        assert abs(said["specdec.clock_offset_ms"]) <= said["specdec.link_network_ms"] + 5
+
+
+@pytest.mark.parametrize("token_count", [10, 100, pytest.param(5000, marks=pytest.mark.lengthy)])
+def test_a_long_generation_stays_readable(services: Services, receiver: Receiver, token_count: int):
+    """Claim: at most 300 spans in all services for 2,000 rounds, in segments of 32 rounds each; nothing hangs loose."""
+    outcome = generate(services, token_count)
+    trace = trace_of(receiver, outcome)
+    rounds = outcome.finished.statistics.rounds
+    assert rounds >= 2000 or token_count < 5000
+    check_shape(trace)
+    check_times(trace)
+    assert len(trace.spans) <= SPAN_COUNT_MAX * max(1.0, rounds / 2000)
+    segments = trace.named("segment")
+    counts = [attributes(segment)["specdec.rounds"] for segment in segments]
+    assert sum(counts) == rounds - 1 and all(count == SEGMENT_ROUND_COUNT for count in counts[:-1])
+
+
+def test_a_shared_forward_is_one_span_with_a_link_to_every_round(services: Services, receiver: Receiver):
+    """Claim: where one forward served several rounds there is one `forward` span for all, linked to each of them; the
+    other rounds' `verify` spans link to it. Conclusive: the links are as many as the sessions the step says it had."""
+    with ThreadPoolExecutor(6) as pool:
+        outcomes = list(pool.map(lambda index: generate(services, 60, seed=index), range(6)))
+    traces = [trace_of(receiver, outcome) for outcome in outcomes]
+    everything = {span.span_id: span for trace in traces for _, span in trace.spans}
+    forwards = [span for trace in traces for span in trace.named("forward")]
+    shared = [span for span in forwards if attributes(span)["specdec.step_sessions"] > 1]
+    assert shared, "six sessions at once never met in a step"
+    for span in forwards:
+        assert len(span.links) == attributes(span)["specdec.step_sessions"]
+        assert {everything[link.span_id].name for link in span.links} <= {"round", "prefill", "segment"}
+        assert len({(link.trace_id, link.span_id) for link in span.links}) == len(span.links)
+    for trace in traces:
+        check_shape(trace)
+        for own in trace.named("verify", SERVER):
+            below = [child for child in trace.children[own.span_id] if child.name == "forward"]
+            elsewhere = [link for link in own.links if everything[link.span_id].name == "forward"]
+            assert len(below) + len(elsewhere) == 1
+
+
+def test_texts_and_token_ids_never_leave(services: Services, receiver: Receiver):
+    """Claim: no attribute, event or name of any service holds the prompt, the output or a stop string.
+
+    Conclusive: every string that came is searched; table models' tokens are written like <7>, which nothing else is.
+    """
+    outcome = services.client.generate("<4><9>", stop=["<1><1>"], max_tokens=30, label="my-label", temperature=0.0)
+    trace = trace_of(receiver, outcome)
+    everything = "".join(str(span) for _, span in trace.spans)
+    assert outcome.text and "<" not in everything
+    assert "my-label" not in everything
+
+
+def test_the_caller_decides_when_it_brings_a_trace(services: Services, receiver: Receiver):
+    """Claim: with a `traceparent` the root is the caller's child in the caller's trace, and a caller that does not
+    sample is heeded: not one span of that trace comes."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    request = services.client.request([1, 2], max_tokens=5, temperature=0.0)
+    for flags in ("00", "01"):
+        metadata = (("traceparent", f"00-{trace_id}-{span_id}-{flags}"),)
+        outcome = Outcome()
+        for response in services.client.stub.Generate(request, metadata=metadata, timeout=30):
+            services.client.take(outcome, response)
+        assert outcome.finished.trace_id == trace_id != outcome.started.request_id
+    trace = trace_of(receiver, outcome)
+    roots = trace.named("Generate")
+    assert len(roots) == 1 and roots[0].parent_span_id == bytes.fromhex(span_id)
+    assert attributes(roots[0])["specdec.request_id"] == outcome.started.request_id
+
+
+def test_refused_and_broken_off_requests_have_one_root_each(services: Services, receiver: Receiver):
+    """Claim: every request has exactly one root with its end: a refusal is no failure, a cancelled one says so."""
+
+    def roots() -> list:
+        return [span for _, span in receiver.spans() if span.name == "Generate"]
+
+    before = len(roots())
+    with pytest.raises(grpc.RpcError):
+        services.client.generate([1, 2], max_tokens=5, top_p=7.0)
+    receiver.wait_until(lambda: len(roots()) == before + 1)
+    refused = roots()[-1]
+    assert attributes(refused)["error.type"] == "INVALID_REQUEST" and refused.status.code == 0
+    call = services.client.stub.Generate(services.client.request([1, 2], max_tokens=4000, ignore_eos=True))
+    next(call)
+    call.cancel()
+    receiver.wait_until(lambda: len(roots()) == before + 2)
+    cancelled = roots()[-1]
+    assert attributes(cancelled)["specdec.cancelled"] is True and cancelled.status.code == 0
+    receiver.wait_until(lambda: not ReadTrace(receiver, cancelled.trace_id.hex()).orphans)
+
+
+def test_nothing_is_recorded_unless_sampled(table_models, receiver: Receiver):
+    """Claim: with OTEL_TRACES_SAMPLER a trace is recorded whole or not at all: of requests at a ratio of 0 nothing
+    comes from any service, though their trace ids are told."""
+    variables = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+    with traced(table_models, receiver.endpoint, **variables) as quiet:
+        before = len(list(receiver.spans()))
+        outcomes = [generate(quiet, 20) for _ in range(3)]
+        loud = ReadTrace(receiver, outcomes[0].finished.trace_id)
+    assert len(list(receiver.spans())) == before and not loud.spans  # the services have ended: nothing is under way
+    assert all(len(outcome.finished.trace_id) == 32 for outcome in outcomes)
+
+
+def test_a_lost_draft_is_told_and_leaves_no_loose_ends(table_models, receiver: Receiver):
+    """Claim: when the draft dies in a generation the trace says so by an event, and goes on without orphans: a span of
+    the draft whose message was lost is the one thing that may lack its parent."""
+    with traced(table_models, receiver.endpoint) as services, environment():
+        call = services.client.stub.Generate(
+            services.client.request([1, 2], fixed(4), max_tokens=3000, temperature=0.0, ignore_eos=True)
+        )
+        outcome = Outcome()
+        for response in call:
+            services.client.take(outcome, response)
+            if len(outcome.token_ids) > 100 and services.draft is not None and services.draft.is_running:
+                services.draft.process.kill()
+        trace = trace_of(receiver, outcome)
+    events = [event.name for phase in trace.named("segment") for event in phase.events]
+    assert events.count("draft lost") == 1
+    assert all(orphan == "specdec-draft draft" for orphan in trace.orphans)
+    assert not any(span.status.code for _, span in trace.spans), "a lost draft is no failure of the request"
