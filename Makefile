@@ -30,9 +30,10 @@ test: install  ## Run the tests (minutes).
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not lengthy' tests/protocol tests/law tests/hygiene tests/rpc
 
-test-long: install  ## Run the longer suites too: large samples and sweeps (tens of minutes).
+test-long: install  ## Run the longer suites too: large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.simulation --schedules 100000
+	@$(BIN)/python -m tests.sameness
 
 bench: $(VENV)/.bench-installed  ## All of it: overhead, concurrency, peers, the pipeline over round trips; about 90 minutes.
 	@$(BIN)/python -m bench.overhead

@@ -32,7 +32,7 @@ from specdec.engine.parallel.group import Ending
 from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
 
-SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 10}  # 83 million weights
+SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11}  # 82 million weights
 TINY_SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4}
 VOCABULARY_SIZE, POSITIONS_MAX = 8192, 1024
@@ -87,13 +87,23 @@ def write_model(folder: Path, shape: dict[str, int], dtype: torch.dtype) -> Path
     return folder
 
 
+def block_count() -> int:
+    """Blocks of the cache, the zero block included: all sequences side by side."""
+    return 1 + max(SEQUENCE_COUNTS) * -(-(CACHED_COUNT + max(ROW_COUNTS)) // BLOCK_SIZE)
+
+
+def cache_bytes() -> int:
+    """What the cache of SHAPE takes in float32, all ranks together."""
+    head_size = SHAPE["hidden_size"] // HEADS["num_attention_heads"]
+    return 2 * 4 * SHAPE["num_hidden_layers"] * HEADS["num_key_value_heads"] * head_size * block_count() * BLOCK_SIZE
+
+
 class Texts:
     """Cached texts, and steps that run the same rows after them again and again."""
 
     def __init__(self, model: CausalModel) -> None:
         self.model = model
-        block_count = 1 + max(SEQUENCE_COUNTS) * -(-(CACHED_COUNT + max(ROW_COUNTS)) // BLOCK_SIZE)
-        self._cache = KVCache(block_count, BLOCK_SIZE, model.allocate(block_count, BLOCK_SIZE))
+        self._cache = KVCache(block_count(), BLOCK_SIZE, model.allocate(block_count(), BLOCK_SIZE))
         self._tables = [self._cache.reserve(CACHED_COUNT + max(ROW_COUNTS)) for _ in range(max(SEQUENCE_COUNTS))]
         self._ids = torch.randint(1, 4096, (CACHED_COUNT + max(ROW_COUNTS),)).tolist()
         for table in self._tables:
@@ -194,13 +204,13 @@ def running(folder: Path, variants: Sequence[Variant]) -> Iterator[list[Ranks]]:
             ranks.stop()
 
 
-def measure_steps(folder: Path, variants: Sequence[Variant], block_count: int) -> list[StepFigure]:
+def measure_steps(folder: Path, variants: Sequence[Variant], turn_count: int) -> list[StepFigure]:
     """Medians over blocks taken in turn: A B C A B C."""
     figures = []
     with running(folder, variants) as started:
         for sequence_count, row_count in [(1, rows) for rows in ROW_COUNTS] + [(max(SEQUENCE_COUNTS), 5)]:
             times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-            for _ in range(block_count):
+            for _ in range(turn_count):
                 for ranks in started:
                     times[ranks.variant.name] += ranks.time_steps(sequence_count, row_count, BLOCK_STEPS)
             medians = {name: statistics.median(steps) * 1e3 for name, steps in times.items()}

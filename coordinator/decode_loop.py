@@ -39,7 +39,7 @@ class Generation:
         target: Replica,
         draft: Replica | None,
         speculation: Speculation,
-        trace: GenerationTrace,
+        trace: GenerationTrace | None = None,
     ) -> None:
         self._session = session
         self._walker = walker
@@ -47,7 +47,7 @@ class Generation:
         self._target = target
         self._draft = draft
         self._speculation = speculation
-        self._trace = trace
+        self._trace = trace or GenerationTrace(session.trace, started.request_id)
         self._loop = asyncio.get_running_loop()
         self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s

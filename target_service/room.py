@@ -1,7 +1,7 @@
 """Which sessions of a target have room in its cache, who waits for room, and who gives way.
 
 A session takes blocks as it grows. When there are none left the youngest gives its own to an older one and is opened
-again later, from the tokens that the replica holds: nobody else notices. Committed prefixes are published, so a session
+again later, from the tokens that the replica holds: nobody else notices. Who finds no room waits with what it holds. Committed prefixes are published, so a session
 that begins as another did, or as itself before it was evicted, starts with what is still there. Runs on the engine
 thread; what is computed is decided elsewhere.
 
@@ -9,7 +9,7 @@ Rules, from which it follows that every session ends, whatever others do:
 1. Room is taken from younger sessions only. So the oldest of all goes on, and each session is the oldest some day:
    those that wait go on in order of age, and while any waits nobody new is taken in.
 2. A session that was taken in, or opened again, has room for RUN_POSITIONS more and gives way to nobody until it used
-   them up, or asked for nothing during IDLE_S. An older one that needs room meanwhile waits, with what it holds.
+   them up, or asked for nothing during IDLE_S. An older one that needs room meanwhile waits.
 3. A session that needs more than the whole cache is refused when it is opened, so one alone always has room.
 """
 
@@ -124,12 +124,9 @@ class GrowingSessions(HeldSessions):
             sessions = list(self._sessions.values())
             younger = [other for other in sessions[sessions.index(held) + 1 :] if other.lanes[0].table.block_ids]
             evictable = [other for other in younger if not self._is_running(other)]
-            if evictable:
-                self._evict(evictable[-1])
-                continue
-            if lane.table.block_ids and not younger:
-                self._evict(held)
-            return False
+            if not evictable:
+                return False
+            self._evict(evictable[-1])
         return True
 
     def _reopen(self, held: GrowingSession, lane: Lane) -> bool:
@@ -140,7 +137,6 @@ class GrowingSessions(HeldSessions):
         if not self._start(held, lane):
             self._tried = held, free_count
             return False
-        self._tried = None
         self.counters.reopenings += 1
         length, cached = len(lane.fed), lane.table.length
         get_logger().info("session opened again", session=held.opened.session, length=length, cached=cached)

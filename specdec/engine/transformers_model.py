@@ -104,6 +104,10 @@ class TransformersModel:
         logits = self._output(hidden.index_select(0, step.logit_rows))
         return StepResult(logits, torch.cat((is_finite, torch.isfinite(logits.sum(-1)))))
 
+    def counters(self) -> dict[str, float]:
+        """Figures of the device worth a line when serving ends; may wait for it."""
+        return self.backend.counters()
+
     @property
     def families(self) -> Families:
         """See `CpuBackend`; other devices have none."""

@@ -23,7 +23,7 @@ For a draft that runs ahead and a target that does not wait there is no such for
        rate = sum pi_i tokens_i / sum pi_i seconds_i
 
 Several sessions that share steps: rows and leaves of a step are those of all. It agrees with the event simulation of
-bench/ceiling.py, which shares no code with it, within 5 % (tests/protocol/test_cost_model.py says where).
+bench/ceiling.py, which shares no code with it, within 5 % (tests/protocol/test_cost_model.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from specdec.protocol.growth import LIKELIHOOD_MIN
-from specdec.protocol.pipeline import Landing, Pipeline
+from specdec.protocol.pipeline import Landing, NodeCounts, Pipeline
 from specdec.protocol.plan import Plan
 from specdec.protocol.stretch import Stretch
 
-GROUP_SHARE_MIN = 0.015  # rarer beginnings are left out
-CYCLE_COUNT = 5  # stretches until the shares of groups have settled: one in three or more begins with nothing
+GROUP_SHARE_MIN = 0.02  # rarer beginnings are left out
+CYCLE_COUNT = 4  # stretches until the shares of groups have settled: one in three or more begins with nothing
 STEP_SPREAD = 0.05  # steps vary; a beginning with nothing is run at both ends of this, so that no cliff is missed
 PROBABILITY_MIN, PROBABILITY_MAX = 0.02, 0.98  # beyond, costs of nodes say nothing any more
+NODE_COUNTS_KEPT = 256  # tables; one for each acceptance that predictions are made for
 PREDICTIONS_KEPT = 8192  # some megabytes; conditions are quantised, so that sessions of a service share them
 
 NOTHING_IDLE, NOTHING_BUSY = ("nothing", 0), ("nothing", 1)
@@ -117,24 +118,16 @@ def _pipeline(conditions: Conditions, plan: Plan) -> Pipeline:
         bonus_match=conditions.bonus_match,
         chain_cost=chain_cost,
         branches=branches,
-        cost_max=-math.log(LIKELIHOOD_MIN),
-        growth_rate=_growth_rate([chain_cost, *(cost for cost, _ in branches)]),
+        node_counts=_node_counts((chain_cost, *(cost for cost, _ in branches))),
         window=plan.window,
         wait_length=min(plan.wait_length, plan.draft_length_max),
         wait_s=plan.wait_s,
     )
 
 
-def _growth_rate(costs: list[float]) -> float:
-    """The rate with sum of exp(-rate * cost) = 1, by bisection; probabilities that sum to at most 1 have it below 1."""
-    low, high = 1e-3, 1.0
-    for _ in range(16):
-        middle = (low + high) / 2
-        if sum(math.exp(-middle * cost) for cost in costs) > 1:
-            low = middle
-        else:
-            high = middle
-    return low
+@lru_cache(maxsize=NODE_COUNTS_KEPT)
+def _node_counts(costs: tuple[float, ...]) -> NodeCounts:
+    return NodeCounts(costs, -math.log(LIKELIHOOD_MIN))
 
 
 def _size(count: float) -> int:
@@ -248,16 +241,21 @@ class _Beginnings:
                 shares[key] = shares.get(key, 0.0) + weight * share
             for probability, landing in stretch.landings:
                 key = self._key(landing)
-                shares[key] = shares.get(key, 0.0) + weight * probability
-                if key not in groups:
-                    groups[key] = _Group(landing.is_sparse)
-                groups[key].add(weight * probability, landing)
+                group = groups.get(key)
+                if group is None:
+                    group = groups[key] = _Group(landing.is_sparse)
+                group.add(weight * probability, landing)
+        shares.update((key, group.sums[0]) for key, group in groups.items())
         return outcome
 
     def _key(self, landing: Landing) -> tuple:
         """The group: when the first token came or comes, and how many there are."""
-        lead = landing.steps - self._trip_steps  # in draft steps; below 0 it is still to come
-        when = _size(lead) if lead > -0.5 else -1 - round(-lead / self._steps_apart)
-        if landing.is_sparse:
-            return min(0, when), _size(landing.in_hand), _size(landing.evaluated - landing.in_hand)
-        return when, -1 if landing.evaluated > landing.steps - 0.5 else _size(landing.evaluated)
+        in_hand, evaluated, steps, _, _, is_sparse = landing
+        lead = steps - self._trip_steps  # in draft steps; below 0 it is still to come
+        if lead <= -0.5:
+            when = -1 - round(-lead / self._steps_apart)
+        else:
+            when = 0 if is_sparse else _size(lead)
+        if is_sparse:
+            return when, _size(in_hand), _size(evaluated - in_hand)
+        return when, -1 if evaluated > steps - 0.5 else _size(evaluated)

@@ -2,16 +2,73 @@
 
 The draft grows its tree best first. Written in costs, minus logs of probabilities, a node is evaluated when growth has
 come to its cost, and the number of nodes n(x) that cost at most x obeys n(x) = 1 + sum of n(x - c) over the costs c of
-a node's children. So n + 1/2 grows like exp(rate x) with sum of exp(-rate c) = 1, wherever there are three children.
+a node's children: a chain at first, and exponential growth beyond the cost of a branch.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NODES_PER_GROWTH = 1.5  # nodes cheaper than x number about 1.5 exp(rate x) - 0.5: 1 for the root, then growing so
+POINTS = 161  # of the table of node counts: its values are within 1 % of exact ones
+
+
+class NodeCounts:
+    """How many nodes of an unlimited tree cost at most x, and the inverse: n(x) = u(x) + sum of n(x - c).
+
+    u is the root's own step from 0 to 1, drawn out over one `chain_cost`, because growth comes to nodes evenly and not
+    when their cost is a whole number of steps. Tabled up to `cost_max` and straight between the points.
+    """
+
+    __slots__ = ("cost_max", "_chain_cost", "_spacing", "_counts", "_without")
+
+    def __init__(self, costs: tuple[float, ...], cost_max: float) -> None:
+        """`costs` of a node's children, that of the chain first; all above 0."""
+        chain_cost, *others = costs
+        self.cost_max = cost_max
+        self._chain_cost = chain_cost
+        self._spacing = spacing = cost_max / (POINTS - 1)
+        self._counts: list[float] = []
+        self._without: dict[int, list[float]] = {}  # by depth: the counts without what lies below that chain node
+        share = min(1.0, chain_cost / spacing)  # below 1 the chain's child lies between this point and the one before
+        for index in range(POINTS):
+            cost = index * spacing
+            count = self._root(cost) + sum(self(cost - other) for other in others)
+            if share < 1:
+                self._counts.append(count / share + self._counts[-1] if index else count)
+            else:
+                self._counts.append(count + self(cost - chain_cost))
+
+    def __call__(self, cost: float) -> float:
+        """Nodes that cost at most so much; beyond the table, as many as at its end."""
+        if cost <= 0:
+            return self._root(cost)
+        place = cost / self._spacing
+        index = int(place)
+        counts = self._counts
+        if index + 1 >= len(counts):
+            return counts[-1]
+        low = counts[index]
+        return low + (counts[index + 1] - low) * (place - index)
+
+    def cost(self, node_count: float, depth: int) -> float:
+        """The cost at which there are so many, those below the chain node at `depth` left out; at most `cost_max`."""
+        counts = self._without.get(depth)
+        if counts is None:
+            below = depth * self._chain_cost
+            counts = [own - self(index * self._spacing - below) for index, own in enumerate(self._counts)]
+            self._without[depth] = counts
+        index = bisect_right(counts, node_count)
+        if index == len(counts):
+            return self.cost_max
+        if index == 0:
+            return 0.0
+        low = counts[index - 1]
+        return (index - 1 + (node_count - low) / (counts[index] - low)) * self._spacing
+
+    def _root(self, cost: float) -> float:
+        return min(max(cost / self._chain_cost + 0.5, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +79,7 @@ class Pipeline:
     one node, and its children, to evaluate; `draft_step_s`: all later ones, of `leaves` nodes. `acceptance[i]`: of the
     i-th offered token; `bonus_match`: of a guess for the token after the last offered one, None: as if offered.
     Costs are minus logs of probabilities: `chain_cost` of a proposal child, `branches` (cost, share) of its siblings:
-    `share` of corrections are this one. Nodes beyond `cost_max` are not evaluated; `growth_rate`: how the number of
-    nodes grows with their cost.
+    `share` of corrections are this one. `node_counts`: of the tree they make; nodes beyond its table are not evaluated.
     """
 
     round_s: tuple[float, ...]
@@ -36,31 +92,20 @@ class Pipeline:
     bonus_match: float | None
     chain_cost: float
     branches: tuple[tuple[float, float], ...]
-    cost_max: float
-    growth_rate: float
+    node_counts: NodeCounts
     window: int
     wait_length: int
     wait_s: float
 
     def node_count(self, cost: float, depth: int) -> float:
         """Nodes that cost no more than that below their root, without those below the chain node at `depth`."""
-        if cost < 0:
-            return 0.0
-        rate, beyond = self.growth_rate, cost - depth * self.chain_cost
-        if beyond <= 0:
-            return NODES_PER_GROWTH * math.exp(rate * cost) - 0.5
-        return NODES_PER_GROWTH * (math.exp(rate * cost) - math.exp(rate * beyond))
+        return self.node_counts(cost) - self.node_counts(cost - depth * self.chain_cost)
 
     def level(self, node_count: float, depth: int) -> float:
         """The inverse: how costly a node best-first growth has come to after so many; below 0 before the root."""
         if node_count <= 1:
             return node_count - 1
-        cost = math.log((node_count + 0.5) / NODES_PER_GROWTH) / self.growth_rate
-        reach = max(1, depth) * self.chain_cost
-        if cost > reach:
-            share = NODES_PER_GROWTH * (1 - math.exp(-self.growth_rate * reach))
-            cost = max(reach, math.log(node_count / share) / self.growth_rate)
-        return min(cost, self.cost_max)
+        return self.node_counts.cost(node_count, max(1, depth))
 
 
 class Landing(NamedTuple):

@@ -38,7 +38,7 @@ class Policy(Protocol):
 
     def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
         """One round ended: `accepted_count` of `offered_count` draft tokens passed. `branch_hit`: whether the next
-        token was in the tree; None where the tree had no child for its place. `round_s`: seconds from verdict to verdict."""
+        token was in the tree; None where the tree had no child for its place. `round_s`: from verdict to verdict."""
 
 
 @dataclass(frozen=True, slots=True)

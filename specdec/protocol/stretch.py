@@ -15,6 +15,7 @@ from specdec.protocol.pipeline import Heard, Landing, Pipeline
 
 TOKENS_MAX = 64  # a stretch is cut there; at an acceptance of 0.9 one in 850 would be longer
 SURVIVAL_MIN = 0.1  # and where only this share of stretches is longer: the rest goes on as a new one
+LANDING_MIN = 0.005  # rarer ends on a branch are left out
 CHAIN_SURVIVAL_MIN = 0.02  # a chain has few kinds of stretches, so longer ones are affordable
 
 
@@ -57,6 +58,10 @@ class Stretch:
             node_count = pipeline.node_count(level, known_count)
         else:
             self._steps += [pipeline.second_step_s, pipeline.first_step_s]
+            # Steps are counted from where it hears; the first two evaluate fewer nodes, and begin late.
+            begun_s = self.late_s + pipeline.first_step_s + pipeline.second_step_s
+            first_count = 1 + min(pipeline.leaves, 1 + len(pipeline.branches))
+            node_count = first_count - begun_s * pipeline.leaves / pipeline.draft_step_s
         self._heard = [Heard(half_s if known_count else min(half_s, self._free_s), 0, node_count)]
 
     def _place_known(self) -> int:
@@ -141,8 +146,8 @@ class Stretch:
             self._next = max(self._next, known + 1)
             depth = self._next - known
             earliest_s = begin_s if depth <= pipeline.window else math.inf
-            if depth > 1 and pipeline.branches and earliest_s < math.inf:
-                missing = pipeline.node_count((depth - 1) * pipeline.chain_cost, depth) - node_count
+            if depth > 2 and pipeline.branches and earliest_s < math.inf:
+                missing = pipeline.node_counts((depth - 1) * pipeline.chain_cost) - node_count
                 earliest_s = max(begin_s, heard_s + missing * pipeline.draft_step_s / pipeline.leaves)
             if self._heard_index + 1 == len(heard) or earliest_s <= heard[self._heard_index + 1].at_s:
                 return earliest_s
@@ -172,7 +177,8 @@ class Stretch:
         while last > known and ends_s[last] > now_s:
             last -= 1
         pipeline = self.pipeline
-        node_count += (now_s - heard_s) * pipeline.leaves / pipeline.draft_step_s
+        # A step's nodes are there when it ends: on the mean half a step's are not yet.
+        node_count += ((now_s - heard_s) / pipeline.draft_step_s - 0.5) * pipeline.leaves
         return pipeline.level(node_count, last - known), known, last - known
 
     def _miss(self, survival: float, committed: int, offered: int, now_s: float) -> float:
@@ -236,18 +242,21 @@ class _Branches:
         """
         pipeline, stretch = self._pipeline, self._stretch
         since_s, chain_cost, left = stretch._ends_s[index], pipeline.chain_cost, missed
-        steps_sent = (self._sent_s - since_s) / pipeline.draft_step_s - 0.5
         steps = (self._hears_s - since_s) / pipeline.draft_step_s
-        depth = pipeline.window + self._known - index
+        deepest = min(steps, pipeline.window + self._known - index)
+        deepest_sent = min((self._sent_s - since_s) / pipeline.draft_step_s - 0.5, self._depth_sent - index)
+        ahead = index - self._known
         for cost, share in pipeline.branches:
             cost += (index - 1) * chain_cost
-            evaluated = min(steps, (self._level - cost) / chain_cost + 1, depth)
-            if evaluated <= 0:
-                continue
-            reached = (self._level_sent - cost) / chain_cost + 0.5
-            in_hand = max(0.0, min(steps_sent, reached, self._depth_sent - index))
-            is_sparse = evaluated < min(steps, depth) or in_hand < min(steps_sent, depth)
-            landing = Landing(in_hand, evaluated, steps, self._level - cost, index - self._known, is_sparse)
-            stretch.landings.append((missed * share, landing))
-            left -= missed * share
+            evaluated = (self._level - cost) / chain_cost + 1
+            in_hand = (self._level_sent - cost) / chain_cost + 0.5
+            is_sparse = evaluated < deepest or in_hand < deepest_sent
+            evaluated = evaluated if evaluated < deepest else deepest
+            if missed * share < LANDING_MIN:
+                left -= missed * share
+            elif evaluated > 0:
+                in_hand = max(0.0, in_hand if in_hand < deepest_sent else deepest_sent)
+                landing = Landing(in_hand, evaluated, steps, self._level - cost, ahead, is_sparse)
+                stretch.landings.append((missed * share, landing))
+                left -= missed * share
         return left

@@ -95,7 +95,8 @@ class ReplicaApp:
         finally:
             await server.stop(0.0 if self._lost.done() else self._settings.drain_grace_s)
             if self._handler is not None:
-                get_logger().info("stopped", **self._handler.counters())
+                of_device = getattr(self._model, "counters", dict)()
+                get_logger().info("stopped", **self._handler.counters(), **of_device)
             if self._engine is not None:
                 self._engine.stop()
             await asyncio.to_thread(self._tracing.close)

@@ -1,15 +1,18 @@
 """A whole step on a device that is not the host's, as far as shapes, types and places go.
 
-Tensors on the meta device hold no numbers, but have shapes, types and a place: an operation that meets a tensor left on
-the host raises there as it would on a GPU.
+Tensors on the meta device hold no numbers, but have shapes, types and a place, and every operation is watched: one that
+meets a tensor left on the host would raise on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specdec.engine import attention, rotary_attention
 from specdec.engine.cuda import backend as backend_module
@@ -22,7 +25,18 @@ from tests.support.engine_models import ARCHITECTURES, model_class
 
 META = torch.device("meta")
 BATCH = RaggedBatch((Segment([1], 0, [5] * 9, 3), Segment([2], 30, [6], 1), Segment([3], 7, [8, 9], 0)))
-DECODES = RaggedBatch((Segment([1], 9, [5], 1), Segment([2], 31, [6], 1)))
+ALONE = RaggedBatch((Segment([1], 9, [5, 7, 8], 3),))
+COPIES = ("copy_", "_to_copy")
+
+
+class OnePlace(TorchDispatchMode):
+    """Fails on an operation, other than a copy, of tensors in two places; single numbers may come from anywhere."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__.split(".")[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        assert name in COPIES or len({tensor.device for tensor in tensors}) <= 1, f"{name} of tensors in two places"
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -40,7 +54,7 @@ def meta_model(architecture: str, dtype: torch.dtype) -> TransformersModel:
     with META:
         model = kind._from_config(kind.config_class(**entries), dtype=dtype, attn_implementation=attention.NAME)
     description = ModelDescription("", "", 288, 512, (), str(dtype), "meta", "")
-    backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=2)
+    backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=1)
     return TransformersModel(model.eval().requires_grad_(False), description, dtype, backend=backend)
 
 
@@ -49,7 +63,7 @@ def meta_model(architecture: str, dtype: torch.dtype) -> TransformersModel:
 def test_a_step_stays_on_its_device(architecture: str) -> None:
     """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
     device alone, calls torch's own varlen_attn as it wants to be called, and returns float32 logits of the rows asked
-    for. Conclusive: a tensor made on the host, a wrong type or shape raises.
+    for. Conclusive: a tensor made on the host, a wrong type or shape raises; that the watch would see it is tried.
     """
     model = meta_model(architecture, torch.bfloat16)
     backend = model.backend
@@ -61,9 +75,12 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
         backend._shapes = backend._shapes_for(512)
         for shape in backend._shapes:
             backend._fixed.reserve(shape)
-        for batch, count in ((BATCH, 4), (DECODES, 2)):
-            output = model.forward(batch)
+        for batch, count in ((BATCH, 4), (ALONE, 3)):
+            with OnePlace():
+                output = model.forward(batch)
             assert output.logits.shape == (count, 288)
             assert output.logits.dtype == torch.float32 and output.logits.device == META
         assert backend.graph_count > 0
     assert model.product_bytes > 0 and model.cache_bytes_per_position > 0
+    with OnePlace(), pytest.raises(AssertionError, match="two places"):
+        torch.empty(3, 2, device=META).index_select(0, torch.tensor([1]))

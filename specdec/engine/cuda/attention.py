@@ -28,7 +28,8 @@ class Way(Protocol):
 
     name: str
 
-    def prepare(self, storage: DeviceStorage, step: StepTensors) -> object: ...
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> object:
+        """What every layer's `attend` needs of a step."""
 
     def attend(
         self,

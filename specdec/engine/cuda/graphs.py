@@ -35,7 +35,8 @@ QUERY_MAX = 64  # most rows of one sequence in a graph of several: one tile of t
 class Captured(Protocol):
     """Something that runs again what it captured, on the same memory."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Once more."""
 
 
 class RepeatedCall:
@@ -51,10 +52,13 @@ def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Ca
     if device.type != "cuda":
         return RepeatedCall(function)
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile: only this thread's calls must be fit for capture.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        function()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    try:
+        # Other threads may use the device meanwhile: only this thread's calls must be fit for capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            function()
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own
     return graph
 
 

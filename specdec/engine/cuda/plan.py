@@ -116,7 +116,7 @@ class StepBuffer:
         return self._views(self._on_device, shape)
 
     def _make(self, word_count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and word_count > 0)
         return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
 
     def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int]:

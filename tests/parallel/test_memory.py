@@ -1,0 +1,35 @@
+"""How much memory a rank takes: measured on real processes, with the command that publishes the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.tensor_parallel import (
+    SHAPE,
+    TINY_SHAPE,
+    VOCABULARY_SIZE,
+    cache_bytes,
+    measure_memory,
+    write_model,
+)
+
+CONSTANT_MIB = 40  # shared memory, one weight being read and turned, and what libraries allocate on the way
+
+
+@pytest.mark.lengthy
+def test_a_rank_takes_its_share_of_memory(tmp_path: Path) -> None:
+    """Claim (issue 3, point 1): the peak of a rank is about 1/N of the weights plus a constant.
+
+    Conclusive: the kernel's own high-water mark, over everything from the first import on, less that of a rank of
+    a model of next to nothing; a rank that read the whole file at any time would be over by half of it.
+    """
+    folder = write_model(tmp_path / "model", SHAPE, torch.bfloat16)
+    tiny_folder = write_model(tmp_path / "tiny", TINY_SHAPE, torch.bfloat16)
+    weights = (folder / "model.safetensors").stat().st_size
+    output_layer = VOCABULARY_SIZE * SHAPE["hidden_size"] * 4  # kept in float32 beside the embedding
+    for figure, rank_count in zip(measure_memory(folder, tiny_folder, [2, 4]), (2, 4)):
+        share_mib = (weights + output_layer + cache_bytes()) / rank_count / 2**20
+        assert 0.8 * share_mib < figure.model_mib < share_mib + CONSTANT_MIB, figure

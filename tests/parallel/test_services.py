@@ -1,0 +1,114 @@
+"""A target of several ranks behind the real services, on one machine and on two."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from specdec.cli.processes import Child, start
+from specdec.config import ServeSettings, TargetSettings
+from specdec.v1 import target_service_pb2_grpc as target_grpc
+from specdec.v1 import types_pb2 as types_pb
+from tests.support.services import SHAPES, running
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+def listening_beyond_loopback(pid: int) -> list[str]:
+    """Local addresses of a process's listening TCP sockets that other machines could reach."""
+    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            address, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and f"socket:[{inode}]" in sockets and address.split(":")[0] not in LOOPBACK:
+                found.append(address)
+    return found
+
+
+def describe(address: str) -> types_pb.DescribeResponse:
+    """What a target says of itself."""
+    with grpc.insecure_channel(address) as channel:
+        return target_grpc.TargetServiceStub(channel).Describe(types_pb.DescribeRequest(), timeout=5)
+
+
+@pytest.mark.lengthy
+def test_on_and_off_say_the_same_text_over_ranks() -> None:
+    """Claim (reliability table): at a fixed tensor-parallel degree speculation changes no token.
+
+    Conclusive: the shipped pair with a target of two ranks; greedy and coupled, chains and trees against off.
+    """
+    prompts = list(heldout_prompts().values())[:2]
+    with running(TARGET_MODEL, DRAFT_MODEL, threads=1, target={"tensor_parallel_size": 2}) as services:
+        for prompt in prompts:
+            for sampling in ({"temperature": 0}, {"temperature": 1, "seed": 11}):
+                asked = {"prompt": prompt, "max_tokens": 40, **sampling}
+                expected = services.client.generate(**asked, speculative=SHAPES["off"])
+                assert expected.started.numerics.tensor_parallel_size == 2
+                for shape in ("chain", "tree"):
+                    outcome = services.client.generate(**asked, speculative=SHAPES[shape])
+                    assert outcome.comparable == expected.comparable, (shape, sampling)
+
+
+def test_two_machines_of_two_ranks_are_one_target(tiny_folder: Callable[..., Path]) -> None:
+    """Claim: `--nnodes 2` is started once on each machine, the first serves, all end together, and ranks listen on
+    the address they were given only.
+
+    Conclusive: two process trees that share nothing but loopback; the service says four ranks; listening sockets are
+    read from the kernel.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"model": str(tiny_folder("llama")), "tensor_parallel_size": 4, "nnodes": 2, "threads": 1, "port": 0}
+    machines: list[Child] = []
+    try:
+        for node_rank in (1, 0):
+            machines.append(start("target", TargetSettings(**common, node_rank=node_rank, master_port=port)))
+        follower, server = machines
+        assert describe(server.wait_ready()).numerics.tensor_parallel_size == 4
+        assert not listening_beyond_loopback(server.process.pid)
+        assert not listening_beyond_loopback(follower.process.pid)
+        server.ask_to_stop()
+        assert (server.process.wait(20), follower.process.wait(20)) == (0, 0)
+    finally:
+        for machine in machines:
+            machine.stop(0.0)
+
+
+def test_a_refusal_is_told_in_one_line(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Claim: what one rank cannot do ends the command with its reason, and leaves no rank behind."""
+    with start("target", TargetSettings(model=str(tiny_folder("llama")), tensor_parallel_size=3, port=0)) as child:
+        with pytest.raises(Exception, match="num_attention_heads is 4"):
+            child.wait_ready()
+        assert child.process.wait(5) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel_size": 3, "nnodes": 2, "master_port": 1}, "multiple of --nnodes 2"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "--master-port"),
+        ({"node_rank": 1}, "below --nnodes 1"),
+        ({"tensor_parallel_size": 2, "master_addr": "10.1.2.3"}, "--insecure-ranks"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(given: dict, said: str) -> None:
+    """Claim: ranks that cannot be placed, or would talk in the open, are refused before anything starts."""
+    with pytest.raises(ValueError, match=said):
+        TargetSettings(model="m", **given)
+    assert TargetSettings(model="m", tensor_parallel_size=2, master_addr="10.1.2.3", insecure_ranks=True)
+
+
+def test_serve_passes_the_ranks_on() -> None:
+    """Claim: `specdec serve -tp 2` splits its target, and shares the target's threads among the ranks."""
+    settings = ServeSettings(tensor_parallel_size=2)
+    assert settings.target_settings().tensor_parallel_size == 2
+    assert settings.target_settings().threads == max(1, settings.draft_settings().threads // 2)

@@ -1,0 +1,117 @@
+"""Collectors that are away, slow or silent: requests do not notice, and a service that is told to stop does stop."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.config import CoordinatorSettings
+from specdec.errors import ConfigError
+from specdec.telemetry.tracing import CLOSE_TIMEOUT_S, Tracing
+from tests.support.services import Outcome, Services, fixed, running
+from tests.support.traces import traced
+
+DRAIN_GRACE_S = 1.0
+START_AND_STOP_S = 6.0  # of a process on a busy machine, beside what is waited for here
+REQUEST_COUNT = 6
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """An endpoint where connections are refused."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[str]:
+    """An endpoint that accepts connections, reads nothing and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        for one in taken:
+            one.close()
+
+
+def ask(services: Services, index: int) -> Outcome:
+    speculative = fixed(3, draft_window=6, draft_wait_ms=50)
+    return services.client.generate([1, 2, 3], max_tokens=60, temperature=0.7, seed=index, speculative=speculative)
+
+
+@pytest.fixture(scope="module")
+def reference(table_models) -> list[tuple]:
+    """What the requests give where nothing is traced."""
+    with running(*table_models, threads=1) as services:
+        return [ask(services, index).comparable for index in range(REQUEST_COUNT)]
+
+
+@pytest.mark.parametrize("collector", [nobody, black_hole], ids=["absent", "black hole"])
+def test_a_collector_that_is_away_changes_nothing(table_models, reference: list[tuple], collector):
+    """Claim: with a collector that refuses or swallows everything, requests give the same texts to the last token, and
+    services that are told to stop end within their grace and the bound for the last spans, with exit code 0."""
+    with collector() as endpoint, traced(table_models, endpoint) as services:
+        outcomes = [ask(services, index) for index in range(REQUEST_COUNT)]
+        assert [outcome.comparable for outcome in outcomes] == reference
+        time.sleep(0.5)  # an export is under way now, and stuck
+        for child in (services.coordinator, services.draft, services.target):
+            assert child is not None
+            began_s = time.monotonic()
+            assert child.stop(grace_s=30) == 0
+            assert time.monotonic() - began_s < DRAIN_GRACE_S + CLOSE_TIMEOUT_S + START_AND_STOP_S
+
+
+def test_recording_never_blocks():
+    """Claim: with a silent collector and a full queue `record` still returns at once and keeps only the newest."""
+    from specdec.telemetry.spans import Span
+
+    with black_hole() as endpoint:
+        tracing = Tracing.open("test", endpoint, {})
+        span = Span("round", b"\x01" * 16, b"\x02" * 8, b"", 1.0, 2.0)
+        began_s = time.monotonic()
+        for _ in range(400):
+            tracing.record([span] * 100)  # more than twice what the queue holds
+        recorded_s = time.monotonic() - began_s
+        tracing.close()
+        assert recorded_s < 10.0, "40,000 spans at 25 µs each take one second; a blocked one would take ten"
+        assert time.monotonic() - began_s < recorded_s + CLOSE_TIMEOUT_S + 1.0
+        tracing.record([span])  # after the end: nowhere
+
+
+def test_what_the_environment_may_say():
+    """Claim: without an endpoint, or with the SDK disabled, nothing is on and the SDK is not asked; a protocol that is
+    not spoken is refused by name; settings refuse what is no endpoint."""
+    assert not Tracing.open("test", None, {}).is_on
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
+    assert not Tracing.open("test", None, {**endpoint, "OTEL_SDK_DISABLED": "true"}).is_on
+    assert not Tracing.open("test", None, {**endpoint, "OTEL_TRACES_EXPORTER": "none"}).is_on
+    with pytest.raises(ConfigError, match="http/protobuf"):
+        Tracing.open("test", None, {**endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+    for wrong in ("127.0.0.1:4317", "http://", "http://127.0.0.1:4318/v1/traces", "ftp://127.0.0.1"):
+        with pytest.raises(ValueError, match="http://HOST:PORT"):
+            CoordinatorSettings(target="127.0.0.1:1", tokenizer="x", otlp_traces_endpoint=wrong)
+
+
+def test_a_service_names_itself_unless_the_environment_does(monkeypatch: pytest.MonkeyPatch):
+    """Claim: the resource is the service with its host and process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say
+    otherwise, or more."""
+    from specdec.telemetry.sdk_spans import make_resource
+
+    ours = {"service.name": "specdec-target", "host.name": "node-1"}
+    assert make_resource(ours).attributes["service.name"] == "specdec-target"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=pod-7,deployment.environment=test")
+    said = make_resource(ours).attributes
+    assert (said["service.name"], said["host.name"], said["deployment.environment"]) == ("mine", "pod-7", "test")

@@ -1,0 +1,103 @@
+"""Network time without a common clock: other machines' clocks are 40 ms ahead, over emulated links of 10 ms one way.
+
+Two kinds of skew, because libfaketime disturbs what waits by a clock it fakes: the wall clock alone, under which
+everything works and all services send spans; and every clock a process can read, under which the replicas serve but
+their exporters do not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from bench.network.machines import Network, emulated
+from bench.otlp_receiver import Receiver
+from specdec.cli.processes import Child, arguments_of, start, wait_all_ready
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from tests.support.services import Client, fixed
+from tests.support.traces import CLIENT, SOON, ReadTrace, attributes, environment, trace_of
+
+ONE_WAY_MS, SKEW_MS, TOLERANCE_MS = 10.0, 40.0, 1.0
+ATTEMPT_COUNT = 3  # a busy machine only ever adds time: the best of some generations tells what is measured
+LIBRARIES = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+FAKED = {"LD_PRELOAD": str(LIBRARIES[0]) if LIBRARIES else "", "FAKETIME": f"+{SKEW_MS / 1000}"}
+WALL_CLOCK = {**FAKED, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+ALL_CLOCKS = FAKED
+
+pytestmark = pytest.mark.skipif(not LIBRARIES, reason="libfaketime is not installed (Debian: faketime)")
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Network]:
+    """Three machines; the links to the draft and to the target have the delay."""
+    with emulated({name: () for name in ("coordinator", "target", "draft")}, namespaces_allowed=False) as network:
+        network.set_delay("coordinator", "target", ONE_WAY_MS)
+        network.set_delay("coordinator", "draft", ONE_WAY_MS)
+        yield network
+
+
+def traces_of(models: tuple[Path, Path], link: Network, skew: Mapping[str, str]) -> list[ReadTrace]:
+    """Traces of generations by services whose replicas live under a skew."""
+    common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 0.5}
+    with Receiver() as receiver, environment(**SOON):
+        told = {**common, "otlp_traces_endpoint": receiver.endpoint}
+        replica = {**(told if skew is WALL_CLOCK else common), "threads": 1}
+        target = Child("target", arguments_of(TargetSettings(model=str(models[0]), **replica)), skew)
+        draft = Child("draft", arguments_of(DraftSettings(model=str(models[1]), **replica)), skew)
+        with target, draft:
+            wait_all_ready([target, draft])
+            reached = {
+                one.command: link.address_from("coordinator", one.command, one.address) for one in (target, draft)
+            }
+            settings = CoordinatorSettings(tokenizer=str(models[0]), speculation_policy="fixed", **reached, **told)
+            with start("coordinator", settings) as coordinator:
+                client = Client(coordinator.wait_ready())
+                asked = {"temperature": 0.7, "ignore_eos": True, "speculative": fixed(3, draft_wait_ms=60)}
+                outcomes = [client.generate([1, 2], max_tokens=60, seed=seed, **asked) for seed in range(ATTEMPT_COUNT)]
+                client.close()
+                return [trace_of(receiver, outcome) for outcome in outcomes]
+
+
+@pytest.fixture(scope="module", params=[WALL_CLOCK, ALL_CLOCKS], ids=["wall clock", "all clocks"])
+def traces(request: pytest.FixtureRequest, table_models, link: Network) -> list[ReadTrace]:
+    """Traces under either kind of skew."""
+    return traces_of(table_models, link, request.param)
+
+
+def check_measured(traces: list[ReadTrace], name: str, attribute: str, expected_ms: float) -> None:
+    """The median over a generation's hops is right, in the least disturbed of the generations."""
+    measured = [[attributes(span)[attribute] for span in trace.named(name, CLIENT)] for trace in traces]
+    medians = [median(values) for values in measured if values]
+    errors_ms = [abs(value - expected_ms) for value in medians]
+    assert min(errors_ms, default=0.0) < TOLERANCE_MS, f"{name} {attribute}: {medians}"
+    assert medians or name == "draft", "a draft that records nothing leaves nothing to record here"
+
+
+def test_network_time_is_right_although_the_clocks_are_not(traces: list[ReadTrace]):
+    """Claim: network time from four timestamps of two clocks is the emulated 20 ms there and back, within 1 ms in the
+    median, on both links."""
+    check_measured(traces, "verify", "specdec.link_network_ms", 2 * ONE_WAY_MS)
+    check_measured(traces, "draft", "specdec.link_network_ms", 2 * ONE_WAY_MS)
+    check_measured(traces, "verify", "specdec.network_ms", 2 * ONE_WAY_MS)
+
+
+def test_the_clocks_are_found_apart(traces: list[ReadTrace]):
+    """Claim: the offset that is estimated is the 40 ms that were set, on both links."""
+    check_measured(traces, "verify", "specdec.clock_offset_ms", SKEW_MS)
+    check_measured(traces, "draft", "specdec.clock_offset_ms", SKEW_MS)
+
+
+def test_the_spans_themselves_are_skewed(traces: list[ReadTrace]):
+    """Claim: the skew was real: the target's spans, where it sent any, begin 50 ms after the message left by their
+    clocks, of which the link explains 10."""
+    shown = [
+        (server.start_time_unix_nano - client.start_time_unix_nano) / 1e6
+        for trace in traces
+        for client in trace.named("verify", CLIENT)
+        for server in trace.children[client.span_id]
+    ]
+    assert not shown or median(shown) == pytest.approx(SKEW_MS + ONE_WAY_MS, abs=3 * TOLERANCE_MS)
