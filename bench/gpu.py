@@ -69,7 +69,7 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict:
         "weights": "random",
         "gb_per_s": limit,
         "checks": [asdict(check) for check in checks],
-        "steps": [asdict(step) for step in steps],
+        "steps": [asdict(step) | {"outside_ms": step.outside_ms, "ratio": step.ratio} for step in steps],
         "margins": margins,
     }
 

@@ -103,6 +103,7 @@ def margin_figures(model: TransformersModel) -> dict:
     """How far rows drift with the shape of the step, and how many positions of a random text are decided by less."""
     backend = model.backend
     assert isinstance(backend, DeviceBackend)
+    backend.with_graphs = True  # steps as they are served
     count = min(MARGIN_TEXT, model.description.positions_max - 8)
     prompt = random_ids(count + 8, model.description.vocabulary_size)
     text = open_text(model, backend.device, count + 8)

@@ -18,7 +18,7 @@ from specdec.engine.transformers_model import TransformersModel
 from specdec.protocol.types import Law, Rule
 
 STEPS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (8, 5))  # sequences, rows of each
-CONTEXT = 512  # positions before the rows
+CONTEXT = 480  # positions before the rows, which end within 512
 READS = 20
 FORWARDS = 8  # in a row, to time the forward alone
 

@@ -7,6 +7,7 @@ Jaeger's, so that what reads traces can be tried on a real connection; it is no 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +27,10 @@ IDS = ("traceId", "spanId", "parentSpanId")
 
 
 class Receiver(service_grpc.TraceServiceServicer):
-    """An OTLP collector on a free loopback port; spans stay in memory."""
+    """An OTLP collector on a free loopback port; spans stay in memory if they are to be kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_kept: bool = True) -> None:
+        self._is_kept = is_kept
         self.resource_spans: list[trace_pb.ResourceSpans] = []
         self._server = grpc.server(ThreadPoolExecutor(2))
         service_grpc.add_TraceServiceServicer_to_server(self, self._server)
@@ -36,7 +38,8 @@ class Receiver(service_grpc.TraceServiceServicer):
 
     def Export(self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext):  # noqa: N802
         """Takes one batch."""
-        self.resource_spans.extend(request.resource_spans)
+        if self._is_kept:
+            self.resource_spans.extend(request.resource_spans)
         return service_pb.ExportTraceServiceResponse()
 
     def __enter__(self) -> Receiver:
@@ -126,3 +129,17 @@ def with_hexadecimal_ids(value: Any) -> Any:
         if name in parsed:
             parsed[name] = json_format.ParseDict({"traceId": value[name]}, trace_pb.Span()).trace_id.hex()
     return parsed
+
+
+def main() -> int:
+    """A collector in a process of its own that throws everything away: prints its endpoint, ends with its standard
+    input."""
+    with Receiver(is_kept=False) as receiver:
+        print(receiver.endpoint, flush=True)
+        while sys.stdin.read(1):
+            pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

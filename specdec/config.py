@@ -88,7 +88,7 @@ class EngineSettings(Settings):
         None,
         LIMITS,
         "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.",
-        ge=1 << 16,
+        ge=1 << 12,
     )
     kv_cache_memory_share: float | None = setting(
         None,

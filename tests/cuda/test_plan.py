@@ -68,7 +68,7 @@ def test_a_shape_holds_what_fits_in_every_respect() -> None:
     assert not StepShape(4, 4, 4, 1, 99).holds(StepShape(3, 2, 3, 2, 99))
 
 
-@pytest.mark.parametrize("key_maxes, cells_max", [([131072], None), ([1024, 4096], 1 << 15)])
+@pytest.mark.parametrize("key_maxes, cells_max", [([131072], None), ([512, 2048], 1 << 15)])
 def test_the_shapes_cover_decodes_and_verifications_within_bounds(key_maxes: list[int], cells_max: int | None) -> None:
     """Claim: every decode of up to 64 short sequences and every verification of up to 8 rows of up to 8 sequences has
     a shape that wastes at most three of four rows; there are at most GRAPHS_MAX, the smallest first.

@@ -57,7 +57,9 @@ TABLE = (
         ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.fingerprint"),
         NETWORK_LIBRARIES + ("asyncio",),
     ),
-    Imports("specdec.telemetry", ("specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
+    Imports(
+        "specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES
+    ),
     Imports(
         "specdec.rpc",
         ("specdec.__version__", "specdec.errors", "specdec.config", "specdec.telemetry", "specdec.v1", *VALUES),
@@ -85,6 +87,7 @@ TABLE = (
             "specdec.rpc",
             "specdec.telemetry",
             "specdec.v1",
+            "specdec.settings",
             "specdec.engine.parallel.place",
             "coordinator.service",
             "draft_service.service",

@@ -90,3 +90,60 @@ def test_a_busy_stream_is_stamped_as_often_as_it_tells_something():
     assert [message.HasField("stamp") for message in busy] == [True, False, True, False]
     assert asker.received(busy[0], 14 * MS) == pytest.approx(0.007, abs=1e-6)
     assert asker.received(busy[1], 17 * MS) is None and asker.network_s == pytest.approx(0.007, abs=1e-6)
+
+
+WALL_SKEW_NS = 40_000_000  # the other side's wall clock is 40 ms ahead
+
+
+def told_apart(out_ms: int, back_ms: int) -> tuple[Stamps, int]:
+    """The asker's side after one exchange of two sides that tell wall time, and when the answer left by the peer's."""
+    asker = Stamps(lambda: 10**18)
+    answerer = Stamps(lambda: 10**18 + WALL_SKEW_NS - SKEW_NS)
+    exchange(asker, answerer, 1_000_000, out_ms, 250, back_ms)
+    return asker, (1 + out_ms + 250) * MS + SKEW_NS
+
+
+@pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10)])
+def test_the_wall_clocks_are_found_apart(out_ms: int, back_ms: int):
+    """Claim: the offset is the 40 ms the wall clocks differ by, wrong by half the network time at most, which is how
+    lopsided a link can be; the monotonic clocks are 5000 s apart and do not matter."""
+    asker, _ = told_apart(out_ms, back_ms)
+    error_s = (out_ms - back_ms) / 2 / 1000
+    assert asker.clock_offset_s == pytest.approx(0.040 + error_s, abs=2e-6)
+
+
+@pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10), (10, 0)])
+def test_a_moment_of_the_peer_is_never_placed_too_late(out_ms: int, back_ms: int):
+    """Claim: the earliest moment by our clock is at or before the true one, whatever the link's two ways take, and by
+    the network time at most: what begins there cannot begin after what it contains."""
+    asker, left_ns = told_apart(out_ms, back_ms)
+    true_ns = left_ns - SKEW_NS
+    earliest_ns = asker.earliest_own_ns(left_ns // 1000)
+    assert earliest_ns is not None and 0 <= true_ns - earliest_ns <= (out_ms + back_ms) * MS + 2000
+
+
+def test_the_quickest_of_the_last_exchanges_compares_the_clocks():
+    """Claim: one exchange held up on its way back does not move the offset, and one long ago does not count: clocks
+    part. The slow one alone would be wrong by 25 ms."""
+    asker, answerer = Stamps(lambda: 0), Stamps(lambda: WALL_SKEW_NS - SKEW_NS)
+    exchange(asker, answerer, 0, 5, 0, 5)
+    exchange(asker, answerer, 1000 * MS, 5, 0, 55)
+    assert asker.clock_offset_s == pytest.approx(0.040, abs=2e-6)
+    exchange(asker, answerer, 7000 * MS, 5, 0, 55)
+    assert asker.clock_offset_s == pytest.approx(0.015, abs=2e-6)
+
+
+def test_what_is_to_be_timed_is_stamped_at_once():
+    """Claim: a message within INTERVAL_NS of the last stamp carries one all the same when asked for, and only that one;
+    wall time goes with one stamp a second."""
+    stamps = Stamps(lambda: 10**18)
+    messages = [DraftRequest(items=[DraftRequestItem()]) for _ in range(4)]
+    for index, message in enumerate(messages):
+        if index == 2:
+            stamps.force()
+        stamps.stamp(message, 1000 + index)
+    assert [message.HasField("stamp") for message in messages] == [True, False, True, False]
+    assert [bool(message.stamp.wall_time_us) for message in messages] == [True, False, False, False]
+    later = DraftRequest()
+    stamps.stamp(later, 1000 + 1_000_000_000)
+    assert later.stamp.wall_time_us == (10**18 + 1000 + 1_000_000_000) // 1000

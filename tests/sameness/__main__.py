@@ -55,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = compared(asked, dtype, target, refusals, console)
         console.print(table_of(found, " ".join([f"{dtype}, {asked.threads} thread(s)", *asked.target])))
         tokens = sum(len(one.on.token_ids) for one in found)
+        cached, evictions = (sum(one.total(name) for one in found) for name in ("cached_prompt_tokens", "evictions"))
         console.print(
             f"{tokens} tokens with speculation and as many without in {time.monotonic() - began_s:.0f} s; "
-            f"{refusals['refused']} asked for again"
+            f"{cached} prompt tokens found in the cache, {evictions} evictions, {refusals['refused']} asked for again"
         )
         differing = [one for one in found if not one.is_same]
         for one in differing[:SHOWN_MAX]:

@@ -45,6 +45,10 @@ class Comparison:
     def accepted_count(self) -> int:
         return int(self.on.finished.statistics.num_accepted_draft_tokens)
 
+    def total(self, name: str) -> int:
+        """A count of the statistics, both generations together."""
+        return sum(int(getattr(one.finished.statistics, name)) for one in (self.on, self.off))
+
     def __str__(self) -> str:
         own = self.generation
         pairs = enumerate(itertools.zip_longest(self.on.token_ids, self.off.token_ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator import decode_loop
+from coordinator import decode_loop, rejection
 from coordinator.decode_loop import Generation
 from draft_service import drafter
 from draft_service.drafter import DraftedSession, Drafter
@@ -107,16 +107,16 @@ ROUNDS = (
     ),
     Bug("one draft token too many", Session, "_verify_now", ".draft_length_max)", ".draft_length_max + 1)"),
     Bug(
-        "the bonus token is skipped", decode_loop, "decide", "evidence.replacement_token_ids[-1]", "draft_token_ids[-1]"
+        "the bonus token is skipped", rejection, "decide", "evidence.replacement_token_ids[-1]", "draft_token_ids[-1]"
     ),
     Bug(
         "a rejected token is replaced by its neighbour's correction",
-        decode_loop,
+        rejection,
         "decide",
         "Verdict(index, evidence.replacement_token_ids[index],",
         "Verdict(index, evidence.replacement_token_ids[index + 1],",
     ),
-    Bug("the draws of the test share the noise of the replacement", Generation, "_decide", "Lane.ACCEPT", "Lane.NEXT"),
+    Bug("the draws of the test share the noise of the replacement", decode_loop, "conclude", "Lane.ACCEPT", "Lane.NEXT"),
     Bug(
         "rows are shifted by one",
         DraftTree,

@@ -75,6 +75,7 @@ class Client:
         prompt: str | Sequence[int],
         speculative: dict | None = None,
         resume: Sequence[int] | None = None,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingPolicy."""
@@ -82,6 +83,7 @@ class Client:
         request = pb.GenerateRequest(
             sampling=pb.SamplingPolicy(logit_bias=bias, **sampling),
             speculative=pb.SpeculativePolicy(**(speculative or {})),
+            cache_salt=cache_salt,
         )
         if isinstance(prompt, str):
             request.text = prompt

@@ -29,7 +29,7 @@ from specdec.engine.interface import RaggedBatch, StepOutput
 
 logger = logging.getLogger("specdec.engine")
 
-KEY_MAXES = (1024, 4096)  # where a step's cost grows with the room for keys, graphs have room for so many a sequence
+KEY_MAXES = (512, 2048)  # where a step's cost grows with the room for keys, graphs have room for so many a sequence
 KEY_CELLS_MAX = 1 << 15  # and for so many of all sequences
 
 

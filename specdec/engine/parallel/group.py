@@ -11,7 +11,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from specdec.errors import ConfigError, Mismatch
 
 JOIN_TIMEOUT_S = 600.0  # machines of one group may start minutes apart
 POLL_S = 0.2
+SECRET_BYTES = 16
 KINDS = ("commands", "pulses")
 Facts = Mapping[str, object]
 
@@ -98,12 +99,12 @@ def _open_store(place: RankPlace) -> torch.distributed.Store:
 
 def _accept_all(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
     """Rank 0: one connection of each kind from every other rank, by rank. Others have to name the store's secret."""
-    secret = secrets.token_bytes(16)
+    secret = secrets.token_bytes(SECRET_BYTES)
     found: dict[tuple[str, int], socket.socket] = {}
     ranks = range(1, place.rank_count)
     with listen(place.host) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        store.set("star", secret + str(listener.getsockname()[1]).encode())
+        store.set("star", f"{secret.hex()} {listener.getsockname()[1]}")
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while len(found) < len(KINDS) * len(ranks):
             place.check_coming()
@@ -136,13 +137,13 @@ def _name_of(connection: socket.socket, secret: bytes) -> tuple[str, int] | None
     return (KINDS[kind], int.from_bytes(data[-2:], "little")) if kind < len(KINDS) else None
 
 
-def _connect(place: RankPlace, store: torch.distributed.Store) -> dict[str, Sequence[socket.socket]]:
+def _connect(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
     """A follower: its two connections to rank 0."""
-    star = store.get("star")
-    secret, port = star[:16], int(star[16:])
-    connections = {}
+    stated, port = store.get("star").decode().split()
+    secret = bytes.fromhex(stated)
+    connections: dict[str, list[socket.socket]] = {}
     for index, kind in enumerate(KINDS):
-        connection = socket.create_connection((place.host.strip("[]"), port), timeout=JOIN_TIMEOUT_S)
+        connection = socket.create_connection((place.host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(secret + bytes([index]) + place.rank.to_bytes(2, "little"))
         connection.settimeout(None)

@@ -111,8 +111,12 @@ class NormParts:
 
 def norm_parts(base: nn.Module, split: Split) -> dict[str, NormParts]:
     """The norms of a split, by path, from a base model whose modules are not replaced yet."""
-    norms = {path: base.get_submodule(path) for path in split.normed}
-    return {path: NormParts(norm.get_parameter("weight"), float(norm.variance_epsilon)) for path, norm in norms.items()}  # type: ignore
+    found: dict[str, NormParts] = {}
+    for path in split.normed:
+        norm = base.get_submodule(path)
+        epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+        found[path] = NormParts(norm.get_parameter("weight"), epsilon)
+    return found
 
 
 def join_shares(base: nn.Module, split: Split, norms: Mapping[str, NormParts], exchange: Exchange) -> None:

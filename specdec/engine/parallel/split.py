@@ -113,7 +113,7 @@ def plan_split(name: str, model: transformers.PreTrainedModel, rank: int, rank_c
             summed.append(path)
         elif module._parameters.get("bias") is not None:
             cuts[f"{full}.bias"] = Cut(0, cut.ranges, cut.size)
-    vocabulary = share.vocabulary(len(model.get_input_embeddings().weight))
+    vocabulary = share.vocabulary(len(model.get_input_embeddings().get_parameter("weight")))
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         path = next(path for path, each in model.named_modules() if each is module)
         cuts.update({f"{path}.{kind}": vocabulary for kind, each in module.named_parameters() if each is not None})
@@ -130,12 +130,11 @@ def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
         if not hasattr(module, "layer_idx") or not hasattr(module, "config"):
             continue
         if hasattr(module, "split_size"):  # GPT-2: the width of queries, keys and values each
-            module.split_size //= rank_count
+            vars(module).update(split_size=int(module.split_size) // rank_count)  # type: ignore[arg-type]
         if hasattr(module, "qkv_proj"):  # Phi-3: counts heads by its config and its own attribute
             own = type(config).from_dict(config.to_dict() | {QUERY: heads // rank_count})
             own._attn_implementation = config._attn_implementation
-            module.config = own
-            module.num_key_value_heads = max(1, key_heads // rank_count)
+            vars(module).update(config=own, num_key_value_heads=max(1, key_heads // rank_count))
 
 
 def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -148,9 +147,9 @@ def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[s
     if not plan:
         raise ModelRefused(f"{name}: {class_name} has no tensor-parallel plan, so it cannot be split over ranks")
     patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): style for key, style in plan.items()}
-    for pattern, style in plan.items():
+    for key, style in plan.items():
         if style not in (*CUT, *WHOLE):
-            raise ModelRefused(f"{name}: its plan asks for {style!r} at {pattern}, which ranks cannot do yet")
+            raise ModelRefused(f"{name}: its plan asks for {style!r} at {key}, which ranks cannot do yet")
     for path, module in model.base_model.named_modules():
         for pattern, style in patterns.items():
             if style in CUT and pattern.fullmatch(path):
