@@ -1,9 +1,9 @@
 """Which sessions of a target have room in its cache, who waits for room, and who gives way.
 
 A session takes blocks as it grows. When there are none left the youngest gives its own to an older one and is opened
-again later, from the tokens that the replica holds: nobody else notices. Who finds no room waits with what it holds. Committed prefixes are published, so a session
-that begins as another did, or as itself before it was evicted, starts with what is still there. Runs on the engine
-thread; what is computed is decided elsewhere.
+again later, from the tokens that the replica holds: nobody else notices. Who finds no room waits with what it holds.
+Committed prefixes are published, so a session that begins as another did, or as itself before it was evicted, starts
+with what is still there. Runs on the engine thread; what is computed is decided elsewhere.
 
 Rules, from which it follows that every session ends, whatever others do:
 1. Room is taken from younger sessions only. So the oldest of all goes on, and each session is the oldest some day:

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "ceiling": ("bench.ceiling", "The cost model beside an event simulation."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),
+    "prefix": ("bench.prefix", "Time to the first token of prompts that are cached, and of those that are not."),
     "tracing": ("bench.tracing", "What tracing costs at 1 % and 100 %, and the spans of 10 to 2,000 rounds."),
     "demo": ("bench.demo", "Three generations, on against off."),
 }

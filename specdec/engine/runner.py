@@ -40,10 +40,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What forwards left: per piece an error or None and its logits; `together` is all logits where none failed."""
+    """What forwards left: per piece an error or None, its logits, and whether all it computed is finite.
+
+    `together` is all logits where one forward ran all pieces. On a GPU reading a flag waits for the forward.
+    """
 
     outcomes: list[object]
     logits: list[torch.Tensor | None]  # each [logit_count, vocab] float32
+    is_finite: Sequence[bool]
     together: torch.Tensor | None  # [sum of logit counts, vocab] float32
 
 
@@ -97,10 +101,11 @@ class StepRunner:
             if len(pieces) == 1:
                 logger.exception("the forward of one request failed")
                 self._scrub(pieces[0])
-                return Computed([_as_specdec_error(error)], [None], None)
+                return Computed([_as_specdec_error(error)], [None], [True], None)
             logger.warning("a step of %d requests failed (%s); repeating them one by one", len(pieces), error)
         alone = [self._forward([piece]) for piece in pieces]
-        return Computed([one.outcomes[0] for one in alone], [one.logits[0] for one in alone], None)
+        flags = [one.is_finite[0] for one in alone]
+        return Computed([one.outcomes[0] for one in alone], [one.logits[0] for one in alone], flags, None)
 
     def _forward_together(self, pieces: list[Piece]) -> Computed:
         for piece in pieces:
@@ -108,29 +113,34 @@ class StepRunner:
         segments = tuple(Segment(p.table.block_ids, p.start, p.token_ids, p.logit_count) for p in pieces)
         output = self._model.forward(RaggedBatch(segments))
         split = output.logits.split([piece.logit_count for piece in pieces])
-        outcomes: list[object] = []
-        logits: list[torch.Tensor | None] = []
-        for piece, is_finite, its_logits in zip(pieces, output.is_finite, split):
-            outcomes.append(None if is_finite else self._not_finite(piece))
-            logits.append(its_logits if is_finite and piece.logit_count else None)
-        return Computed(outcomes, logits, output.logits if all(output.is_finite) else None)
+        logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
+        return Computed([None] * len(pieces), logits, output.is_finite, output.logits)
 
     def _judge(self, pieces: list[Piece], computed: Computed) -> list[object]:
-        """The outcomes: for every piece with logits its evidence, or the error of making it."""
-        outcomes = list(computed.outcomes)
+        """The outcomes: for every piece with logits its evidence, or the error of making it.
+
+        Evidence is made before anything is known to be finite: knowing waits for the device, which evidence does at
+        its end anyway.
+        """
         asked = {index: logits for index, logits in enumerate(computed.logits) if logits is not None}
-        if not asked:
-            return outcomes
+        results: dict[int, object] = {}
         try:
-            together = torch.cat(list(asked.values())) if computed.together is None else computed.together
-            results = self._evidence_of([pieces[index] for index in asked], together)
+            if asked:
+                together = torch.cat(list(asked.values())) if computed.together is None else computed.together
+                results = dict(zip(asked, self._evidence_of([pieces[index] for index in asked], together)))
         except Exception as error:
             logger.warning("evidence for %d requests failed (%s); repeating it one by one", len(asked), error)
-            results = [self._evidence_alone(pieces[index], logits) for index, logits in asked.items()]
-        for index, result in zip(asked, results):
-            outcomes[index] = result
-            if isinstance(result, SpecdecError):
-                self._scrub(pieces[index])
+            results = {i: self._evidence_alone(pieces[i], asked[i]) for i in asked if computed.is_finite[i]}
+        outcomes = list(computed.outcomes)
+        for index, piece in enumerate(pieces):
+            if outcomes[index] is not None:
+                continue
+            if not computed.is_finite[index]:
+                outcomes[index] = self._not_finite(piece)
+                continue
+            outcomes[index] = results.get(index)
+            if isinstance(outcomes[index], SpecdecError):
+                self._scrub(piece)
         return outcomes
 
     def _evidence_of(self, pieces: list[Piece], logits: torch.Tensor) -> list[object]:

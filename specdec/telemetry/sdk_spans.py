@@ -103,6 +103,10 @@ def make_resource(attributes: Mapping[str, AttributeValue]) -> Resource:
     return OwnResource(Resource.create(attributes).merge(OTELResourceDetector().detect()))
 
 
-def make_processor(endpoint: str | None, queue_span_count_max: int | None) -> BatchSpanProcessor:
-    """The queue and its thread, sending to `endpoint` or where the environment says. None: as it says, too."""
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint), max_queue_size=queue_span_count_max)
+def make_processor(endpoint: str | None, queue_max: int | None, batch_max: int | None) -> BatchSpanProcessor:
+    """The queue and its thread, sending to `endpoint` or where the environment says. None: as it says, too.
+
+    `queue_max` and `batch_max` are spans that wait, and spans in one message.
+    """
+    exporter = OTLPSpanExporter(endpoint=endpoint)
+    return BatchSpanProcessor(exporter, max_queue_size=queue_max, max_export_batch_size=batch_max)

@@ -33,7 +33,8 @@ CLOSE_TIMEOUT_S = 2.0  # for the last batch: a service that is told to stop does
 WARNING_INTERVAL_S = 60.0
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-QUEUE_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE"
+BATCH_SPAN_COUNT_MAX = 256  # collectors take 4 MiB a message; a segment with all its rounds and notes takes 14 KB
+QUEUE_VARIABLE, BATCH_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,10 @@ class Tracing:
         from specdec.telemetry.sdk_spans import make_processor, make_resource, make_sampler
 
         _hear_the_sdk()
-        queue_span_count_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
+        queue = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
+        batch = None if environment.get(BATCH_VARIABLE) else BATCH_SPAN_COUNT_MAX
         resource = make_resource({"service.name": f"specdec-{service}", **_about_this_process()})
-        return Tracing(Sending(make_processor(endpoint, queue_span_count_max), make_sampler(), resource))
+        return Tracing(Sending(make_processor(endpoint, queue, batch), make_sampler(), resource))
 
     def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
         """Whether the trace of a new request is recorded, as OTEL_TRACES_SAMPLER says; `caller`: its own context."""

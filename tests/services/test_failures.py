@@ -144,31 +144,6 @@ def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
     target.stop()
 
 
-def test_a_full_cache_is_resource_exhausted_with_retry_info(table_models: tuple[Path, Path]):
-    """Claim: blocks for prompt and max_tokens are reserved at admission; what does not fit is refused at once with
-    RetryInfo, what runs is not disturbed, and afterwards there is room again."""
-    block_bytes = 16 * 8
-    with running(*table_models, threads=1, kv_cache_bytes=512 * block_bytes, block_size=16) as services:
-        client = services.client
-        asked = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}
-        expected = client.generate(PROMPT, **asked).comparable
-        running_calls = [client.stub.Generate(client.request(PROMPT, **asked), timeout=60) for _ in range(24)]
-        outcomes, refused = [], 0
-        for call in running_calls:
-            outcome = Outcome()
-            try:
-                for response in call:
-                    client.take(outcome, response)
-                outcomes.append(outcome.comparable)
-            except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert b"RetryInfo" in dict(error.trailing_metadata())["grpc-status-details-bin"]
-                refused += 1
-        assert refused > 0 and len(outcomes) >= 8
-        assert all(outcome == expected for outcome in outcomes)
-        assert client.generate(PROMPT, **asked).comparable == expected
-
-
 def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[Path, Path]):
     """Claim (design section 8): a draft whose context is too short drafts as far as it goes, or not at all; the text is
     the target's, and the draft is not asked again and again: what goes over its link is bounded."""

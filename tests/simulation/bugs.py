@@ -106,9 +106,7 @@ ROUNDS = (
         "tuple(committed[starts[-1] + 1 :]) or tuple(committed[-1:])",
     ),
     Bug("one draft token too many", Session, "_verify_now", ".draft_length_max)", ".draft_length_max + 1)"),
-    Bug(
-        "the bonus token is skipped", rejection, "decide", "evidence.replacement_token_ids[-1]", "draft_token_ids[-1]"
-    ),
+    Bug("the bonus token is skipped", rejection, "decide", "evidence.replacement_token_ids[-1]", "draft_token_ids[-1]"),
     Bug(
         "a rejected token is replaced by its neighbour's correction",
         rejection,
@@ -116,7 +114,13 @@ ROUNDS = (
         "Verdict(index, evidence.replacement_token_ids[index],",
         "Verdict(index, evidence.replacement_token_ids[index + 1],",
     ),
-    Bug("the draws of the test share the noise of the replacement", decode_loop, "conclude", "Lane.ACCEPT", "Lane.NEXT"),
+    Bug(
+        "the draws of the test share the noise of the replacement",
+        decode_loop,
+        "conclude",
+        "Lane.ACCEPT",
+        "Lane.NEXT",
+    ),
     Bug(
         "rows are shifted by one",
         DraftTree,

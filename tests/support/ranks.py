@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from specdec.engine.parallel.group import Ending
+from specdec.engine.parallel.group import Bounds, Ending
 from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
 from specdec.engine.parallel.share import LeaderModel
 
 HOST = "127.0.0.1"
+PATIENT = Bounds(silence_s=60.0, exchange_s=60.0)  # tests of numbers also run beside others on busy machines
 
 
 class Followers:
@@ -30,6 +31,7 @@ class Followers:
     def lead(self, folder: Path, rank_count: int, dtype: str = "float32") -> LeaderModel:
         """The model of `folder` over so many ranks, led by this process; the one led before is closed."""
         self.close_model()
+        self._processes = [process for process in self._processes if process.poll() is None]
         while len(self._processes) < rank_count - 1:
             command = [sys.executable, "-m", "tests.support.ranks"]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True))
@@ -38,7 +40,7 @@ class Followers:
         for rank, process in enumerate(self._processes[: rank_count - 1], 1):
             print(json.dumps([str(folder), dtype, rank, rank_count, port]), file=process.stdin, flush=True)
         place = RankPlace(0, rank_count, HOST, port, listener, check_coming=self.check_running)
-        ending = Ending(lambda loss: None, exit_grace_s=None)
+        ending = Ending(lambda loss: None, PATIENT, exit_grace_s=None)
         self._led = load_leader(ModelSource(str(folder), dtype), place, ending, lambda what, share: None)
         return self._led
 
@@ -66,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         folder, dtype, rank, rank_count, port = json.loads(line)
-        run_follower(ModelSource(folder, dtype), RankPlace(rank, rank_count, HOST, port))
+        run_follower(ModelSource(folder, dtype), RankPlace(rank, rank_count, HOST, port), PATIENT)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import torch
 import torch.distributed
 
 STARTING_PATIENCE_S = 120.0  # ranks load and measure their kernels at different speeds
-PATIENCE_S = 2.0  # of one exchange while serving: a rank that computes on later than this hangs
 
 
 class Exchange(Protocol):

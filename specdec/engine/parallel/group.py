@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,10 +34,22 @@ Facts = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long a rank may be silent, and late at an exchange, once all have taken a step.
+
+    A stall under a second ends nothing; three seconds after a freeze all ranks are gone.
+    """
+
+    silence_s: float = 1.3
+    exchange_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
-    """What a rank does at the end of all ranks: see `Watch`."""
+    """When a rank gives the others up, and what it does at the end of all ranks: see `Watch`."""
 
     on_lost: OnLost
+    bounds: Bounds = field(default_factory=Bounds)
     exit_grace_s: float | None = 0.0
     on_stop_asked: Callable[[], None] = lambda: None
 
@@ -50,8 +62,14 @@ class RankGroup:
     store: torch.distributed.Store
     exchange: Exchange
     watch: Watch
+    bounds: Bounds
     sender: CommandSender | None
     receiver: CommandReceiver | None
+
+    def tighten(self) -> None:
+        """All ranks have taken a step: from here on the bounds hold."""
+        self.exchange.set_patience(self.bounds.exchange_s)
+        self.watch.tighten(self.bounds.silence_s)
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -78,7 +96,8 @@ def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) 
         raise
     commands = connections["commands"]
     sender = CommandSender(commands) if place.rank == 0 else None
-    return RankGroup(place, store, exchange, watch, sender, None if sender else CommandReceiver(commands[0]))
+    receiver = None if sender else CommandReceiver(commands[0])
+    return RankGroup(place, store, exchange, watch, ending.bounds, sender, receiver)
 
 
 def _open_store(place: RankPlace) -> torch.distributed.Store:

@@ -19,7 +19,7 @@ import transformers
 
 from specdec.engine.architectures import check_proven
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
-from specdec.engine.parallel.group import Ending, RankGroup, join
+from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_share
 from specdec.engine.parallel.watch import EXIT_CODE, Loss
@@ -27,6 +27,8 @@ from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.errors import ModelRefused, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
+
+SERVING = Bounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,13 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
         raise
 
 
-def run_follower(source: ModelSource, place: RankPlace) -> None:
+def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING) -> None:
     """Any other rank: returns when rank 0 has ended in peace. The process ends with EXIT_CODE when a rank is lost.
 
     The first SIGTERM or SIGINT asks rank 0 to end in peace, the second is as usual. Main thread only.
     """
     folder = _checked_folder(source, place)
-    ending = Ending(lambda loss: _end_frozen(loss, place.parent_pid))
+    ending = Ending(lambda loss: _end_frozen(loss, place.parent_pid), bounds)
     group = join(place, _facts(source, folder), ending, source.is_cuda)
     _ask_on_signal(group)
     try:

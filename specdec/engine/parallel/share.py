@@ -17,7 +17,7 @@ from specdec.engine.cpu_backend import Families
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
-from specdec.engine.parallel.exchange import PATIENCE_S, Exchange
+from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import NormParts, SplitOutput, join_shares, norm_parts
 from specdec.engine.parallel.split import Split, fit_attention, plan_split
@@ -149,8 +149,7 @@ class LeaderModel:
         except BaseException as error:
             self._group.watch.fail(0, error)
             raise
-        self._group.exchange.set_patience(PATIENCE_S)
-        self._group.watch.tighten()
+        self._group.tighten()
         return output
 
     def close(self) -> None:
@@ -174,8 +173,7 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
                     storage = _allocate(model, block_count, block_size)
                 case Step(batch):
                     model.forward(batch)
-                    group.exchange.set_patience(PATIENCE_S)
-                    group.watch.tighten()
+                    group.tighten()
                 case CopyBlock(source, destination) if storage:
                     storage.copy_block(source, destination)
                 case Scrub(block_id, start, end) if storage:

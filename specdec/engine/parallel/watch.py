@@ -21,7 +21,6 @@ logger = logging.getLogger("specdec.engine")
 
 PULSE_S = 0.2
 STARTING_SILENCE_S_MAX = 30.0  # loading libraries and weights may keep every thread of a process waiting
-SILENCE_S_MAX = 1.3  # a stall under a second ends nothing; three seconds after a freeze all ranks are gone
 EXIT_CODE = 3
 SENTENCE_BYTES_MAX = 1000
 PULSE, STOP_ASKED, SENTENCE = b".", b"t", b"!"  # what is said: all is well; let us end in peace; my last words
@@ -98,9 +97,9 @@ class Watch:
         if loss is not None:
             raise ReplicaUnavailable(loss.reason)
 
-    def tighten(self) -> None:
-        """From here on a rank may be silent for SILENCE_S_MAX only: all have loaded."""
-        self._silence_s_max = SILENCE_S_MAX
+    def tighten(self, silence_s_max: float) -> None:
+        """From here on a rank may be silent for so long only: all have loaded."""
+        self._silence_s_max = silence_s_max
 
     def fail(self, rank: int, error: BaseException) -> None:
         """This rank cannot go on: tells the others why, and ends like them."""
