@@ -138,8 +138,8 @@ def cost(block_count: int, stream_count: int, max_tokens: int) -> dict[str, list
 def told_us() -> float:
     """What the trace of a sampled generation adds to a round, in microseconds: the quickest of some loops with it, less
     the quickest without."""
-    with Receiver(is_kept=False) as receiver:
-        tracing = Tracing.open("bench", receiver.endpoint, {})
+    with collector() as endpoint:
+        tracing = Tracing.open("bench", endpoint, {})
         context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=True)
         plain_s = min(told_s(GenerationTrace(context, "")) for _ in range(TRY_COUNT))
         traced_s = min(told_s(RequestTrace(tracing, context, "", b"")) for _ in range(TRY_COUNT))

@@ -32,6 +32,7 @@ from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
 from specdec.protocol.tree import Place
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, TokenKind
+from specdec.rpc.stamps import Stamps
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.spans import SPAN_ID_BYTES, AttributeValue, Span, SpanEvent, SpanKind, derived_span_id
 from specdec.telemetry.tracing import Tracing
@@ -169,7 +170,7 @@ class RequestTrace(GenerationTrace):
     def _record_round(self, phase: Phase, round_id: bytes, row: RoundRow, link: Link) -> None:
         """A round in detail, and its verification as this side saw it."""
         assert self._sent_s is not None
-        attributes = {**hop_attributes(row, self._answered_s - self._sent_s), **link_attributes(link.stamps)}
+        attributes = hop_attributes(row, self._answered_s - self._sent_s, link.stamps)
         self._record(self._verification(round_id, self._answered_s, attributes))
         if round_id != phase.span_id:
             links = self._drafting.links(int(row.accepted_count), self.context.trace_id)
@@ -270,7 +271,8 @@ def round_times(
 ) -> tuple[float, float, float, float, float, float]:
     """Where a round's time went, as RoundRow has it; the six add up to the round.
 
-    Network time is (t3 - t0) - (t2 - t1): the round trip by this clock, less the stay at the target by its own.
+    Network time is (t3 - t0) - (t2 - t1), the round trip by this clock less the stay at the target by its own, and so
+    with what both processes take to hand the messages on.
     """
     forward_s, evidence_s = answer.forward_us / 1e6, answer.evidence_us / 1e6
     server_s = min(round_trip_s, (answer.server_us or answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6)
@@ -279,12 +281,17 @@ def round_times(
     return waited_s, round_trip_s - server_s, queue_s, forward_s, evidence_s, rule_s
 
 
-def hop_attributes(row: RoundRow, round_trip_s: float) -> dict[str, AttributeValue]:
-    """The hop of one verification, in milliseconds."""
+def hop_attributes(row: RoundRow, round_trip_s: float, stamps: Stamps) -> dict[str, AttributeValue]:
+    """The hop of one verification, in milliseconds: the round trip is the stay at the target, the network by the stamps
+    of the messages, and the rest, which both processes took to hand the messages on."""
+    away_s = row.network_s
+    network_s = away_s if stamps.network_s is None else min(away_s, stamps.network_s)
     return {
+        **link_attributes(stamps),
         "specdec.round": int(row.round_index),
         "specdec.offered": int(row.offered_count),
         "specdec.round_trip_ms": round(1000 * round_trip_s, 4),
-        "specdec.server_ms": round(1000 * (round_trip_s - row.network_s), 4),
-        "specdec.network_ms": round(1000 * row.network_s, 4),
+        "specdec.server_ms": round(1000 * (round_trip_s - away_s), 4),
+        "specdec.network_ms": round(1000 * network_s, 4),
+        "specdec.handling_ms": round(1000 * (away_s - network_s), 4),
     }

@@ -91,7 +91,7 @@ def link_attributes(stamps: Stamps) -> dict[str, AttributeValue]:
     """What the stamps of a link tell: network time of its last exchange, and how the clocks stand."""
     said: dict[str, AttributeValue] = {}
     if stamps.network_s is not None:
-        said["specdec.link_network_ms"] = round(1000 * stamps.network_s, 4)
+        said["specdec.network_ms"] = round(1000 * stamps.network_s, 4)
     if (offset_s := stamps.clock_offset_s) is not None:
         said["specdec.clock_offset_ms"] = round(1000 * offset_s, 4)
     return said

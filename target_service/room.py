@@ -8,8 +8,9 @@ with what is still there. Runs on the engine thread; what is computed is decided
 Rules, from which it follows that every session ends, whatever others do:
 1. Room is taken from younger sessions only. So the oldest of all goes on, and each session is the oldest some day:
    those that wait go on in order of age, and while any waits nobody new is taken in.
-2. A session that was taken in, or opened again, has room for RUN_POSITIONS more and gives way to nobody until it used
-   them up, or asked for nothing during IDLE_S. An older one that needs room meanwhile waits.
+2. A session that was taken in, or opened again, has room for a run: so many positions more that feeding it was worth
+   it. It gives way to nobody until it used them up, or asked for nothing during IDLE_S. An older one that needs room
+   meanwhile waits.
 3. A session that needs more than the whole cache is refused when it is opened, so one alone always has room.
 """
 
@@ -28,8 +29,14 @@ from specdec.protocol.types import Description
 from specdec.replica.sessions import HeldSession, HeldSessions, Lane
 from specdec.telemetry.logs import get_logger
 
-RUN_POSITIONS = 64  # a run: worth the prompt that was fed for it, and a block or a few
+RUN_POSITIONS = 64  # of a run, at least
+RUN_SHARE = 0.25  # of what was fed, at least: a token of a prompt takes a tenth of a decode, so most of the time is use
 IDLE_S = 0.25  # many times what a coordinator needs to ask again, and a pause no reader notices
+
+
+def run_end(length: int, table: BlockTable) -> int:
+    """Where the run of a session ends that is about to feed `length` tokens."""
+    return min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), table.capacity)
 
 
 @dataclass(slots=True)
@@ -124,10 +131,17 @@ class GrowingSessions(HeldSessions):
             sessions = list(self._sessions.values())
             younger = [other for other in sessions[sessions.index(held) + 1 :] if other.lanes[0].table.block_ids]
             evictable = [other for other in younger if not self._is_running(other)]
-            if not evictable:
+            if not evictable or not self._would_fit(lane, evictable):
                 return False
             self._evict(evictable[-1])
         return True
+
+    def _would_fit(self, lane: Lane, evictable: list[GrowingSession]) -> bool:
+        """Whether so many sessions giving way would be enough, were nothing shared."""
+        cache, table = self.engine.cache, lane.table
+        end = len(lane.fed) if table.block_ids else run_end(len(lane.fed), table)
+        freed_count = sum(len(other.lanes[0].table.block_ids) for other in evictable)
+        return cache.blocks_for(end) - len(table.block_ids) <= cache.free_block_count + freed_count
 
     def _reopen(self, held: GrowingSession, lane: Lane) -> bool:
         """Gives an evicted session room again. It looks again only once more blocks are free than when it last did."""
@@ -149,11 +163,11 @@ class GrowingSessions(HeldSessions):
         length = len(work.wanted)
         found = cache.adopt(table, work.wanted) if self._shares_prefixes else 0
         cache.truncate(table, min(found, length - work.logit_count))
-        if not self._grow(table, min(length + RUN_POSITIONS, table.capacity)):
+        held.run_end = run_end(length, table)
+        if not self._grow(table, held.run_end):
             cache.vacate(table)
             return False
         lane.agreed = 0  # what was found is compared with the session's tokens like anything else
-        held.run_end = length + RUN_POSITIONS
         if self._shares_prefixes:
             self.counters.prefix_query_tokens += length
             self.counters.prefix_hit_tokens += table.length

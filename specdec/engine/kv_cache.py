@@ -154,9 +154,11 @@ class KVCache:
         if not table.length <= end <= table.capacity:
             raise ValueError(f"end is {end}; it must be from the length {table.length} to {table.capacity}")
         first, last = table.length // self.block_size, self.blocks_for(end)
-        shared = [block_id for block_id in table.block_ids[first:last] if self._holders[block_id] > 1]
-        unpaid_count = sum(block_id not in self._promised for block_id in shared)
-        table.block_ids += self._take(max(0, last - len(table.block_ids)), spare=unpaid_count)
+        written = table.block_ids[first:last]
+        shared = [block_id for block_id in written if self._holders[block_id] > 1]
+        if shared or len(written) < last - first:
+            unpaid_count = len([block_id for block_id in shared if block_id not in self._promised])
+            table.block_ids += self._take(max(0, last - len(table.block_ids)), spare=unpaid_count)
         for index in range(first, last):
             if self._holders[table.block_ids[index]] > 1:
                 self._copy_on_write(table, index)
@@ -227,8 +229,7 @@ class KVCache:
         assert ZERO_BLOCK not in free | self._kept.keys() and counted[ZERO_BLOCK] == 0, "invariant 1: zero block"
         assert free.isdisjoint(held), f"invariant 1: blocks {sorted(free.intersection(held))} are free and held"
         assert self._kept.keys().isdisjoint(free.union(held)), "invariant 1: a kept block is free or held"
-        known_count = len(free) + len(self._kept) + len(set(held))
-        assert known_count == self.block_count - 1, "invariant 1: a block is lost"
+        assert len(free) + len(self._kept) + len(set(held)) == self.block_count - 1, "invariant 1: a block is lost"
         assert counted == self._holders, "invariant 2: holder counts differ from the tables"
         for table in self._tables:
             assert len(set(table.block_ids)) == len(table.block_ids), f"invariant 3: {table!r} names a block twice"

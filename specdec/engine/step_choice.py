@@ -23,17 +23,19 @@ def choose(feeds: Sequence[Feed], chunk_size: int, rows_max: int, is_decoding: b
     `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: there are sequences past their
     prompt, which may ask for a decode while this step runs; then prompts have a chunk in it and no more.
     """
-    prompts = [feed for feed in feeds if feed.context_count]
+    prompts: list[Feed] = []
+    decodes: list[Feed] = []
+    for feed in feeds:
+        (prompts if feed.context_count else decodes).append(feed)
     share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # of the oldest, always
     chosen: list[tuple[Feed, Piece]] = []
     row_count = 0
-    for feed in feeds:
-        if feed.context_count:
-            continue
-        if chosen and row_count + feed.row_count > rows_max - share:
+    for feed in decodes:
+        rows = feed.row_count
+        if chosen and row_count + rows > rows_max - share:
             break
-        row_count += feed.row_count
-        chosen.append((feed, feed.piece(chunk_size, feed.row_count)))
+        row_count += rows
+        chosen.append((feed, feed.piece(chunk_size, rows)))
     left = min(rows_max - row_count, chunk_size if is_decoding or chosen else rows_max)
     left = max(left, share)
     for feed in prompts:

@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.harness import TARGET_MODEL, heldout_prompts
+from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
 from specdec.engine.parallel.shared_memory import SLOT_BYTES, SharedExchange
 from tests.support.engine_models import ARCHITECTURES, Driver, random_tokens
@@ -129,3 +131,38 @@ def test_parts_larger_than_a_slot_travel_in_pieces(followers: Followers, tiny_fo
     together = driver.feed(tables[0], token_ids)
     apart = torch.cat([driver.feed(tables[1], token_ids[start : start + 40]) for start in range(0, 400, 40)])
     assert torch.equal(together, apart)
+
+
+def test_a_bad_batch_costs_that_batch_only(followers: Followers, tiny_folder: Callable[..., Path]) -> None:
+    """Claim: what cannot be run is refused on rank 0 before the others hear of it; the ranks stay in step.
+
+    Conclusive: each kind of fault once, then a good step, which hangs or differs where ranks are at different places.
+    """
+    led = followers.lead(tiny_folder("llama"), 2)
+    driver = Driver(led, 8, 16)
+    table = driver.open(32)
+    expected = driver.feed(table, [1, 2, 3])
+    good = table.block_ids
+    for segment in (
+        Segment([99], 0, [1], 1),
+        Segment(good, 0, [100000], 1),
+        Segment(good, 0, [-1], 1),
+        Segment(good[:1], 15, [1, 2], 1),
+        Segment(good, 0, [1], 2),
+    ):
+        with pytest.raises(ValueError):
+            led.forward(RaggedBatch((segment,)))
+    driver.cache.truncate(table, 0)
+    assert torch.equal(driver.feed(table, [1, 2, 3]), expected)
+
+
+def test_two_narrow_parts_are_rounded_once() -> None:
+    """Claim: adding two parts in their own type is adding them in float32 and rounding once.
+
+    Conclusive: a million random pairs of very different sizes, in both narrow types, compared bit by bit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        left, right = (torch.randn(1 << 20, generator=generator).to(dtype) for _ in range(2))
+        left = left * torch.logspace(-3, 3, 1 << 20).to(dtype)
+        assert torch.equal(torch.add(left, right), add_in_rank_order([left, right]).to(dtype))

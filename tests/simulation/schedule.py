@@ -51,7 +51,7 @@ def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Ite
         stack.enter_context(patch.object(logging.getLogger("specdec.engine"), "disabled", True))
         stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
-        stack.enter_context(patch.object(room, "RUN_POSITIONS", scenario.run_positions))
+        stack.enter_context(patch.multiple(room, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
         yield
 
 

@@ -157,6 +157,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "RUN_POSITIONS", 8)
+    monkeypatch.setattr(room, "RUN_SHARE", 0.0)
 
 
 def prompt_of(session: int, length: int = 10) -> list[int]:

@@ -141,19 +141,20 @@ def test_rounds_name_the_draft_messages_they_live_on(services: Services, receive
 
 
 def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace]):
-    """Claim: round trip less the target's own stay is the network time, on every verification; the stay is that of the
-    target's span, and the link's stamps say little of the clocks, which are one."""
+    """Claim: on every verification the round trip is the target's own stay, the network, and what both sides took to
+    hand the messages on; the stay is that of the target's span; and the clocks, which are one, are found close."""
     _, trace = short
     clients = trace.named("verify", CLIENT)
     assert len(clients) >= 4
     for client in clients:
         said = attributes(client)
         server = next(span for span in trace.children[client.span_id] if span.kind == SERVER)
-        assert said["specdec.network_ms"] + said["specdec.server_ms"] == pytest.approx(said["specdec.round_trip_ms"])
+        parts = sum(said[f"specdec.{name}_ms"] for name in ("server", "network", "handling"))
+        assert parts == pytest.approx(said["specdec.round_trip_ms"], abs=0.001)
         stay_ms = (server.end_time_unix_nano - server.start_time_unix_nano) / 1e6
         assert said["specdec.server_ms"] == pytest.approx(stay_ms, abs=0.01)
-        assert said["specdec.network_ms"] > 0
-        assert abs(said["specdec.clock_offset_ms"]) <= said["specdec.link_network_ms"] + 5
+        assert said["specdec.network_ms"] > 0 and said["specdec.handling_ms"] >= 0
+        assert abs(said["specdec.clock_offset_ms"]) < 10
 
 
 @pytest.mark.parametrize("token_count", [10, 100, pytest.param(5000, marks=pytest.mark.lengthy)])

@@ -1,8 +1,8 @@
 """One rank's share of a `transformers` model: loaded, joined with the others', stepped by rank 0's commands.
 
 `LeaderModel` is what rank 0's engine sees, a CausalModel like any other: each of its steps is told to the other ranks
-first. `follow` is all the other ranks do. What can be wrong with a batch is found by planning it, before it is told; an
-error after that would leave the ranks at different places, so it ends all of them.
+first. `follow` is all the other ranks do. What can be wrong with a batch is found before it is told; an error after that
+would leave the ranks at different places, so it ends all of them.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class LeaderModel:
         self._model = model
         self._group = group
         self._sender = group.sender
+        self._block_count = 0
         self._block_size = 1
 
     @property
@@ -135,22 +136,39 @@ class LeaderModel:
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))
-        self._block_size = block_size
+        self._block_count, self._block_size = block_count, block_size
         return LeaderStorage(_allocate(self._model, block_count, block_size), self._sender)
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch on all ranks. An error that may have left them at different places ends them all."""
+        """Runs the batch on all ranks, which plan it at the same time. Raises ValueError for a batch that cannot be
+        run; any other error may have left the ranks at different places and ends them all."""
         self._group.watch.check()
-        plan = self._model.plan(batch)
+        self._check(batch)
         words = pack(Step(batch), self._block_size)
         try:
             self._sender.send(words)
-            output = self._model.run(batch, plan)
+            output = self._model.forward(batch)
         except BaseException as error:
             self._group.watch.fail(0, error)
             raise
         self._group.tighten()
         return output
+
+    def _check(self, batch: RaggedBatch) -> None:
+        """What planning or running a batch would stumble over."""
+        description = self.description
+        for segment in batch.segments:
+            own = segment.block_ids[: -(-segment.end // self._block_size)]
+            is_placed = 0 <= segment.start and segment.end <= len(own) * self._block_size
+            if not (is_placed and segment.end <= description.positions_max):
+                raise ValueError(
+                    f"positions {segment.start} to {segment.end} lie beyond {len(own)} blocks or the model"
+                )
+            if not (0 <= min(own) and max(own) < self._block_count):
+                raise ValueError(f"a block of {own} is none of the {self._block_count} there are")
+            ids = segment.token_ids
+            if not (0 <= segment.logit_count <= len(ids) and 0 <= min(ids) and max(ids) < description.vocabulary_size):
+                raise ValueError(f"token ids {ids} or their logit count {segment.logit_count} are none of this model")
 
     def close(self) -> None:
         """Sends the other ranks home and waits for them a moment. No step may be under way."""
