@@ -42,10 +42,6 @@ class RoundRow:
     evidence_s: float
     rule_s: float
 
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
     def attributes(self) -> dict[str, AttributeValue]:
         """What its event, and its span if it has one, say."""
         said: dict[str, AttributeValue] = {
@@ -108,16 +104,19 @@ class Phase:
 
     def total(self, name: str) -> float:
         """The sum of one field over the rounds."""
-        return sum(self._numbers[FIELDS.index(name) :: len(FIELDS)])
+        return sum(self._column(name))
+
+    def _column(self, name: str) -> array:
+        return self._numbers[FIELDS.index(name) :: len(FIELDS)]
 
     def slow_round(self) -> RoundRow | None:
         """The slowest round, where it took far longer than the mean of all."""
         if not self.round_count:
             return None
-        rows = [self.row(index) for index in range(self.round_count)]
-        slowest = max(rows, key=lambda row: row.duration_s)
-        mean_s = sum(row.duration_s for row in rows) / len(rows)
-        return slowest if slowest.duration_s > SLOW_FACTOR * mean_s else None
+        durations_s = [end_s - start_s for start_s, end_s in zip(self._column("start_s"), self._column("end_s"))]
+        slowest_s = max(durations_s)
+        is_slow = slowest_s > SLOW_FACTOR * sum(durations_s) / len(durations_s)
+        return self.row(durations_s.index(slowest_s)) if is_slow else None
 
     def __iter__(self) -> Iterator[SpanEvent]:
         """Its events in order of time: one a round, at the verdict, and the notes."""
@@ -127,7 +126,7 @@ class Phase:
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Totals over its rounds."""
-        branches = self._numbers[FIELDS.index("branch") :: len(FIELDS)]
+        branches = self._column("branch")
         said: dict[str, AttributeValue] = {
             "specdec.rounds": self.round_count,
             "specdec.offered": int(self.total("offered_count")),

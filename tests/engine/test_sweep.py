@@ -17,13 +17,14 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model import load_model
 from tests.support.engine_models import Driver, random_tokens
+from tests.support.ranks import Followers
 
 LENGTH = 660
 CONTEXTS = (640, 600, 513, 512, 511, 400, 300, 257, 256, 255, 200, 129, 128, 127, 100, 65, 64, 63, 17, 5, 1, 0)
 DRAFT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 BATCHES = (1, 2, 3, 5, 8, 16)
 CHUNKS = (1, 5, 16, 33, 64, 128, 512)
-RANKS = (1,)
+RANKS = (1, 2)
 
 
 @contextlib.contextmanager
@@ -31,10 +32,14 @@ def model_on(rank_count: int, dtype: str) -> Iterator[CausalModel]:
     """The shipped target on so many ranks, one thread each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    followers = Followers()
     try:
-        assert rank_count == 1
-        yield load_model(str(TARGET_MODEL), dtype)
+        if rank_count == 1:
+            yield load_model(str(TARGET_MODEL), dtype)
+        else:
+            yield followers.lead(TARGET_MODEL, rank_count, dtype)
     finally:
+        followers.stop()
         torch.set_num_threads(before)
 
 
@@ -70,7 +75,10 @@ def test_every_combination_gives_the_same_bits(rank_count: int, dtype: str) -> N
             assert torch.equal(logits, reference), f"chunks of {CHUNKS[index % len(CHUNKS)]}"
             tables.append(table)
         for step in range(len(CONTEXTS) + len(tables)):
-            places = [CONTEXTS[min(step - index, len(CONTEXTS) - 1)] if index <= step else None for index in range(16)]
+            places = [
+                CONTEXTS[min(step - index, len(CONTEXTS) - 1)] if index <= step else None
+                for index in range(len(tables))
+            ]
             members = [(table, place) for table, place in zip(tables, places) if place is not None]
             for table, place in members:
                 driver.cache.truncate(table, place)

@@ -77,7 +77,7 @@ def test_a_request_that_could_never_fit_is_invalid(table_models: tuple[Path, Pat
         assert len(services.client.generate([1, 2], max_tokens=478, ignore_eos=True).token_ids) == 478
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_prefix_that_is_cached_changes_no_text(dtype: str) -> None:
     """Claim: with and without prefix caching every text is the same, logprobs and usage included, with speculation and
     without; with it, later requests find what earlier ones left, prompts and continuations both.

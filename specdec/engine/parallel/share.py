@@ -1,8 +1,8 @@
 """One rank's share of a `transformers` model: loaded, joined with the others', stepped by rank 0's commands.
 
 `LeaderModel` is what rank 0's engine sees, a CausalModel like any other: each of its steps is told to the other ranks
-first. `follow` is all the other ranks do. What can be wrong with a batch is found before it is told; an error after that
-would leave the ranks at different places, so it ends all of them.
+first. `follow` is all the other ranks do. What can be wrong with a batch is found before it is told; an error after
+that would leave the ranks at different places, so it ends all of them.
 """
 
 from __future__ import annotations

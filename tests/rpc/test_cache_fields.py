@@ -1,0 +1,45 @@
+"""What messages say of the cache: values come back as they were sent, and what is absent means what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.errors import InvalidRequest
+from specdec.protocol.items import EvidenceAnswer, Open
+from specdec.protocol.types import CACHE_SALT_LENGTH_MAX, CacheSize, Description, Evidence, Law, Rule
+from specdec.rpc.convert import description_from_message, description_to_message
+from specdec.rpc.convert_generate import ask_from_message
+from specdec.rpc.convert_items import item_from_message, item_to_message
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import target_service_pb2 as target_pb
+
+LAW = Law(Rule.GREEDY, seed=1, prompt_length=2, temperature=0.0)
+
+
+def test_values_of_the_cache_come_back() -> None:
+    """Claim: a salt, what evidence tells of the cache, and a replica's size survive the wire; absent ones are empty.
+
+    Conclusive: every field has a value of its own, so two that were exchanged would show.
+    """
+    opened = Open(1, 2, LAW, 10, 7, cache_salt="tenant")
+    assert item_from_message(item_to_message(target_pb.VerifyRequestItem, opened)) == opened
+    answer = EvidenceAnswer(1, 2, 3, Evidence((4,)), 5, 6, 7, 8, 9, 10, 11, 12, 13)
+    assert (answer.cached_prompt_tokens, answer.step_count, answer.evictions) == (11, 12, 13)
+    assert item_from_message(item_to_message(target_pb.VerifyResponseItem, answer)) == answer
+    for size in (None, CacheSize(10, 64, 1 << 40)):
+        description = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch", cache=size)
+        assert description_from_message(description_to_message(description)) == description
+
+
+def test_a_salt_has_a_limit_and_is_not_shown() -> None:
+    """Claim: a request's salt is taken as it is up to its limit, absent means the common one, and beyond it is refused
+    without being repeated. Conclusive: both sides of the limit."""
+
+    def ask(**fields: str):
+        request = coordinator_pb.GenerateRequest(text="x", **fields)
+        return ask_from_message(request)
+
+    assert ask().cache_salt == "" and ask(cache_salt="s" * CACHE_SALT_LENGTH_MAX).cache_salt[-1] == "s"
+    with pytest.raises(InvalidRequest) as refused:
+        ask(cache_salt="secret" * CACHE_SALT_LENGTH_MAX)
+    assert refused.value.field == "cache_salt" and "secret" not in str(refused.value)
