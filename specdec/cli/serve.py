@@ -30,9 +30,10 @@ def serve(settings: ServeSettings) -> int:
     children: list[Child] = []
     try:
         with _waiting("loading target and draft"):
-            coordinator, target, draft = _start(settings, children)
+            coordinator, target, draft, sizes = _start(settings, children)
         print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
         print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
+        print("\n".join(sizes), flush=True)
         _watch(coordinator, target, draft)
         return 1
     except KeyboardInterrupt:
@@ -41,8 +42,9 @@ def serve(settings: ServeSettings) -> int:
         stop_all(reversed(children), settings.drain_grace_s + KILL_GRACE_S)
 
 
-def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child]:
-    """Starts all three; each is in `children` as soon as it exists, so that whoever stops them sees it."""
+def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child, list[str]]:
+    """Starts all three; each is in `children` as soon as it exists, so that whoever stops them sees it. Says with them
+    how large their caches are."""
     from specdec.rpc.server import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded in vain
@@ -51,13 +53,12 @@ def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child
     draft = start("draft", settings.draft_settings())
     children.append(draft)
     wait_all_ready((target, draft), LOADING_S_MAX)
-    for name, description in asyncio.run(check_match(settings, target.address, draft.address)).items():
-        if description.cache is not None:
-            print(f"{name}'s cache: {description.cache.sentence(description.positions_max)}", flush=True)
+    described = asyncio.run(check_match(settings, target.address, draft.address))
+    sizes = [f"{name}'s cache: {own.cache.sentence(own.positions_max)}" for name, own in described.items() if own.cache]
     coordinator = start("coordinator", settings.coordinator_settings(target.address, draft.address))
     children.append(coordinator)
     coordinator.wait_ready()
-    return coordinator, target, draft
+    return coordinator, target, draft, sizes
 
 
 async def check_match(settings: ServeSettings, target_address: str, draft_address: str) -> dict[str, Description]:

@@ -120,9 +120,8 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         numerics=numerics_to_message(description),
         protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
-        cache=size and types_pb.CacheSize(
-            block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count
-        ),
+        cache=size
+        and types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count),
     )
 
 
