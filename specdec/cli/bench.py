@@ -19,6 +19,7 @@ BENCHMARKS = {
     "ceiling": ("bench.ceiling", "The cost model beside an event simulation."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),
+    "tensor-parallel": ("bench.tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),
     "prefix": ("bench.prefix", "Time to the first token of prompts that are cached, and of those that are not."),
     "tracing": ("bench.tracing", "What tracing costs at 1 % and 100 %, and the spans of 10 to 2,000 rounds."),
     "demo": ("bench.demo", "Three generations, on against off."),
@@ -28,7 +29,7 @@ BENCHMARKS = {
 def overview() -> str:
     """What there is to run."""
     lines = ["usage: specdec bench NAME [FLAGS]", "", "Benchmarks:"]
-    lines += [f"  {name:<12} {summary}" for name, (_, summary) in BENCHMARKS.items()]
+    lines += [f"  {name:<16} {summary}" for name, (_, summary) in BENCHMARKS.items()]
     return "\n".join([*lines, "", "specdec bench NAME --help lists the flags of a benchmark."])
 
 
