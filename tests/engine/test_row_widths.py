@@ -141,7 +141,7 @@ def test_the_last_resort_still_answers_the_same(driver_of: Callable[..., Driver]
     Source: `row_widths`, width 1 is correct by construction. Conclusive: both families are set to it, and a
     verification among neighbours still equals single steps bit for bit.
     """
-    driver = Driver(driver_of("llama").model, 64)
+    driver = driver_of("llama")
     measured = driver.model.families
     driver.model.use_families(RowWidths(ALONE), ALONE)
     token_ids = random_tokens(30, 6)
@@ -151,4 +151,6 @@ def test_the_last_resort_still_answers_the_same(driver_of: Callable[..., Driver]
     driver.feed(other, token_ids[:20])
     both = driver.step([(table, token_ids[20:25], 5), (other, token_ids[20:30], 10)]).logits
     driver.model.use_families(*measured)
+    for each in (table, other):
+        driver.cache.release(each)
     assert torch.equal(both, torch.cat([alone[20:25], alone[20:30]]))
