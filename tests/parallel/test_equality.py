@@ -53,7 +53,10 @@ def test_every_architecture_served_runs_over_ranks(
     check_equal(tiny_folder(architecture), followers, 2)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "phi3", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "olmo2", "gpt2"))],
+)
 def test_heads_fewer_than_ranks_are_held_by_several(
     architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
 ) -> None:
@@ -75,7 +78,7 @@ def test_tied_embeddings_are_cut_once(
     check_equal(tiny_folder(architecture, tie_word_embeddings=True), followers, 2)
 
 
-@pytest.mark.parametrize("rank_count", [2, 4])
+@pytest.mark.parametrize("rank_count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_shipped_target_says_the_same_text(rank_count: int, followers: Followers) -> None:
     """Claim (issue 3, point 1): in float32 the greedy tokens on the test prompts are those of one rank.
 
