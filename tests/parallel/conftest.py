@@ -12,9 +12,9 @@ from tests.support.engine_models import make_tiny_model
 from tests.support.ranks import Followers
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Ranks have one thread each, and so has what they are compared with."""
+    """Ranks have one thread each, and so has what they are compared with; before any fixture of a module."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
