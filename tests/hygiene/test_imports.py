@@ -57,9 +57,7 @@ TABLE = (
         ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.fingerprint"),
         NETWORK_LIBRARIES + ("asyncio",),
     ),
-    Imports(
-        "specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES
-    ),
+    Imports("specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
     Imports(
         "specdec.rpc",
         ("specdec.__version__", "specdec.errors", "specdec.config", "specdec.telemetry", "specdec.v1", *VALUES),

@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def followers() -> Iterator[Followers]:
     """Processes that are ranks of one model after another."""
     started = Followers()

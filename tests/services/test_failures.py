@@ -179,8 +179,6 @@ def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, P
         stalled = channel.unary_stream("/specdec.v1.CoordinatorService/Generate")(request, timeout=300)
         next(stalled)  # it has the one place
 
-        
-
         def is_free() -> bool:
             try:
                 return len(client.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
@@ -203,7 +201,6 @@ def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
         call = client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60)
         next(call)
         call.cancel()
-
 
     def all_slots_are_free() -> bool:
         try:

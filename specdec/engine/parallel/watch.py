@@ -6,6 +6,7 @@ is the end of all: the others are told why and this process ends, even where its
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -116,12 +117,11 @@ class Watch:
             self._thread.join()
         deadline_s = time.monotonic() + parting_s
         for peer in self._peers:
-            peer.connection.settimeout(max(0.01, deadline_s - time.monotonic()))
-            try:
+            # It may be late, gone without a word, or closed already because a rank was lost: it was waited for.
+            with contextlib.suppress(OSError):
+                peer.connection.settimeout(max(0.01, deadline_s - time.monotonic()))
                 while parting_s and peer.connection.recv(4096):
                     pass
-            except OSError:  # it is late, or gone without a word: either way it was waited for
-                pass
             peer.connection.close()
 
     def _run(self) -> None:
