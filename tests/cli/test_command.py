@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -233,8 +234,8 @@ def test_bench_lists_and_finds_its_benchmarks():
     assert listed.returncode == 0
     names = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]
     assert {"pipeline", "concurrency", "overhead", "rounds", "engine"} <= set(names)
-    for name in names:
-        shown = specdec("bench", name, "--help")
-        assert shown.returncode == 0 and "usage" in shown.stdout, (name, shown.stderr[-300:])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, shown in zip(names, pool.map(lambda name: specdec("bench", name, "--help"), names)):
+            assert shown.returncode == 0 and "usage" in shown.stdout, (name, shown.stderr[-300:])
     refused = specdec("bench", "nothing")
     assert refused.returncode == 2 and "nothing is not a benchmark" in refused.stderr

@@ -7,6 +7,7 @@ import sys
 import time
 
 from tests.simulation.bugs import BUGS
+from tests.simulation.many import run_many
 from tests.simulation.planting import hunt
 from tests.simulation.schedule import run_seed
 from tests.simulation.tally import Tally
@@ -44,10 +45,9 @@ def one(seed: int, is_traced: bool) -> int:
 def many(first: int, count: int) -> int:
     """Random schedules, and what they held."""
     tally, began_s = Tally(), time.monotonic()
-    for seed in range(first, first + count):
-        tally.add(seed, run_seed(seed))
-        if (seed + 1 - first) % PROGRESS_EVERY == 0:
-            print(f"{seed + 1 - first} schedules, {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+    for tally in run_many(first, count):
+        if tally.count % PROGRESS_EVERY == 0:
+            print(f"{tally.count} schedules, {time.monotonic() - began_s:.0f} s", file=sys.stderr)
     print(tally)
     return bool(tally.problems)
 

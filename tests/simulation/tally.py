@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tests.simulation.faults import Fault
 from tests.simulation.scenario import TOKENS_MIN
@@ -39,6 +39,13 @@ class Tally:
             problem = f"only {sum(report.faults.values())} faults"
         if problem:
             self.problems[seed] = problem
+
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(
+            *(getattr(self, own.name) + getattr(other, own.name) for own in fields(self)[:-1]),
+            self.problems | other.problems,
+        )
 
     def __str__(self) -> str:
         lines = [

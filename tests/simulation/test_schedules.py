@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.faults import Fault
+from tests.simulation.many import run_many
 from tests.simulation.schedule import run_seed, run_without_faults
 from tests.simulation.tally import Tally
 from tests.simulation.transcript import Transcript
@@ -15,9 +16,7 @@ SCHEDULE_COUNT_LONG = 100_000
 
 def check_schedules(first: int, count: int) -> Tally:
     """Runs schedules and asserts that no property broke, that each had its tokens and faults, and of all kinds."""
-    tally = Tally()
-    for seed in range(first, first + count):
-        tally.add(seed, run_seed(seed))
+    *_, tally = run_many(first, count)
     assert not tally.problems, str(tally)
     assert min(tally.faults[fault] for fault in Fault) > count / 10, str(tally)
     assert tally.cache["evictions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
