@@ -1,0 +1,16 @@
+"""What the deployment tests share: a folder with the files of a TLS secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the keys of a TLS secret; the command only looks whether they are files."""
+    folder = tmp_path_factory.mktemp("secrets")
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (folder / name).touch()
+    return folder

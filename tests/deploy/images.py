@@ -1,0 +1,59 @@
+"""The Dockerfile as values: its stages, what each copies from the repository, its variables and its command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from functools import cache
+
+from tests.hygiene.sources import ROOT
+
+IMAGE_ROOT = "/opt/specdec"  # where images keep what they copy
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage, with what it has from the stage it is built on. `copies`: (source, destination), sources of other
+    stages left out."""
+
+    name: str
+    base: str
+    copies: list[tuple[str, str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    entrypoint: list[str] = field(default_factory=list)
+    user: str = ""
+
+
+@cache
+def stages() -> dict[str, Stage]:
+    """The stages of deploy/Dockerfile by name."""
+    found: dict[str, Stage] = {}
+    for instruction, rest in instructions():
+        if instruction == "FROM":
+            base, _, name = rest.partition(" AS ")
+            parent = found.get(base)
+            found[name] = Stage(name, base)
+            if parent is not None:
+                found[name].copies = list(parent.copies)
+                found[name].environment = dict(parent.environment)
+                found[name].user = parent.user
+            stage = found[name]
+        elif instruction == "COPY" and not rest.startswith("--from"):
+            *sources, destination = rest.split()
+            stage.copies += [(source, destination) for source in sources]
+        elif instruction == "ENV":
+            stage.environment.update(dict(part.split("=", 1) for part in shlex.split(rest)))
+        elif instruction == "ENTRYPOINT":
+            stage.entrypoint = json.loads(rest)
+        elif instruction == "USER":
+            stage.user = rest
+    return found
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, what follows it) of the whole file, continued lines joined."""
+    text = "\n".join(line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]

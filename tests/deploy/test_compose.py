@@ -1,0 +1,98 @@
+"""The compose file: valid by the specification's schema, and one with the Dockerfile, the commands and the monitoring
+it names. Nothing is started by Docker here; `test_running` starts its commands as plain processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from specdec.config import CoordinatorSettings
+from specdec.settings import split_address
+from tests.deploy.compose import FILE, OWN, compose, role_of
+from tests.deploy.flows import scraped
+from tests.deploy.images import DOCKERFILE, IMAGE_ROOT, stages
+from tests.deploy.manifests import overlay, parse, pods
+from tests.hygiene.sources import ROOT
+
+DRAIN_REST_S = 10
+
+
+def schema_problems(content: object) -> list[str]:
+    """What the schema of the compose specification says against a file."""
+    package = pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    found = list((Path(package.__file__).parent / "builtin_schemas").rglob("compose-spec.json"))
+    if not found:
+        pytest.skip("check-jsonschema comes without the compose specification")
+    schema = json.loads(found[0].read_text(encoding="utf-8"))
+    return [error.message for error in jsonschema.validators.validator_for(schema)(schema).iter_errors(content)]
+
+
+def test_it_fits_the_specification() -> None:
+    """Claim: the file fits the schema of the compose specification, which refuses unknown keys of a service."""
+    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    assert schema_problems(content) == []
+    broken = {**content, "services": {"a": {"image": "b", "comand": []}}}
+    assert schema_problems(broken)
+
+
+def test_everything_comes_up_with_one_command() -> None:
+    """Claim: the three services, Jaeger 2, Prometheus and Grafana are there, each on a network that is there, and only
+    loopback reaches them from outside."""
+    services = compose()["services"]
+    assert services.keys() == {*OWN, "jaeger", "prometheus", "grafana"}
+    assert services["jaeger"]["image"].startswith("jaegertracing/jaeger:2.")
+    for name, service in services.items():
+        assert set(service["networks"]) <= compose()["networks"].keys(), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
+    """Claim: the build is a stage of the Dockerfile, the image the one of the manifests, the command accepted by the
+    real parser, the grace longer than the drain, the models those the image copies; nothing may be written but /tmp."""
+    service = compose()["services"][name]
+    build = service["build"]
+    assert (FILE.parent / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
+    assert build["target"] == role_of(name) in stages()
+    copied = {f"{IMAGE_ROOT}/{source}" for source, _ in stages()[role_of(name)].copies}
+    assert service["image"] in {c["image"] for pod in pods(overlay("cpu-demo")) for c in pod.containers}
+    settings = parse(role_of(name), service["command"], {})
+    assert float(service["stop_grace_period"].removesuffix("s")) >= settings.drain_grace_s + DRAIN_REST_S
+    assert settings.health_address and f'"{settings.health_address}"' in " ".join(service["healthcheck"]["test"])
+    assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
+    assert isinstance(settings, CoordinatorSettings) or settings.model in copied  # type: ignore[attr-defined]
+
+
+def test_addresses_are_those_of_services() -> None:
+    """Claim: whatever a command connects to is a service of this file, at a port it listens on; Prometheus scrapes
+    the metrics of all three."""
+    services = compose()["services"]
+    settings = {name: parse(role_of(name), services[name]["command"], {}) for name in OWN}
+    coordinator = settings["specdec-coordinator"]
+    assert isinstance(coordinator, CoordinatorSettings) and coordinator.draft
+    for address in (coordinator.target, coordinator.draft):
+        host, port = split_address(address)
+        assert settings[host].port == port
+    for own in settings.values():
+        assert own.otlp_traces_endpoint and urlsplit(own.otlp_traces_endpoint).hostname == "jaeger"
+    config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8"))
+    metrics = {(name, split_address(own.metrics_address or "")[1]) for name, own in settings.items()}
+    assert metrics <= set(scraped(config))
+    assert {host for host, _ in scraped(config)} <= services.keys()
+
+
+def test_files_that_are_mounted_are_there() -> None:
+    """Claim: every path of this repository that a container mounts exists; everything else mounted is a volume here."""
+    for name, service in compose()["services"].items():
+        for mount in service.get("volumes", ()):
+            source = mount.split(":")[0]
+            if source.startswith("."):
+                assert (FILE.parent / source).exists(), (name, source)
+                assert mount.endswith(":ro"), mount
+            else:
+                assert source in compose()["volumes"], (name, source)

@@ -1,0 +1,106 @@
+"""The images: what the Dockerfile installs and copies, by reading it; it is linted, not built, here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from deploy.requirements import ENGINE, name_of, requirements
+from tests.deploy.images import DOCKERFILE, instructions, stages
+from tests.deploy.manifests import SERVICES
+from tests.hygiene.sources import ROOT, imported_names, modules_below
+
+PROJECT = ROOT / "pyproject.toml"
+PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053"}
+# Distribution -> what is imported of it, where the names differ.
+IMPORTED_AS = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "grpcio-status": "grpc_status",
+    "prometheus-client": "prometheus_client",
+    "protobuf": "google",
+    "pyyaml": "yaml",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+}
+
+
+def test_the_dockerfile_is_linted() -> None:
+    """Claim: hadolint has nothing to say, warnings included."""
+    if shutil.which("hadolint") is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run(["hadolint", str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "", done.stdout
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_service_has_a_stage(name: str) -> None:
+    """Claim: a service's image runs its command as a plain user, says its port, and has what it copies: every file is
+    in the repository and is let through to the builder."""
+    stage = stages()[name]
+    assert stage.entrypoint == ["tini", "--", "python", "-m", "specdec.cli", name]
+    assert stage.user == "10001:10001"
+    assert ("EXPOSE", PORTS[name]) in instructions()
+    ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    let_through = [line[1:] for line in ignored if line.startswith("!")]
+    for source, _ in stage.copies:
+        assert (ROOT / source).exists(), source
+        assert any(source == path or source.startswith(path + "/") for path in let_through), source
+    packages = {source for source, _ in stage.copies if (ROOT / source / "__init__.py").is_file()}
+    assert packages == {"specdec", name if name == "coordinator" else f"{name}_service"}
+
+
+def test_the_base_is_pinned() -> None:
+    """Claim: every image built on from outside has a version."""
+    outside = [rest for instruction, rest in instructions() if instruction == "ARG" and "IMAGE=" in rest]
+    assert outside and all(re.search(r":\d+\.\d+", image) for image in outside)
+
+
+def test_a_coordinator_needs_no_model_library() -> None:
+    """Claim: the coordinator's image goes without torch and installs all else that its code imports.
+
+    Conclusive: every import of the coordinator and of what it reaches of specdec, inside functions too, is walked; the
+    packages are compared with those that are left of pyproject.toml. `test_running` starts it without the others.
+    """
+    left = {name_of(line) for line in requirements(PROJECT, "coordinator")}
+    everything = {name_of(line) for line in requirements(PROJECT, "replica")}
+    assert everything - left == ENGINE
+    modules = {module.name: module for module in modules_below("coordinator", "specdec")}
+    waiting = [name for name in modules if name.split(".")[0] == "coordinator" and "__main__" not in name]
+    reached: set[str] = set()
+    outside: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for _, imported in imported_names(modules[name]):
+            own = next((part for part in (imported, imported.rpartition(".")[0]) if part in modules), None)
+            if own is not None:
+                waiting.append(own)
+            elif imported.split(".")[0] not in ("specdec", "coordinator"):
+                outside.add(imported.split(".")[0])
+    needed = outside - sys.stdlib_module_names
+    offered = {IMPORTED_AS.get(name, name) for name in left} | {"huggingface_hub"}  # which tokenizers brings along
+    assert needed <= offered, needed - offered
+    assert not {name for name in reached if name.startswith(("specdec.engine", "specdec.decoding", "specdec.replica"))}
+
+
+def test_requirements_are_the_projects_own() -> None:
+    """Claim: what images install is pyproject.toml's list, with its ranges, and Ray beside it in Ray's image."""
+    own = requirements(PROJECT, "replica")
+    assert "grpcio>=1.74" in own and len(own) == len({name_of(line) for line in own})
+    assert [name_of(line) for line in requirements(PROJECT, "ray")[len(own) :]] == ["ray"]
+    command = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "replica"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert printed.stdout.splitlines() == own
+    tree = ast.parse((ROOT / "deploy" / "requirements.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert names <= sys.stdlib_module_names, "it runs before anything is installed"

@@ -1,0 +1,171 @@
+"""What the containers would run, as plain processes: the same commands from the same files as the images hold.
+
+Images are not built and no cluster is there. Each process has, instead of a container, a folder with exactly what its
+stage of the Dockerfile copies, imports specdec from there only, and the coordinator cannot import a model library.
+Addresses become free ones of loopback; every other word of the commands is the manifests'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.requirements import ENGINE
+from specdec.cli.processes import Child, stop_all, wait_all_ready
+from specdec.v1 import types_pb2 as types_pb
+from tests.deploy.compose import OWN, compose, role_of
+from tests.deploy.images import IMAGE_ROOT, stages
+from tests.deploy.manifests import SERVICES, arguments_of, environment_of, of_kind, overlay, parse, pods
+from tests.hygiene.sources import ROOT
+from tests.support.services import Client, fixed
+
+DRAFT_TIMEOUT_S = 60.0
+Command = tuple[list[str], dict[str, str]]  # arguments, variables
+FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=[^:]+:(\d+)$")
+
+
+def of_kubernetes(role: str) -> Command:
+    """What the cpu-demo overlay starts a service with."""
+    objects = overlay("cpu-demo")
+    (pod,) = [pod for pod in pods(objects) if pod.service and pod.service[0] == role]
+    assert pod.service
+    container = pod.service[1]
+    return arguments_of(pod, container, objects), environment_of(pod, container, objects)
+
+
+def of_compose(role: str) -> Command:
+    """What the compose file starts a service with; there is no Jaeger here, which costs spans only."""
+    (name,) = [name for name in OWN if role_of(name) == role]
+    return list(compose()["services"][name]["command"]), {}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def lay_out(role: str, folder: Path) -> Path:
+    """A folder with what the service's stage copies."""
+    root = folder / role
+    for source, destination in stages()[role].copies:
+        if not source.startswith(("pyproject", "constraints", "deploy")):
+            path = root / destination / Path(source).name if destination.endswith("/") else root / destination
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, path, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, path)
+    return root
+
+
+def forbid(names: frozenset[str], folder: Path) -> Path:
+    """A folder whose modules of these names cannot be imported."""
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "__init__.py").write_text(f"raise ImportError('{name} is not in this image')\n")
+    return folder
+
+
+def localised(arguments: list[str], root: Path, ports: dict[int, int]) -> list[str]:
+    """The arguments with loopback addresses and this machine's paths."""
+    made = []
+    for text in arguments:
+        match = FLAG_ADDRESS.match(text)
+        if match:
+            text = f"{match.group(1)}=127.0.0.1:{ports[int(match.group(2))]}"
+        elif text.startswith("--port="):
+            text = f"--port={ports[int(text.removeprefix('--port='))]}"
+        text = text.replace("--host=0.0.0.0", "--host=127.0.0.1").replace("http://jaeger:4317", "http://127.0.0.1:1")
+        made.append(text.replace(IMAGE_ROOT, str(root)))
+    return made
+
+
+@contextlib.contextmanager
+def started(command_of: Callable[[str], Command], folder: Path) -> Iterator[dict[str, Child]]:
+    """The three services, ready, by role; stopped at the end."""
+    shared = dict(zip((50051, 50052, 50053), free_ports(3)))
+    children: dict[str, Child] = {}
+    try:
+        for role in ("target", "draft", "coordinator"):
+            arguments, variables = command_of(role)
+            root = lay_out(role, folder)
+            ports = {**shared, **dict(zip((50060, 9464), free_ports(2)))}
+            hidden = forbid(ENGINE if role == "coordinator" else frozenset(), folder / f"hidden-{role}")
+            own = {key: value.replace(IMAGE_ROOT, str(root)) for key, value in variables.items()}
+            own |= {"PYTHONPATH": f"{hidden}:{root}", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            children[role] = Child(role, localised(arguments, root, ports), environment=own)
+        wait_all_ready(list(children.values()))
+        yield children
+    finally:
+        stop_all(reversed(children.values()))
+
+
+def wait_for_draft(client: Client) -> None:
+    """Returns once the coordinator uses its draft: being ready itself it does not wait for it."""
+    deadline_s = time.monotonic() + DRAFT_TIMEOUT_S
+    while not (answer := client.stub.Describe(types_pb.DescribeRequest(), timeout=10)).HasField("draft"):
+        assert time.monotonic() < deadline_s, answer
+        time.sleep(0.05)
+
+
+def scaling_metric() -> str:
+    """What the autoscaler goes by."""
+    (scaler,) = of_kind(overlay("cpu-demo"), "HorizontalPodAutoscaler")
+    name: str = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    return name
+
+
+def settings_of_child(child: Child) -> object:
+    """What a running process was started with, by its own command line."""
+    words = Path(f"/proc/{child.process.pid}/cmdline").read_bytes().decode().split("\0")
+    arguments = words[words.index(child.command) + 1 : -1]
+    return parse(child.command, [*arguments, "--insecure", *required(child.command)], {})
+
+
+def required(role: str) -> list[str]:
+    """What may have come from variables."""
+    return ["--tokenizer=t"] if role == "coordinator" else ["--model=m"]
+
+
+@pytest.mark.parametrize("command_of", [of_kubernetes, of_compose])
+def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_path: Path) -> None:
+    """Claim: started as the containers are, the three find each other, are healthy by the health check of the compose
+    file, show metrics, write the same text with the draft and without, and end with 0 when told to stop."""
+    check = compose()["services"]["specdec-target"]["healthcheck"]["test"]
+    assert check[:2] == ["CMD", "python"]
+    with started(command_of, tmp_path) as children:
+        client = Client(children["coordinator"].address)
+        try:
+            wait_for_draft(client)
+            asked = {"max_tokens": 24, "temperature": 0}
+            drafted = client.generate("def add(a, b):", speculative=fixed(3), **asked)
+            plain = client.generate("def add(a, b):", speculative={"policy": "POLICY_OFF"}, **asked)
+        finally:
+            client.close()
+        assert drafted.text == plain.text != ""
+        assert drafted.finished.statistics.num_draft_tokens > 0
+        for role in SERVICES:
+            settings = settings_of_child(children[role])
+            script = check[3].replace("127.0.0.1:50060", settings.health_address)  # type: ignore[attr-defined]
+            assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0, role
+            url = f"http://{settings.metrics_address}/metrics"  # type: ignore[attr-defined]
+            with urllib.request.urlopen(url, timeout=10) as page:
+                shown = page.read().decode()
+            assert "\nspecdec_serving 1.0\n" in shown, role
+            assert role != "coordinator" or f"\n{scaling_metric()} " in shown
+        for role in ("coordinator", "draft", "target"):
+            assert children[role].stop(20.0) == 0, role

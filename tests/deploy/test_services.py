@@ -1,0 +1,201 @@
+"""What the pods of every overlay are started with and how they live: arguments, probes, names, images, grace."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specdec.config import RankSettings
+from specdec.errors import ConfigError
+from specdec.settings import split_address
+from tests.deploy.flows import Place
+from tests.deploy.images import stages
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, of_kind, overlay, own_pods, parse, pods, settings_of
+
+DRAIN_REST_S = 10  # to write the last answers and send the last spans
+WEIGHTS_S_MIN = 3600  # a probe waits so long for a model
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_service_is_started_with_settings_it_accepts(name: str, secrets: Path) -> None:
+    """Claim: arguments and variables of every container of ours are what the command accepts, encrypted or told to be
+    plain. Conclusive: the real parser and schema read them, and refuse any word they do not know."""
+    objects = overlay(name)
+    found = {pod.service[0]: settings_of(pod, objects, secrets) for pod in own_pods(name) if pod.service}
+    if name != "kuberay":
+        assert found.keys() == {"coordinator", "draft", "target"}
+    for settings in found.values():
+        assert settings is not None and settings.has_tls == (name == "mtls") and settings.insecure == (name != "mtls")
+
+
+def test_a_flag_that_nobody_knows_is_refused() -> None:
+    """Claim: the check above can fail."""
+    for arguments, environment in ((["--modle=m"], {}), (["--model=m"], {"SPECDEC_MODLE": "m"}), (["--port=x"], {})):
+        with pytest.raises(ConfigError, match="not known|must be"):
+            parse("draft", arguments, {"SPECDEC_MODEL": "m", **environment})
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> None:
+    """Claim: the ports a container names are those of its settings; probes ask ports that are there, and by gRPC only
+    the plain health port, which needs no TLS."""
+    objects = overlay(name)
+    for pod in own_pods(name):
+        for container in pod.spec["containers"]:
+            named = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                for kind in ("grpc", "tcpSocket", "httpGet"):
+                    if kind in container.get(probe, {}):
+                        port = container[probe][kind]["port"]
+                        assert port in named or port in named.values(), (pod.owner, probe)
+                        assert kind != "grpc" or port == named["health"]
+        settings = settings_of(pod, objects, secrets)
+        if settings is None or not named:
+            continue
+        assert settings.health_address and settings.metrics_address
+        health, metrics = split_address(settings.health_address)[1], split_address(settings.metrics_address)[1]
+        assert named == {"grpc": settings.port, "health": health, "metrics": metrics}, pod.owner
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_models_are_waited_for(name: str) -> None:
+    """Claim: whoever loads weights has an hour for it before anybody restarts it."""
+    for pod in own_pods(name):
+        if pod.service and pod.service[0] != "coordinator" and "ports" in pod.service[1]:
+            probe = pod.service[1]["startupProbe"]
+            assert probe["failureThreshold"] == 360
+            assert probe["failureThreshold"] * probe["periodSeconds"] >= WEIGHTS_S_MIN
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_pod_is_given_the_time_to_drain(name: str, secrets: Path) -> None:
+    """Claim: the grace holds the sleep before the stop, the drain, and a rest."""
+    objects = overlay(name)
+    for pod in own_pods(name):
+        settings = settings_of(pod, objects, secrets)
+        if settings is not None and pod.service:
+            sleep_s = pod.service[1]["lifecycle"]["preStop"]["sleep"]["seconds"]
+            needed_s = sleep_s + settings.drain_grace_s + DRAIN_REST_S
+            assert pod.spec["terminationGracePeriodSeconds"] >= needed_s, pod.owner
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_services_find_their_pods(name: str) -> None:
+    """Claim: every Service's selector finds exactly one kind of pod, and its ports are there; a headless one has the
+    container's own numbers, for nothing translates them."""
+    objects = overlay(name)
+    for service in of_kind(objects, "Service"):
+        selector = {"matchLabels": service["spec"]["selector"]}
+        found = [pod for pod in pods(objects) if Place.of(pod).matches(selector)]
+        assert len(found) == 1, service["metadata"]["name"]
+        named = {p["name"]: p["containerPort"] for c in found[0].spec["containers"] for p in c.get("ports", ())}
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in named
+            assert service["spec"].get("clusterIP") != "None" or port["port"] == named[port["targetPort"]]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_owners_find_their_pods(name: str) -> None:
+    """Claim: workloads and disruption budgets select pods that are there; the autoscaler's deployment has no number of
+    its own."""
+    objects = overlay(name)
+    for owner in of_kind(objects, "Deployment", "StatefulSet"):
+        labels = owner["spec"]["template"]["metadata"]["labels"]
+        assert Place("", "", tuple(labels.items())).matches(owner["spec"]["selector"])
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        found = [pod for pod in pods(objects) if Place.of(pod).matches(budget["spec"]["selector"])]
+        assert len(found) == 1, budget["metadata"]["name"]
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        wanted = scaler["spec"]["scaleTargetRef"]
+        (scaled,) = [o for o in of_kind(objects, wanted["kind"]) if o["metadata"]["name"] == wanted["name"]]
+        assert "replicas" not in scaled["spec"]
+
+
+def test_images_are_those_of_the_dockerfile() -> None:
+    """Claim: in all overlays every container of ours has the image of its service, one version throughout, and each
+    image is a stage of the Dockerfile."""
+    images = {c["image"] for name in OVERLAYS for pod in pods(overlay(name)) for c in pod.containers}
+    own = {image for image in images if image.startswith("specdec-")}
+    assert len({image.rpartition(":")[2] for image in own}) == 1
+    assert {image.rpartition(":")[0].removeprefix("specdec-") for image in own} <= stages().keys()
+    assert all(re.search(r":v?\d", image) for image in images), "every image has a version"
+    for name in OVERLAYS:
+        for pod in own_pods(name):
+            component = pod.labels["app.kubernetes.io/component"].removesuffix("-ranks")
+            if pod.service:
+                assert pod.service[0] == component == pod.service[1]["name"]
+
+
+def test_ranks_of_a_group_fit_together(secrets: Path) -> None:
+    """Claim: the pods of the multi-node target are one target: the same settings but for the node's number, as many as
+    the set's size, and one GPU for each rank of a node."""
+    objects = overlay("multi-node")
+    ranks = [
+        (settings, pod)
+        for pod in pods(objects)
+        if isinstance(settings := settings_of(pod, objects, secrets), RankSettings)
+    ]
+    assert [settings.node_rank for settings, _ in ranks] == list(range(ranks[0][0].nnodes))
+    assert len({settings.model_copy(update={"node_rank": 0}).model_dump_json() for settings, _ in ranks}) == 1
+    for settings, pod in ranks:
+        gpus = int(pod.spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        assert gpus * settings.nnodes == settings.tensor_parallel_size
+        shm = [volume for volume in pod.spec["volumes"] if volume["name"] == "shm"]
+        assert shm[0]["emptyDir"]["medium"] == "Memory"
+    assert not of_kind(objects, "StatefulSet")
+
+
+def fetch_script() -> str:
+    """What the job that fetches models runs."""
+    (job,) = of_kind(overlay("gpu"), "Job")
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"][:2] == ["/bin/sh", "-ceu"]
+    return container["command"][2]
+
+
+def test_the_hub_is_asked_as_it_can_be_asked() -> None:
+    """Claim: the flags the job gives to the hub's command are flags it has, and name all files a model needs."""
+    if shutil.which("hf") is None:
+        pytest.skip("the hub's command is not installed")
+    helped = subprocess.run(["hf", "download", "--help"], capture_output=True, text=True, timeout=60).stdout
+    flags = set(re.findall(r"(?<!\S)--[a-z-]+", fetch_script()))
+    assert flags == {"--revision", "--local-dir", "--include"}
+    assert all(flag in helped for flag in flags)
+    from specdec.engine.model_folder import HUB_FILES
+
+    assert set(re.findall(r'--include "?([^\s"]+)', fetch_script())) == set(HUB_FILES)
+
+
+def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
+    """Claim: the job gives a folder its name only after the whole download, goes on after an interrupted one, and does
+    not fetch again what is there. Conclusive: its own script runs, with a download that stops in the middle once."""
+    tools, models = tmp_path / "bin", tmp_path / "models"
+    tools.mkdir()
+    (tools / "hf").write_text(
+        '#!/bin/sh\nwhile [ "$1" != --local-dir ]; do shift; done\nmkdir -p "$2"\necho "$2" >> "$LOG"\n'
+        'echo {} > "$2/config.json"\n[ -f "$FAIL" ] && rm "$FAIL" && exit 1\necho w > "$2/model.safetensors"\n'
+    )
+    (tools / "hf").chmod(0o755)
+    names = {"TARGET_ID": "a/big", "TARGET_REVISION": "main", "DRAFT_ID": "a/small", "DRAFT_REVISION": "v1"}
+    own = {"LOG": str(tmp_path / "log"), "FAIL": str(tmp_path / "fail"), "PATH": f"{tools}:{os.environ['PATH']}"}
+    (tmp_path / "fail").touch()
+    script = fetch_script().replace("/models/", f"{models}/")
+
+    def run() -> int:
+        return subprocess.run(["/bin/sh", "-ceu", script], env={**names, **own}, timeout=30).returncode
+
+    assert run() == 1 and not (models / "a" / "big" / "main").exists()
+    assert run() == 0 and run() == 0
+    assert (models / "a/big/main/model.safetensors").is_file() and (models / "a/small/v1/model.safetensors").is_file()
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
+
+
+def test_what_the_docs_apply_is_there() -> None:
+    """Claim: every overlay that the operations page names exists, and every one that exists is named there."""
+    page = (KUBERNETES.parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"deploy/kubernetes/overlays/([\w-]+)", page)) == set(OVERLAYS)
