@@ -62,6 +62,7 @@ def overview() -> str:
     """The help of `specdec` itself."""
     lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    lines += ["  ray          Runs the three as actors of a Ray cluster: ray up, ray status, ray down."]
     lines += ["  bench        Runs a benchmark; bench --help lists them."]
     return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
 
@@ -77,9 +78,11 @@ def run_command(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name == "bench":
         return importlib.import_module("specdec.cli.bench").bench(rest)
+    if name == "ray":
+        return importlib.import_module("specdec.ray.command").ray_command(rest)
     command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'bench'))}")
+        raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'ray', 'bench'))}")
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, rest, os.environ, KNOWN_FIELDS)
     module_name, _, function_name = command.run.partition(":")

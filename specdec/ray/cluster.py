@@ -1,0 +1,75 @@
+"""What Ray's tables say: the actors of a deployment, and the nodes. Nothing is started or ended here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private import state as ray_state  # the one table with restarts that needs no dashboard
+
+from specdec.errors import ConfigError
+
+NAMESPACE = "specdec"
+ACTOR_CLASS = "ServiceActor"
+AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
+ALIVE, DEAD = "ALIVE", "DEAD"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorRow:
+    """An actor as Ray sees it; `host` is empty while it has no node."""
+
+    role: str
+    state: str
+    host: str
+    restarts_count: int
+    pid: int
+
+
+def connect(address: str | None) -> None:
+    """Connects this process; `address` None: as RAY_ADDRESS says, or the cluster of this machine.
+
+    Raises ConfigError. RAY_AUTH_MODE must be set: without it Ray decides by what lies in the home folder, and two
+    machines may decide differently.
+    """
+    if not os.environ.get(AUTH_MODE_VARIABLE):
+        raise ConfigError(f"{AUTH_MODE_VARIABLE} is not set; it must be as on the nodes, token or disabled")
+    try:
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {first}; is `ray start` running?") from error
+
+
+def actor_name(deployment: str, role: str) -> str:
+    """The name Ray knows an actor by, in NAMESPACE."""
+    return f"{deployment}/{role}"
+
+
+def actors_of(deployment: str) -> dict[str, ActorRow]:
+    """The living actors of a deployment by role; those that wait or restart live."""
+    prefix = actor_name(deployment, "")
+    found = {}
+    for row in ray_state.actors().values():
+        if row["Name"].startswith(prefix) and row["ActorClassName"] == ACTOR_CLASS and row["State"] != DEAD:
+            actor = _row(row, row["Name"].removeprefix(prefix))
+            found[actor.role] = actor
+    return found
+
+
+def _row(row: Mapping[str, Any], role: str) -> ActorRow:
+    host = row["Address"]["IPAddress"] if row["State"] == ALIVE else ""
+    return ActorRow(role, row["State"], host, row["NumRestarts"], row["Pid"])
+
+
+def hosts_with(labels: Mapping[str, str]) -> list[str]:
+    """Addresses of the living nodes that have all of the labels."""
+    return [
+        node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"] and labels.items() <= node.get("Labels", {}).items()
+    ]

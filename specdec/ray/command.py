@@ -1,0 +1,140 @@
+"""`specdec ray up | status | down`: a deployment on a Ray cluster, from a shell or through `ray job submit`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specdec.cli.options import OneLineParser, UsageError
+from specdec.errors import ConfigError
+from specdec.ray.config import RaySettings, read_deployment
+from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan
+
+if TYPE_CHECKING:
+    from specdec.ray.deployment import Seen
+
+OVERVIEW = """usage: specdec ray COMMAND [FLAGS]
+
+The services as actors of a Ray cluster: Ray places and restarts them, gRPC carries everything else.
+
+Commands:
+  up           Starts a deployment from a file, and returns when its coordinator answers.
+  status       Shows each actor: its node, its address, how often it was restarted, its health.
+  down         Ends a deployment: services are drained, nothing is left.
+
+specdec ray COMMAND --help lists the flags of a command. RAY_AUTH_MODE must be set as on the cluster's nodes."""
+
+
+def ray_command(arguments: Sequence[str]) -> int:
+    """Runs the command named first; returns the exit code. Raises SpecdecError for what the user can mend."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(OVERVIEW)
+        return 0
+    name, *rest = arguments
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"up": up, "status": status, "down": down}
+    if name not in commands:
+        raise UsageError(f"ray {name} is not a command; choose from {', '.join(commands)}")
+    return commands[name](rest)
+
+
+def _parser(command: str, summary: str, wants_file: bool) -> OneLineParser:
+    parser = OneLineParser(prog=f"specdec ray {command}", description=summary, allow_abbrev=False)
+    if wants_file:
+        parser.add_argument("--config", metavar="FILE", required=True, help="YAML file that says what to run.")
+    else:
+        parser.add_argument("--name", metavar="TEXT", default="specdec", help="Deployment. [default: specdec]")
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="The cluster; absent: RAY_ADDRESS, or the one of this machine."
+    )
+    return parser
+
+
+def _connect(address: str | None) -> None:
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    try:
+        from specdec.ray import cluster
+    except ModuleNotFoundError as error:
+        raise ConfigError("Ray is not installed here: pip install 'specdec[ray]'") from error
+    cluster.connect(address)
+
+
+def up(arguments: Sequence[str]) -> int:
+    """Starts what the file says. Whatever prevents that, an interrupt too, removes what was begun."""
+    asked = _parser("up", "Starts a deployment.", wants_file=True).parse_args(list(arguments))
+    deployment = read_deployment(asked.config)
+    _connect(asked.ray_address)
+    from specdec.ray.deployment import begin, remove, wait_until_serving
+
+    began_s = time.monotonic()
+    actors = begin(deployment)
+    try:
+        seen = wait_until_serving(deployment, actors, lambda actor, found: _tell(began_s, actor, found))
+    except BaseException:
+        print("specdec: removing what was begun", file=sys.stderr, flush=True)
+        remove(deployment.name)
+        raise
+    _tell_serving(deployment, seen, time.monotonic() - began_s)
+    return 0
+
+
+def _tell(began_s: float, actor: ActorPlan, found: Seen | None) -> None:
+    """One line about an actor whose state has changed."""
+    if found is None or not found.row.host:
+        words = f"waits for {actor.wants}"
+    elif found.is_serving:
+        words = f"serves on {found.report.address}" if found.report else ""
+    else:
+        words = f"{found.health} on {found.row.host}"
+    print(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}", flush=True)
+
+
+def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float) -> None:
+    report = seen[COORDINATOR].report
+    assert report is not None
+    model = deployment.target.served_model_name or deployment.target.model
+    print(f"specdec serves {model} on {report.address} after {took_s:.1f} s", flush=True)
+    if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
+        print("the draft is not there yet; texts are written without it until it is", flush=True)
+    flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
+    print(f'next: specdec generate "def main():" --address {report.address}{flags}')
+    print(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}", flush=True)
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Prints the table; the exit code is 0 while the coordinator serves."""
+    asked = _parser("status", "Shows a deployment.", wants_file=False).parse_args(list(arguments))
+    _connect(asked.ray_address)
+    from specdec.ray.deployment import look
+
+    seen = look(asked.name)
+    if not seen:
+        raise ConfigError(f"{asked.name} is not on this cluster; `specdec ray up --config FILE` starts it")
+    _show(seen)
+    return 0 if COORDINATOR in seen and seen[COORDINATOR].is_serving else 1
+
+
+def _show(seen: dict[str, Seen]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for title in ("actor", "node", "address", "restarts", "health"):
+        table.add_column(title, justify="right" if title == "restarts" else "left", overflow="fold")
+    for role, found in seen.items():
+        address = found.report.address if found.report else ""
+        table.add_row(role, found.row.host, address, str(found.row.restarts_count), found.health)
+    Console().print(table)
+
+
+def down(arguments: Sequence[str]) -> int:
+    """Ends the deployment; nothing to end is no error."""
+    asked = _parser("down", "Ends a deployment.", wants_file=False).parse_args(list(arguments))
+    _connect(asked.ray_address)
+    from specdec.ray.deployment import remove
+
+    ended = remove(asked.name)
+    print(f"ended {', '.join(ended)}" if ended else f"{asked.name} is not on this cluster: nothing to end", flush=True)
+    return 0

@@ -1,0 +1,186 @@
+"""The file of `specdec ray up`: the settings of the three services, and what each takes of which node.
+
+It is checked completely before Ray is asked for anything, by the services' own schemas; unknown keys are refused.
+Addresses are not in it: a service listens on the address of the node it is placed on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+from pydantic import Field, model_validator
+
+from specdec.cli.options import UsageError
+from specdec.config import SHARED, CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.settings import (
+    CONNECTION,
+    LIMITS,
+    MODEL,
+    PROCESS,
+    Endpoint,
+    LogLevel,
+    ServiceSettings,
+    Settings,
+    TlsSettings,
+    setting,
+)
+
+PLACEMENT = "Placement"
+DRAFT_LABELS = {"specdec-role": "draft"}
+RANKS_PORT = 50054  # on loopback of the target's node
+SECTIONS = "target", "draft", "coordinator"
+# What Ray decides, by section: a file that says it too would be ignored or wrong.
+DECIDED = {
+    "target": ("nnodes", "node_rank", "master_addr", "insecure_ranks"),
+    "draft": (),
+    "coordinator": ("target", "draft"),
+}
+PATHS = "model", "tokenizer", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
+UNPLACED = "127.0.0.1:1"  # stands for an address until the actor knows its node
+
+Labels = dict[Annotated[str, Field(min_length=1)], str]
+
+
+class Place(Settings):
+    """What an actor takes of its node, and which nodes will do."""
+
+    gpus: int = setting(1, PLACEMENT, "GPUs, of each rank; 0 where there are none.", ge=0, le=1024)
+    cpus: int = setting(1, PLACEMENT, "CPUs, of each rank; its model's threads where `threads` is 0.", ge=1, le=1024)
+    labels: Labels = setting({}, PLACEMENT, "Labels a node must have (ray start --labels).")
+
+
+class DraftPlace(Place):
+    """The same, of the draft."""
+
+    labels: Labels = setting(DRAFT_LABELS, PLACEMENT, "Labels a node must have (ray start --labels).")
+
+
+class Placement(Settings):
+    """Where the services go: target and coordinator together, the draft elsewhere."""
+
+    target: Place = setting(Place(), PLACEMENT, "Of each rank; all ranks are on one node.")
+    draft: DraftPlace = setting(DraftPlace(), PLACEMENT, "Of the draft.")
+    coordinator_cpus: int = setting(1, PLACEMENT, "CPUs of the coordinator, on the target's node.", ge=1, le=1024)
+
+
+class RaySettings(TlsSettings):
+    """One deployment. What stands above the sections holds for each service that does not say it itself."""
+
+    name: str = setting(
+        "specdec", PROCESS, "Name of the deployment, to tell several apart.", pattern=r"^[a-z][a-z0-9-]{0,62}$"
+    )
+    start_timeout_s: float = setting(
+        3600.0, LIMITS, "Seconds after which `up` gives up and removes what it began.", gt=0, le=86400
+    )
+    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
+    drain_grace_s: float = setting(30.0, PROCESS, "Seconds that running generations are given.", ge=0, le=86400)
+    otlp_traces_endpoint: Endpoint | None = setting(None, PROCESS, "Where to send traces (OTLP over gRPC).")
+    target: TargetSettings = setting(..., MODEL, "Settings of `specdec target`.")
+    draft: DraftSettings | None = setting(None, MODEL, "Settings of `specdec draft`; absent: plain decoding.")
+    coordinator: CoordinatorSettings = setting(..., CONNECTION, "Settings of `specdec coordinator`.")
+    placement: Placement = setting(Placement(), PLACEMENT, "Where the services go.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """Gives each section what stands above it, and the coordinator what follows from the others."""
+        if not isinstance(given, dict):
+            return given
+        values = {"coordinator": {}, **given}
+        common = {name: values[name] for name in (*TlsSettings.model_fields, *sorted(SHARED)) if name in values}
+        for name in SECTIONS:
+            section = values.get(name)
+            if not isinstance(section, dict):
+                continue
+            for key in DECIDED[name]:
+                if key in section:
+                    raise ValueError(f"{name}.{key} is not for the file: Ray decides where services run; leave it out")
+            values[name] = _with_whole_paths({**common, **section})
+        target, coordinator = values.get("target"), values["coordinator"]
+        if isinstance(target, dict) and isinstance(coordinator, dict):
+            values["coordinator"] = {"tokenizer": values["target"].get("model"), "target": UNPLACED, **coordinator}
+        return values
+
+    @model_validator(mode="after")
+    def _check_reach(self) -> RaySettings:
+        for name, service in self.services.items():
+            if not has_own_host(service):
+                service.check_reach("of the node", f"{name}: the address")
+        ports = [service.port for service in self.services.values()] + [self.ranks_port]
+        if 0 in ports or len(set(ports)) < len(ports):
+            raise ValueError(f"ports are {ports}; they must differ and not be 0, for a service comes back on its own")
+        return self
+
+    @property
+    def services(self) -> dict[str, ServiceSettings]:
+        """The settings of each service there is, by section."""
+        own = {"target": self.target, "draft": self.draft, "coordinator": self.coordinator}
+        return {name: service for name, service in own.items() if service is not None}
+
+    @property
+    def ranks_port(self) -> int:
+        """Where the ranks meet, on loopback of their node."""
+        return self.target.master_port or RANKS_PORT
+
+
+def _with_whole_paths(section: dict[str, Any]) -> dict[str, Any]:
+    """Files and folders that are here, by their whole path: services start in other folders. Hub ids stay."""
+    paths = {name: Path(str(section[name])) for name in PATHS if section.get(name)}
+    return section | {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+
+
+def has_own_host(service: ServiceSettings) -> bool:
+    """Whether the file says where it listens."""
+    return "host" in service.model_fields_set
+
+
+def read_deployment(file: str) -> RaySettings:
+    """The settings in a file. UsageError, one line, for anything wrong."""
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {file} must hold NAME: VALUE lines")
+    try:
+        return RaySettings(**{str(key): value for key, value in content.items()})
+    except pydantic.ValidationError as error:
+        raise UsageError(_sentence(error, file)) from None
+
+
+def _sentence(error: pydantic.ValidationError, file: str) -> str:
+    """The first thing wrong, as one line."""
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    name = ".".join(path)
+    message = first["msg"].removeprefix("Value error, ").partition(", unable")[0]
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(path[-1], _known(path[:-1]), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it may hold {', '.join(_known(path[:-1]))}"
+        return f"{name} in {file} is not known; {hint}"
+    if first["type"] == "missing":
+        return f"{name} is missing in {file}"
+    if first["type"] == "value_error" and isinstance(first["input"], dict):  # of a section as a whole
+        return f"{name} in {file}: {message}" if name else f"{file}: {message}"
+    shown = repr(first["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"{name} in {file} is {shown}; {message.replace('Input should be', 'it must be')}"
+
+
+def _known(path: list[str]) -> list[str]:
+    """What the section at `path` may hold."""
+    classes: dict[tuple[str, ...], type[Settings]] = {
+        (): RaySettings,
+        ("target",): TargetSettings,
+        ("draft",): DraftSettings,
+        ("coordinator",): CoordinatorSettings,
+        ("placement",): Placement,
+    }
+    decided = DECIDED.get(path[0], ()) if path else ()
+    return [name for name in classes.get(tuple(path), Place).model_fields if name not in decided]

@@ -1,0 +1,121 @@
+"""What each actor of a deployment is: its command, its place, and its service's settings once its node is known.
+
+Values and pure functions; Ray itself is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from specdec.config import CoordinatorSettings, TargetSettings
+from specdec.ray.config import RaySettings, has_own_host
+from specdec.settings import ServiceSettings, is_loopback
+
+TARGET, DRAFT, COORDINATOR = "target", "draft", "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlan:
+    """One actor: the service it runs, what it takes, and where.
+
+    `bundle`: its place in the target's group, which is on one node; absent: any node with `labels`. `rank`: of the
+    target. `deployment` is all that was asked for, since an actor that is restarted has nobody to ask.
+    """
+
+    role: str
+    command: str
+    cpus: int
+    gpus: int
+    deployment: RaySettings
+    labels: Mapping[str, str]
+    bundle: int | None = None
+    rank: int = 0
+
+    @property
+    def settings(self) -> ServiceSettings:
+        """Of the service, before its node is known."""
+        return self.deployment.services[self.command]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is a rank that does what rank 0 says, and has no port."""
+        return self.rank > 0
+
+    @property
+    def wants(self) -> str:
+        """What it waits for while it has no node, for people."""
+        if self.bundle is None:
+            return f"a node with {_resources(self.gpus, self.cpus, self.labels)}"
+        place = self.deployment.placement
+        ranks = self.deployment.target.tensor_parallel_size
+        cpus = ranks * place.target.cpus + place.coordinator_cpus
+        return f"one node with {_resources(ranks * place.target.gpus, cpus, place.target.labels)}"
+
+
+def _resources(gpus: int, cpus: int, labels: Mapping[str, str]) -> str:
+    parts = [f"{gpus} GPUs"] if gpus else []
+    parts.append(f"{cpus} CPUs")
+    parts += [f"label {key}={value}" for key, value in labels.items()]
+    return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
+
+
+def plan(deployment: RaySettings) -> list[ActorPlan]:
+    """All actors, those of the target's group first, in the order of its bundles."""
+    place, own = deployment.placement, deployment.placement.target
+    ranks = range(deployment.target.tensor_parallel_size)
+    actors = [
+        ActorPlan(f"{TARGET}-{rank}", TARGET, own.cpus, own.gpus, deployment, own.labels, bundle=rank, rank=rank)
+        for rank in ranks
+    ]
+    beside = ActorPlan(COORDINATOR, COORDINATOR, place.coordinator_cpus, 0, deployment, own.labels, bundle=len(ranks))
+    actors.append(beside)
+    if deployment.draft is not None:
+        actors.append(ActorPlan(DRAFT, DRAFT, place.draft.cpus, place.draft.gpus, deployment, place.draft.labels))
+    return actors
+
+
+def bundles(actors: Sequence[ActorPlan]) -> list[dict[str, float]]:
+    """The target's group: what each of its actors takes."""
+    own = [actor for actor in actors if actor.bundle is not None]
+    return [{"CPU": actor.cpus, **({"GPU": actor.gpus} if actor.gpus else {})} for actor in own]
+
+
+def reached_at(service: ServiceSettings, node_host: str) -> str:
+    """HOST:PORT where others reach a service that runs on the node."""
+    is_local = has_own_host(service) and is_loopback(service.host)
+    return joined(service.host if is_local else node_host, service.port)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def settings_on(actor: ActorPlan, node_host: str, draft_hosts: Sequence[str] = ()) -> ServiceSettings:
+    """The settings of an actor's service on its node; `draft_hosts`: nodes where the draft is, or may come back."""
+    settings = actor.settings
+    changed: dict[str, object] = {} if has_own_host(settings) else {"host": node_host}
+    if isinstance(settings, CoordinatorSettings):
+        changed["target"] = reached_at(actor.deployment.target, node_host)
+        changed["draft"] = draft_address(actor.deployment, draft_hosts)
+    else:
+        changed["threads"] = getattr(settings, "threads", 0) or actor.cpus
+    if actor.follows:  # rank 0, on the same node, has these ports
+        changed |= {"metrics_address": None, "health_address": None}
+    if isinstance(settings, TargetSettings) and settings.tensor_parallel_size > 1:
+        changed |= {
+            "nnodes": settings.tensor_parallel_size,  # each process is one rank, and has Ray's GPU for itself
+            "node_rank": actor.rank,
+            "master_port": actor.deployment.ranks_port,
+        }
+    return settings.model_copy(update=changed)
+
+
+def draft_address(deployment: RaySettings, hosts: Sequence[str]) -> str | None:
+    """What the coordinator connects to: the first host on which the draft answers, tried anew at every connection."""
+    if deployment.draft is None or not hosts:
+        return None
+    addresses = list(dict.fromkeys(reached_at(deployment.draft, host) for host in hosts))
+    is_ipv6 = any(":" in host for host in hosts)
+    return addresses[0] if len(addresses) == 1 else ("ipv6:" if is_ipv6 else "ipv4:") + ",".join(addresses)

@@ -1,0 +1,66 @@
+"""A Ray cluster of several nodes on this machine, and `specdec ray` as people run it: a command of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+COMMAND_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running cluster: its address, and `specdec ray` on it."""
+
+    address: str
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs `specdec ray ARGUMENTS` to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "specdec.cli", "ray", *arguments, "--ray-address", self.address],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+
+    def up(self, folder: Path, deployment: dict) -> subprocess.CompletedProcess[str]:
+        """`ray up` of a deployment, by a file in `folder`."""
+        file = folder / "deployment.yaml"
+        file.write_text(yaml.safe_dump(deployment), encoding="utf-8")
+        return self.command("up", "--config", str(file))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without room, a large node with two GPUs that are numbers only, and a node with the draft's label."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster as RayCluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        before = signal.getsignal(signal.SIGTERM)  # the nodes set their own
+        nodes = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            nodes.add_node(num_cpus=3, num_gpus=2, labels={"specdec-role": "target"})
+            nodes.add_node(num_cpus=1, labels={"specdec-role": "draft"})
+            yield Cluster(nodes.address)
+        finally:
+            nodes.shutdown()
+            signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address of another cluster is inherited."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "SPECDEC_CONFIG" not in os.environ

@@ -1,0 +1,152 @@
+"""The file of `specdec ray up` and what is made of it: settings, places, addresses. No cluster is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specdec.cli.main import run_command
+from specdec.cli.options import UsageError
+from specdec.cli.processes import arguments_of
+from specdec.config import CoordinatorSettings, TargetSettings
+from specdec.errors import ConfigError
+from specdec.ray.config import RaySettings, read_deployment
+from specdec.ray.placing import bundles, draft_address, plan, settings_on
+from tests.hygiene.sources import ROOT
+
+PLAIN = {"insecure": True, "target": {"model": "t", "tensor_parallel_size": 2}, "draft": {"model": "d"}}
+FOLDER = ROOT / "deploy" / "ray"
+
+
+def written(folder: Path, content: object) -> str:
+    """A file with the content."""
+    file = folder / "deployment.yaml"
+    file.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "must hold NAME: VALUE lines"),
+        ("a: [", "is not YAML"),
+        ({"insecure": True}, "target is missing in"),
+        ({"insecure": True, "target": {}}, "target.model is missing in"),
+        ({**PLAIN, "target": {"model": "t", "tensor_paralel_size": 2}}, "did you mean tensor_parallel_size?"),
+        ({**PLAIN, "nam": "x"}, "nam in .* is not known; did you mean name?"),
+        ({**PLAIN, "placement": {"draft": {"gpus": -1}}}, r"placement.draft.gpus in .* is -1; it must be greater than"),
+        ({**PLAIN, "target": {"model": "t", "node_rank": 1}}, "target.node_rank is not for the file: Ray decides"),
+        ({**PLAIN, "coordinator": {"draft": "a:1"}}, "coordinator.draft is not for the file"),
+        ({**PLAIN, "draft": {"model": "d", "port": 50051}}, "they must differ and not be 0"),
+        ({**PLAIN, "insecure": False}, "target: the address of the node reaches beyond this machine"),
+        ({**PLAIN, "target": {"model": "t", "block_size": 5}}, "--block-size is 5; it must be a power of two"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(content: object, said: str, tmp_path: Path):
+    """Claim: a file is refused with the key, the value and the remedy before Ray is asked for anything."""
+    file = written(tmp_path, content)
+    with pytest.raises(UsageError, match=said) as caught:
+        run_command(["ray", "up", "--config", file, "--ray-address", "127.0.0.1:1"])
+    assert "\n" not in str(caught.value) and file in str(caught.value)
+
+
+def test_the_mode_of_authentication_must_be_said(monkeypatch: pytest.MonkeyPatch):
+    """Claim: without RAY_AUTH_MODE nothing is connected to, since Ray would decide by what lies in the home folder."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE is not set"):
+        run_command(["ray", "status", "--ray-address", "127.0.0.1:1"])
+
+
+def test_sections_take_what_stands_above_them():
+    """Claim: log level, grace and TLS are said once, a section overrules them, and the tokenizer is the target's."""
+    own = RaySettings(
+        **{**PLAIN, "log_level": "error", "drain_grace_s": 7, "draft": {"model": "d", "drain_grace_s": 1}}
+    )
+    assert {service.log_level for service in own.services.values()} == {"error"}
+    assert [service.drain_grace_s for service in own.services.values()] == [7, 1, 7]
+    assert own.coordinator.tokenizer == "t" and own.coordinator.insecure
+
+
+def test_the_group_holds_ranks_and_coordinator():
+    """Claim: ranks and coordinator are one group of a node; the draft is outside, by its label."""
+    actors = plan(RaySettings(**PLAIN, placement={"target": {"cpus": 3}, "coordinator_cpus": 2}))
+    assert [actor.role for actor in actors] == ["target-0", "target-1", "coordinator", "draft"]
+    assert bundles(actors) == [{"CPU": 3, "GPU": 1}, {"CPU": 3, "GPU": 1}, {"CPU": 2}]
+    assert [actor.bundle for actor in actors] == [0, 1, 2, None]
+    assert actors[3].labels == {"specdec-role": "draft"}
+    assert actors[0].wants == "one node with 2 GPUs and 8 CPUs"
+    assert actors[3].wants == "a node with 1 GPUs, 1 CPUs and label specdec-role=draft"
+
+
+def test_services_get_the_addresses_of_their_node():
+    """Claim: a rank is a machine with one rank that meets the others on loopback; the coordinator finds the target on
+    its own node and the draft on any node that may have it; the flags made of that are accepted again."""
+    first, second, coordinator, draft = plan(RaySettings(**PLAIN, placement={"target": {"cpus": 3}}))
+    rank = settings_on(second, "10.0.0.7")
+    assert isinstance(rank, TargetSettings)
+    assert (rank.host, rank.port, rank.node_rank, rank.nnodes, rank.threads) == ("10.0.0.7", 50052, 1, 2, 3)
+    assert (rank.master_addr, rank.master_port) == ("127.0.0.1", 50054)
+    beside = settings_on(coordinator, "10.0.0.7", ["10.0.0.9", "10.0.0.8", "10.0.0.9"])
+    assert isinstance(beside, CoordinatorSettings)
+    assert beside.target == "10.0.0.7:50052"
+    assert beside.draft == "ipv4:10.0.0.9:50053,10.0.0.8:50053"
+    assert settings_on(draft, "10.0.0.9").host == "10.0.0.9"
+    assert settings_on(coordinator, "10.0.0.7").draft is None
+    for command, settings in (("target", rank), ("coordinator", beside)):
+        values = dict(
+            argument.removeprefix("--").split("=", 1) for argument in arguments_of(settings) if "=" in argument
+        )
+        assert values["host"] == "10.0.0.7", command
+        assert type(settings)(**settings.model_dump()) == settings
+
+
+def test_a_host_of_the_file_is_kept():
+    """Claim: what listens on loopback by the file's word is reached there, and needs no TLS."""
+    local = {"host": "127.0.0.1"}
+    own = RaySettings(target={"model": "t", **local}, draft={"model": "d", **local}, coordinator={"port": 7, **local})
+    coordinator = next(actor for actor in plan(own) if actor.role == "coordinator")
+    settings = settings_on(coordinator, "10.0.0.7", ["10.0.0.7", "10.0.0.8"])
+    assert isinstance(settings, CoordinatorSettings)
+    assert (settings.target, settings.draft) == ("127.0.0.1:50052", "127.0.0.1:50053")
+    assert draft_address(own, []) is None
+
+
+def test_the_shipped_files_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Claim: the files of deploy/ray are read without a complaint, and folders in them become whole paths."""
+    monkeypatch.chdir(ROOT)
+    own = read_deployment(str(FOLDER / "cpu.yaml"))
+    assert own.target.model == own.coordinator.tokenizer == str(ROOT / "models" / "target")
+    text = (FOLDER / "specdec.yaml").read_text(encoding="utf-8")
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    secured = read_deployment(written(tmp_path, text.replace("/etc/specdec/tls", str(tmp_path))))
+    assert all(service.has_tls for service in secured.services.values())
+    assert secured.target.tensor_parallel_size == 4
+
+
+def test_the_cluster_file_is_what_ray_up_takes():
+    """Claim: Ray's own schema and checks accept deploy/ray/cluster.yaml, and its nodes have what specdec.yaml asks for.
+
+    Conclusive: the schema comes with the installed Ray and refuses unknown keys; a planted one is refused.
+    """
+    pytest.importorskip("ray", reason="Ray is not installed")
+    import jsonschema
+    import ray.autoscaler
+
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
+    content = yaml.safe_load((FOLDER / "cluster.yaml").read_text(encoding="utf-8"))
+    jsonschema.validate(content, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**content, "available_node_types": {"head": {"labelz": {}}}}, schema)
+    asked = yaml.safe_load((FOLDER / "specdec.yaml").read_text(encoding="utf-8"))
+    kinds = content["available_node_types"]
+    for role in ("target", "draft"):
+        assert kinds[role]["labels"] == asked["placement"][role]["labels"]
+    place = asked["placement"]["target"]
+    ranks = asked["target"]["tensor_parallel_size"]
+    assert kinds["target"]["resources"]["GPU"] >= ranks * place["gpus"]
+    assert kinds["target"]["resources"]["CPU"] >= ranks * place["cpus"] + asked["placement"]["coordinator_cpus"]

@@ -1,0 +1,255 @@
+"""`specdec ray up`, what happens when what dies, `status` and `down`: real Ray nodes, processes and signals.
+
+The tests of this file share one deployment and come in this order: it is begun, harmed, looked at and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from tests.ray.conftest import Cluster
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+from tests.support.ranks import Followers
+from tests.support.services import Client, Outcome, fixed
+
+PROMPT = random_tokens(12, seed=3)
+ASKED = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+DRAFTED = {**ASKED, "speculative": fixed(3)}
+PATIENCE_S = 120.0  # a process that starts imports torch, on whatever cores are left
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tiny models of one tokenizer; a table model cannot be split over ranks."""
+    folder = tmp_path_factory.mktemp("ray")
+    return tuple(make_tiny_model(folder / name, "llama", seed) for seed, name in enumerate(("target", "draft")))
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path]) -> list[int]:
+    """The tokens as two ranks write them without Ray, services and draft: this process and another."""
+    threads, followers = torch.get_num_threads(), Followers()
+    torch.set_num_threads(1)
+    try:
+        return Driver(followers.lead(models[0], 2)).greedy(PROMPT, ASKED["max_tokens"])
+    finally:
+        followers.stop()
+        torch.set_num_threads(threads)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has at the moment."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def deployment(models: tuple[Path, Path]) -> dict:
+    """What the file says: two ranks, a draft, and fake GPUs for the ranks only."""
+    ports = free_ports(4)
+    return {
+        "name": "trial",
+        "insecure": True,
+        "log_level": "warning",
+        "drain_grace_s": 1,
+        "start_timeout_s": 150,
+        "target": {
+            "model": str(models[0]),
+            "tensor_parallel_size": 2,
+            "device": "cpu",
+            "port": ports[0],
+            "master_port": ports[1],
+        },
+        "draft": {"model": str(models[1]), "port": ports[2]},
+        "coordinator": {"port": ports[3]},
+        "placement": {"target": {"labels": {"specdec-role": "target"}}, "draft": {"gpus": 0}},
+    }
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster, deployment: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of the deployment that `specdec ray up` has begun."""
+    done = cluster.up(tmp_path_factory.mktemp("file"), deployment)
+    assert done.returncode == 0, done.stderr
+    address = re.search(r"specdec serves \S+ on (\S+) after", done.stdout)
+    assert address is not None and f"--address {address[1]} --insecure" in done.stdout
+    assert "waits for one node with 2 GPUs, 3 CPUs and label specdec-role=target" in done.stdout
+    connected = Client(address[1])
+    yield connected
+    connected.close()
+    cluster.command("down", "--name", "trial")
+
+
+def processes(command: str, model: Path | str) -> dict[int, list[str]]:
+    """Arguments of the running service processes of this test, by pid."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode().split("\0") if folder.name.isdigit() else []
+            if words[1:4] == ["-m", "specdec.cli", command] and any(str(model) in word for word in words):
+                found[int(folder.name)] = words
+    return found
+
+
+def parent(pid: int) -> int:
+    """The process that started it: its actor."""
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+
+
+def stream(client: Client, act: Callable[[], None], **asked: object) -> Outcome:
+    """A generation during which `act` is called once 30 tokens have come; what had come when it broke, if it did."""
+    outcome, acted = Outcome(), False
+    with contextlib.suppress(grpc.RpcError):
+        for response in client.stub.Generate(client.request(PROMPT, **asked), timeout=PATIENCE_S):
+            client.take(outcome, response)
+            if not acted and len(outcome.token_ids) >= 30:
+                acted = True
+                act()
+    assert acted
+    return outcome
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns when `condition` holds; an unreachable service does not fail it at once."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(grpc.RpcError):
+            if condition():
+                return
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.1)
+
+
+def drafts(client: Client) -> bool:
+    """Whether a generation is helped by the draft."""
+    return client.generate(PROMPT, **{**DRAFTED, "max_tokens": 40}).finished.statistics.num_draft_tokens > 0
+
+
+def test_the_text_is_that_of_plain_processes(client: Client, expected: list[int]):
+    """Claim: placed by Ray, the services write what two ranks write without them, with the draft's help.
+
+    Conclusive: 300 greedy tokens of the engine alone, in other processes, are the reference.
+    """
+    until(lambda: drafts(client))
+    outcome = client.generate(PROMPT, **DRAFTED)
+    assert outcome.token_ids == expected
+    assert outcome.started.numerics.tensor_parallel_size == 2
+
+
+def test_each_rank_has_the_gpu_that_ray_gave_it(client: Client, models: tuple[Path, Path]):
+    """Claim: a rank's process sees one GPU, another one than its neighbour, and is the first of what it sees."""
+    ranks = processes("target", models[0])
+    seen = {visible_gpus(pid) for pid in ranks}
+    assert client is not None and len(ranks) == 2 and seen == {"0", "1"}
+
+
+def visible_gpus(pid: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a process."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)["CUDA_VISIBLE_DEVICES"]
+
+
+def test_a_killed_draft_actor_costs_no_request(client: Client, expected: list[int], models: tuple[Path, Path]):
+    """Claim: SIGKILL of the actor's own process amid a generation changes no token; its service ends with it, Ray
+    starts both again, and the coordinator uses the new one by itself."""
+    (service,) = processes("draft", models[1])
+    outcome = stream(client, lambda: os.kill(parent(service), signal.SIGKILL), **DRAFTED)
+    assert outcome.token_ids == expected
+    until(lambda: drafts(client))
+    (again,) = processes("draft", models[1])
+    assert again != service
+
+
+def test_a_killed_rank_rebuilds_the_group(client: Client, expected: list[int], models: tuple[Path, Path]):
+    """Claim: one rank's end is the end of all; Ray starts them again and the broken request goes on where it broke.
+
+    Conclusive: what came before and after the break is the undisturbed text, token by token; both ranks are new.
+    """
+    before = processes("target", models[0])
+    (second,) = (pid for pid, words in before.items() if "--node-rank=1" in words)
+    outcome = stream(client, lambda: os.kill(second, signal.SIGKILL), **ASKED)
+    assert outcome.finished is None and len(outcome.token_ids) < 300
+    rest = Outcome()
+
+    def resumed() -> bool:
+        nonlocal rest
+        rest = client.generate(PROMPT, resume=outcome.token_ids, **ASKED)
+        return True
+
+    until(resumed)
+    assert outcome.token_ids + rest.token_ids == expected
+    assert not before.keys() & processes("target", models[0]).keys()
+
+
+def test_status_shows_each_actor(client: Client, cluster: Cluster):
+    """Claim: the table has every actor, where it is, how often it was restarted, and what gRPC says of its health."""
+    until(lambda: drafts(client))
+    done = cluster.command("status", "--name", "trial")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := cells_of(line)) == 5}
+    health = {role: cells[4] for role, cells in rows.items()}
+    restarts_count = {role: int(cells[3]) for role, cells in rows.items() if role != "actor"}
+    serving = {"coordinator": "SERVING", "draft": "SERVING", "target-0": "SERVING", "target-1": "follows target-0"}
+    assert health == {"actor": "health", **serving}
+    assert restarts_count["coordinator"] == 0 and restarts_count["draft"] == 1
+    assert restarts_count["target-0"] >= 1 and restarts_count["target-1"] >= 1
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")]
+
+
+def test_a_second_deployment_of_the_name_is_refused(client: Client, cluster: Cluster, deployment: dict, tmp_path: Path):
+    """Claim: `up` never touches what runs: it says how to look at it and how to end it."""
+    done = cluster.up(tmp_path, deployment)
+    assert done.returncode == 1 and "trial is there already" in done.stderr
+    assert client.generate(PROMPT, max_tokens=3, ignore_eos=True).finished is not None
+
+
+def test_down_leaves_nothing(client: Client, cluster: Cluster, models: tuple[Path, Path]):
+    """Claim: after `down` no process of a service and no actor is there."""
+    assert processes("target", models[0]) and processes("draft", models[1]) and processes("coordinator", models[0])
+    done = cluster.command("down", "--name", "trial")
+    assert done.stdout.strip() == "ended coordinator, draft, target-0, target-1", done.stderr
+    assert not processes("target", models[0]) and not processes("draft", models[1])
+    assert not processes("coordinator", models[0])
+    assert "trial is not on this cluster" in cluster.command("status", "--name", "trial").stderr
+
+
+def test_what_cannot_start_is_told_and_removed(cluster: Cluster, tmp_path: Path):
+    """Claim: a service that cannot start ends `up` with its own sentence, and what was begun is gone."""
+    target = {"model": str(tmp_path / "nowhere"), "port": free_ports(1)[0]}
+    done = cluster.up(tmp_path, {"name": "trial", "insecure": True, "target": target})
+    assert done.returncode == 1
+    assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
+
+
+def test_what_finds_no_room_is_told_and_removed(cluster: Cluster, tmp_path: Path):
+    """Claim: where no node will do, `up` says what it waited for when its time is over, and leaves nothing behind: it
+    was not refused for what the test before began, and `down` finds nothing, which is no error."""
+    deployment = {
+        "name": "trial",
+        "insecure": True,
+        "start_timeout_s": 1,
+        "target": {"model": str(tmp_path)},
+        "placement": {"target": {"labels": {"size": "huge"}}},
+    }
+    done = cluster.up(tmp_path, deployment)
+    assert done.returncode == 1
+    assert "not serving within 1 s: target-0 (one node with 1 GPUs, 2 CPUs and label size=huge)" in done.stderr
+    assert "nothing to end" in cluster.command("down", "--name", "trial").stdout
