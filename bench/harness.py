@@ -58,7 +58,7 @@ def running(
     def begin(role: str, settings: type[ServiceSettings], **values: Any) -> tuple[Child, ServiceSettings]:
         machine = network.machines[role] if network else None
         placed: dict[str, Any] = {"host": machine.address, "insecure": True} if machine else {}
-        made = settings(**values, **placed, **common, **own[role])
+        made = settings(**{**values, **placed, **common, **own[role]})
         with machine.inside() if machine else contextlib.nullcontext():
             children.append(start(role, made))
         return children[-1], made

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 
+from coordinator.figures import Figures, RequestFigures
 from coordinator.output import Ending, OutputWalker
 from coordinator.rejection import conclude, logprobs_of
 from coordinator.replicas import Replica
@@ -40,6 +41,7 @@ class Generation:
         draft: Replica | None,
         speculation: Speculation,
         trace: GenerationTrace | None = None,
+        figures: RequestFigures | None = None,
     ) -> None:
         self._session = session
         self._walker = walker
@@ -48,12 +50,14 @@ class Generation:
         self._draft = draft
         self._speculation = speculation
         self._trace = trace or GenerationTrace(session.trace, started.request_id)
+        self._figures = figures or Figures().request(session.trace)
         self._loop = asyncio.get_running_loop()
         self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s
         self._wait_began_s: float | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
         self.statistics = Statistics()
+        self.names = {"trace_id": session.trace.trace_id.hex(), "session": session.number}  # in logs
         self._started = started
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._news = asyncio.Event()
@@ -63,6 +67,7 @@ class Generation:
 
         The target must be up: call it in the same turn of the event loop in which `Replica.usable` said so.
         """
+        self._figures.began(self.statistics, self._session.law.prompt_length)
         if ending is not None:
             self._perform(self._session.end())
             self._finish(ending)
@@ -110,12 +115,19 @@ class Generation:
         else:
             self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
 
+    def give_up(self) -> None:
+        """The service stops and cannot wait for this generation; nothing where its text has ended."""
+        if not self._session.finished:
+            self._fail(ReplicaUnavailable(f"the coordinator stops; {self._how_to_resume()}"))
+
     def on_defect(self) -> None:
         """Handling an answer for this generation failed: it ends, and no other."""
         self._fail(SpecdecError("the coordinator failed at this generation; its log says why"))
 
     def on_item(self, replica: Replica, item, byte_count: int) -> None:
-        """One answer of a replica."""
+        """One answer of a replica; after the end it is nobody's."""
+        if self._session.finished:
+            return
         if replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
             self._on_draft_item(item, byte_count)
@@ -143,6 +155,7 @@ class Generation:
             self._perform(self._session.on_draft_short(item))
         elif isinstance(item, Failure):
             self._trace.note("draft refused", reason=item.reason)
+            self._figures.draft_refused()
             self._perform(self._session.on_draft_failure(item))
 
     def _on_target_item(self, item) -> None:
@@ -153,7 +166,9 @@ class Generation:
             self._trace.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
             self._perform(self._session.on_target_short(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
-            self._fail(error_from_failure(item))
+            error = error_from_failure(item)
+            is_lost = isinstance(error, ReplicaUnavailable)
+            self._fail(ReplicaUnavailable(f"{error}; {self._how_to_resume()}") if is_lost else error)
 
     def _on_evidence(self, answer: EvidenceAnswer) -> None:
         """The round: rule, commit, emit, next verification."""
@@ -177,6 +192,7 @@ class Generation:
         self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
         actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
         self._count(answer, now_s, is_after_hit)
+        self._figures.round(answer, walked.kept_count, round_s)
         self._trace.committed(session, self._target.link)
         self._perform(actions)
         kept = walked.kept_count
@@ -209,15 +225,7 @@ class Generation:
         assert outcome is not None
         statistics.count_round(outcome, follows_branch_hit)
         statistics.num_rounds_off += not self._session.policy.is_speculating
-        statistics.step_sessions += answer.step_sessions
-        statistics.active_sessions += answer.active_sessions
-        statistics.cached_prompt_tokens += answer.cached_prompt_tokens
-        statistics.evictions += answer.evictions
-        at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
-        statistics.target_queue_s += answer.queue_us / 1e6
-        statistics.target_forward_s += answer.forward_us / 1e6
-        statistics.target_evidence_s += answer.evidence_us / 1e6
-        statistics.target_link_s += max(0.0, now_s - self._sent_s - at_target_s)
+        statistics.count_answer(answer, now_s - self._sent_s)
         statistics.total_s = now_s - self._born_s
         if not statistics.time_to_first_token_s:
             statistics.time_to_first_token_s = statistics.total_s
@@ -266,7 +274,7 @@ class Generation:
         statistics.policy_reason = prediction.reason
         statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
-            get_logger().warning("malformed draft nodes", session=session.number, count=session.malformed_node_count)
+            get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
         finished = Finished(
             ending.reason,
             ending.stop_string,
@@ -277,6 +285,7 @@ class Generation:
             session.trace.trace_id.hex(),
         )
         self._trace.finished(session, finished)
+        self._figures.finished(finished)
         self._emit(finished)
 
     def _fail(self, error: SpecdecError) -> None:

@@ -1,24 +1,25 @@
 """The links to target and draft: what each serves, whether it may be used, and which generation an answer is for.
 
 A replica is used from the moment its description fits (protocol version, tokenizer); until then, and while the link is
-down, `description` is None and `absent_reason` says why. Generations attach by session number.
+down, `description` is None and `absent_reason` says why. One that says that it stops is not used for new generations;
+those it serves go on. Generations attach by session number.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.config import TlsSettings
 from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import Commit, Verification
+from specdec.protocol.items import Commit, Verification, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_message
-from specdec.rpc.link import Link
+from specdec.rpc.link import CLOSED, Link
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -59,7 +60,9 @@ DRAFT = ReplicaKind(
 
 
 class Listener(Protocol):
-    """A generation, as its replicas see it."""
+    """A generation, as its replicas see it. `names`: what tells it in logs."""
+
+    names: Mapping[str, object]
 
     def on_up(self, replica: Replica) -> None: ...
 
@@ -82,6 +85,8 @@ class Replica:
         self.address = address
         self.description: Description | None = None
         self.absent_reason = f"the {kind.name} at {address} was not reached yet"
+        self.is_stopping = False
+        self.loss_count = 0  # connections that were lost
         self._tls = tls
         self._fingerprint = fingerprint
         self._changed = changed
@@ -100,8 +105,8 @@ class Replica:
 
     @property
     def is_up(self) -> bool:
-        """Whether it may be used."""
-        return self.description is not None
+        """Whether it may be used for new generations."""
+        return self.description is not None and not self.is_stopping
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
@@ -155,7 +160,7 @@ class Replica:
         try:
             call(self, *arguments)
         except Exception:
-            get_logger().exception("a generation failed", peer=self.address)
+            get_logger().exception("a generation failed", peer=self.address, **listener.names)
             listener.on_defect()
 
     def _check(self, description: Description) -> None:
@@ -176,21 +181,30 @@ class Replica:
         share = byte_count // len(messages)
         for message in messages:
             item = item_from_message(message)
+            if is_farewell(item):
+                self._on_stopping(item.message)
             listener = self._listeners.get(item.session)
             if listener is not None:
                 self._tell(listener, listener.on_item, item, share)
 
+    def _on_stopping(self, sentence: str) -> None:
+        """The replica takes no more sessions; those it has go on until it ends the link."""
+        self.is_stopping, self.absent_reason = True, f"the {self.kind.name} at {self.address}: {sentence}"
+        get_logger().warning(f"{self.kind.name} stops", peer=self.address)
+        self._changed()
+
     def _on_down(self, reason: str) -> None:
         if self._describing is not None:
             self._describing.cancel()
-        self.description = None
+        self.description, self.is_stopping = None, False
         self.absent_reason = reason
+        self.loss_count += reason != CLOSED
         self._changed()
         for listener in list(self._listeners.values()):
             self._tell(listener, listener.on_down, reason)
 
     def usable(self) -> Description:
         """What it serves. Raises ReplicaUnavailable with the reason when it may not be used."""
-        if self.description is None:
+        if self.description is None or self.is_stopping:
             raise ReplicaUnavailable(f"no {self.kind.name}: {self.absent_reason}")
         return self.description

@@ -250,6 +250,7 @@ class LateNodes:
     """Listens for a generation that is over, for a moment."""
 
     def __init__(self, trace: RequestTrace, session: Session) -> None:
+        self.names = {"trace_id": trace.context.trace_id.hex(), "session": session.number}
         self._trace = trace
         self._session = session
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from coordinator.decode_loop import Generation
+from coordinator.figures import Figures, RequestFigures
+from coordinator.metrics import families
 from coordinator.output import OutputWalker, Walked
 from coordinator.replicas import DRAFT, TARGET, Replica
 from coordinator.request_trace import open_trace
@@ -29,7 +31,8 @@ from specdec.protocol.types import Description
 from specdec.rpc.convert_generate import ask_from_message, coordinator_description_to_message, event_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
-from specdec.telemetry.logs import bound, configure_logs, get_logger
+from specdec.telemetry.logs import bind, configure_logs, get_logger
+from specdec.telemetry.metrics_page import MetricsPage
 from specdec.telemetry.trace_context import caller_trace
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
@@ -52,58 +55,72 @@ class Coordinator:
         self._tracing = tracing
         self._tokenizer = tokenizer
         self._speculation = Speculation(settings)
+        self.figures = Figures()
         self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
         self.draft: Replica | None = None
         if settings.draft is not None:
             self.draft = Replica(DRAFT, settings.draft, settings.link_tls, tokenizer.fingerprint, changed)
         self._numbers = itertools.count(1)
         self._running_count = 0
+        self._generations: set[Generation] = set()
 
     async def generate(
         self, request: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """One generation; its work ends when this generator is closed."""
         trace = open_trace(self._tracing, caller_trace(context.invocation_metadata()))
+        figures = self.figures.request(trace.context)
+        bind(trace_id=trace.context.trace_id.hex())
         try:
             ask = ask_from_message(request)
-            with bound(trace_id=trace.context.trace_id.hex(), label=ask.label):
-                async with aclosing(self._run_in_place(ask, trace)) as messages:
-                    async for message in messages:
-                        yield message
+            async with aclosing(self._run_in_place(ask, trace, figures)) as messages:
+                async for message in messages:
+                    yield message
         except Exception as error:
-            trace.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
+            known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
+            trace.failed(known)
+            figures.failed(known)
             raise
         finally:
             trace.closed()
+            figures.closed()
+            get_logger().info("generation ended", outcome=figures.outcome, output_tokens=figures.output_tokens)
 
     async def _run_in_place(
-        self, ask: Ask, trace: GenerationTrace
+        self, ask: Ask, trace: GenerationTrace, figures: RequestFigures
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         target = self.target.usable()
         if self._running_count >= self._settings.max_num_seqs:
             raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
         self._running_count += 1
         try:
-            async with aclosing(self._run(ask, target, trace)) as messages:
+            prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
+            if self.target.usable() != target:
+                raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
+            generation = self._admit(ask, prompt, walker, target, trace, figures)
+            async with aclosing(self._run(generation, resumed, target)) as messages:
                 async for message in messages:
                     yield message
         finally:
             self._running_count -= 1
 
     async def _run(
-        self, ask: Ask, target: Description, trace: GenerationTrace
+        self, generation: Generation, resumed: Walked, target: Description
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
-        prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
-        if self.target.usable() != target:
-            raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
-        generation = self._admit(ask, prompt, walker, target, trace)
+        self._generations.add(generation)
         try:
             generation.begin(resumed.ending)
             async with aclosing(generation.events()) as events:
                 async for event in events:
                     yield event_to_message(event, target)
         finally:
+            self._generations.discard(generation)
             generation.close()
+
+    def give_up(self) -> None:
+        """The service stops and waits no longer: every generation ends, and says how it is resumed."""
+        for generation in self._generations:
+            generation.give_up()
 
     def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Walked]:
         """The prompt's tokens, and the walker after the resumed ones; beside the event loop. Raises InvalidRequest."""
@@ -126,7 +143,13 @@ class Coordinator:
         return prompt, walker, resumed
 
     def _admit(
-        self, ask: Ask, prompt: tuple[int, ...], walker: OutputWalker, target: Description, trace: GenerationTrace
+        self,
+        ask: Ask,
+        prompt: tuple[int, ...],
+        walker: OutputWalker,
+        target: Description,
+        trace: GenerationTrace,
+        figures: RequestFigures,
     ) -> Generation:
         """The generation, not yet begun. Raises InvalidRequest."""
         law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
@@ -141,9 +164,10 @@ class Coordinator:
             ask.cache_salt,
         )
         started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens)
-        get_logger().info("generation", request_id=started.request_id, session=session.number, rule=law.rule.name)
+        bind(session=session.number, **({"label": ask.label} if ask.label else {}))
+        get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
         trace.admitted(ask, started, target)
-        return Generation(session, walker, started, self.target, self.draft, self._speculation, trace)
+        return Generation(session, walker, started, self.target, self.draft, self._speculation, trace, figures)
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
@@ -179,7 +203,9 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
         "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
+    page = MetricsPage(lambda: families(coordinator, settings, server.is_serving))
     address = await server.start()
+    page.open(settings.metrics_address)
     set_startup_objects_aside()
     links = asyncio.create_task(coordinator.run_links())
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
@@ -189,9 +215,10 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     finally:
         following.cancel()
         announcing.cancel()
-        await server.stop(settings.drain_grace_s)
+        await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
         links.cancel()
         await asyncio.gather(links, following, announcing, return_exceptions=True)
+        page.close()
         await asyncio.to_thread(tracing.close)
 
 

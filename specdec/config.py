@@ -26,8 +26,9 @@ from specdec.settings import (
     SECURITY,
     SPECULATION,
     Address,
-    Endpoint,
+    ListenAddress,
     LogLevel,
+    ServiceSettings,
     Settings,
     TlsSettings,
     is_loopback,
@@ -39,31 +40,6 @@ __all__ = ["GROUPS", "OUTPUT", "PROMPT", "SAMPLING"]  # for the schemas of clien
 
 EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs
-
-
-class ServiceSettings(TlsSettings):
-    """What every service has."""
-
-    host: str = setting(
-        "127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure."
-    )
-    port: int = setting(50051, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
-    drain_grace_s: float = setting(
-        30.0,
-        PROCESS,
-        "Seconds that running generations are given to finish when the service is told to stop.",
-        ge=0,
-        le=86400,
-    )
-    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
-    otlp_traces_endpoint: Endpoint | None = setting(
-        None, PROCESS, "Where to send traces (OTLP over gRPC); absent: as OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere."
-    )
-
-    @model_validator(mode="after")
-    def _check_host(self) -> ServiceSettings:
-        self.check_reach(self.host, "--host")
-        return self
 
 
 class EngineSettings(Settings):
@@ -258,16 +234,25 @@ class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettin
     )
     served_model_name: str | None = setting(None, MODEL, "Name to serve the target under; absent: as --model says.")
     log_level: LogLevel = setting("warning", PROCESS, "Least severe log lines to write.")
+    metrics_address: ListenAddress | None = setting(
+        None, CONNECTION, "HOST:PORT of the coordinator's /metrics; target and draft take the two ports after it."
+    )
+
+    @model_validator(mode="after")
+    def _check_metrics_address(self) -> ServeSettings:
+        if self.metrics_address and split_address(self.metrics_address, port_min=0)[1] > 65533:
+            raise ValueError(f"--metrics-address is {self.metrics_address}; its port must be at most 65533 here")
+        return self
 
     def target_settings(self) -> TargetSettings:
         """Of the target, on a free loopback port."""
-        own = self._shared(TargetSettings)
+        own = self._shared(TargetSettings, 1)
         own["threads"] = self.threads or max(1, own["threads"] // self.tensor_parallel_size)
         return TargetSettings(**own, model=self.model, served_model_name=self.served_model_name)
 
     def draft_settings(self) -> DraftSettings:
         """Of the draft, on a free loopback port."""
-        return DraftSettings(**self._shared(DraftSettings), model=self.draft_model)
+        return DraftSettings(**self._shared(DraftSettings, 2), model=self.draft_model)
 
     def coordinator_settings(self, target: str, draft: str) -> CoordinatorSettings:
         """Of the coordinator, connected to the two on loopback."""
@@ -275,12 +260,20 @@ class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettin
         own.update(target=target, draft=draft, tokenizer=self.model, insecure_links=True)
         return CoordinatorSettings(**own)
 
-    def _shared(self, service: type[ModelSettings]) -> dict[str, Any]:
+    def _metrics_address(self, place: int) -> str | None:
+        """Of the service at this place after the coordinator: its port and the ones after it, or any free ones."""
+        if self.metrics_address is None:
+            return None
+        host, port = split_address(self.metrics_address, port_min=0)
+        return f"{host}:{port + place if port else 0}"
+
+    def _shared(self, service: type[ModelSettings], place: int) -> dict[str, Any]:
         schemas = EngineSettings, PrefixSettings, SplitSettings
         own = SHARED.union(*(schema.model_fields for schema in schemas))
         own &= service.model_fields.keys()
         threads = self.threads or max(1, (os.cpu_count() or 1) // 2)  # two models share this machine
-        return {**{name: getattr(self, name) for name in own}, "port": 0, "threads": threads}
+        given = {name: getattr(self, name) for name in own}
+        return {**given, "port": 0, "threads": threads, "metrics_address": self._metrics_address(place)}
 
 
 class ClientSettings(TlsSettings):

@@ -1,5 +1,5 @@
 """What every settings schema is made of: fields with a group and a help text, addresses, the frozen base
-class, and mutual TLS, which every command that connects or listens has.
+class, mutual TLS, which every command that connects or listens has, and what every service has.
 """
 
 from __future__ import annotations
@@ -40,16 +40,21 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, port_min: int = 1) -> tuple[str, int]:
     """(host, port) of `host:port`; ValueError saying how it is written."""
     host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isdigit() and 0 < int(port) < 65536):
+    if not (separator and host and port.isdigit() and port_min <= int(port) < 65536):
         raise ValueError("it must be HOST:PORT, such as 127.0.0.1:50051")
     return host, int(port)
 
 
 def check_address(address: str) -> str:
     split_address(address)
+    return address
+
+
+def check_listen_address(address: str) -> str:
+    split_address(address, port_min=0)
     return address
 
 
@@ -62,6 +67,7 @@ def check_endpoint(endpoint: str) -> str:
 
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
+ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 takes a free one
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -112,3 +118,34 @@ class TlsSettings(Settings):
                 f"{what} {host} reaches beyond this machine: give --ssl-certfile, --ssl-keyfile and --ssl-ca-certs, "
                 "or --insecure to go without encryption"
             )
+
+
+class ServiceSettings(TlsSettings):
+    """What every service has."""
+
+    host: str = setting(
+        "127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure."
+    )
+    port: int = setting(50051, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    metrics_address: ListenAddress | None = setting(
+        None, CONNECTION, "HOST:PORT to serve /metrics on, for Prometheus; port 0 takes a free one. Absent: nowhere."
+    )
+    health_address: ListenAddress | None = setting(
+        None, CONNECTION, "HOST:PORT of a second, plain gRPC port that answers health checks only. Absent: none."
+    )
+    drain_grace_s: float = setting(
+        30.0,
+        PROCESS,
+        "Seconds that running generations are given to finish when the service is told to stop.",
+        ge=0,
+        le=86400,
+    )
+    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
+    otlp_traces_endpoint: Endpoint | None = setting(
+        None, PROCESS, "Where to send traces (OTLP over gRPC); absent: as OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere."
+    )
+
+    @model_validator(mode="after")
+    def _check_host(self) -> ServiceSettings:
+        self.check_reach(self.host, "--host")
+        return self

@@ -26,6 +26,7 @@ from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, InvalidRequest
 from specdec.protocol.items import Open
 from specdec.protocol.types import Description
+from specdec.replica.figures import SessionCounts
 from specdec.replica.sessions import HeldSession, HeldSessions, Lane
 from specdec.telemetry.logs import get_logger
 
@@ -74,6 +75,10 @@ class GrowingSessions(HeldSessions):
         self._shares_prefixes = shares_prefixes
         self._waiting: set[GrowingSession] = set()
         self._tried: tuple[GrowingSession, int] | None = None  # who last found too few blocks free, and how many
+
+    def counts(self) -> SessionCounts:
+        """How many there are, and wait; from another thread a figure for metrics."""
+        return SessionCounts(len(self._sessions), len(self._waiting), self.session_count_max)
 
     def take_turn(self) -> float:
         """Opens again, or lets grow, who waits, oldest first, as far as there is room.
@@ -153,7 +158,7 @@ class GrowingSessions(HeldSessions):
             return False
         self.counters.reopenings += 1
         length, cached = len(lane.fed), lane.table.length
-        get_logger().info("session opened again", session=held.opened.session, length=length, cached=cached)
+        get_logger().info("session opened again", **held.log_names, length=length, cached=cached)
         return True
 
     def _start(self, held: GrowingSession, lane: Lane) -> bool:
@@ -190,7 +195,7 @@ class GrowingSessions(HeldSessions):
         """Takes its blocks; what it was asked, or is asked next, waits until it has some again."""
         lane = held.lanes[0]
         self._publish(held, lane)
-        get_logger().info("session evicted", session=held.opened.session, length=lane.table.length)
+        get_logger().info("session evicted", **held.log_names, length=lane.table.length)
         self.engine.cache.vacate(lane.table)
         self.counters.evictions += 1
         held.evictions += 1

@@ -1,7 +1,7 @@
 """`specdec serve`: the three services on this machine, started in order and stopped together.
 
-Target and draft load at the same time, are held against each other, and only then the coordinator starts. Losing the
-draft costs speed and is reported; losing one of the others ends all.
+Target and draft load at the same time, are held against each other, and only then the coordinator starts. A lost draft
+costs speed: it is reported and started again, a bounded number of times. Losing one of the others ends all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
-from specdec.config import ServeSettings, TlsSettings
-from specdec.errors import Mismatch, ReplicaUnavailable
+from specdec.config import DraftSettings, ServeSettings, TlsSettings, split_address
+from specdec.errors import ConfigError, Mismatch, ReplicaUnavailable
 from specdec.protocol.types import Description
 
 POLL_S = 0.2
 LOADING_S_MAX = 3600.0  # the largest models come over a network
 DESCRIBE_TIMEOUT_S = 10.0
+RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost draft is started again: doubled each time
+RESTART_COUNT_MAX = 6  # in a row: some two minutes, in which a passing lack of memory may pass
+STEADY_S = 300.0
 PLAIN = TlsSettings(insecure=True)
 
 
@@ -34,7 +37,7 @@ def serve(settings: ServeSettings) -> int:
         print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
         print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
         print("\n".join(sizes), flush=True)
-        _watch(coordinator, target, draft)
+        _watch(settings, coordinator, target, children)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -45,7 +48,7 @@ def serve(settings: ServeSettings) -> int:
 def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child, list[str]]:
     """Starts all three; each is in `children` as soon as it exists, so that whoever stops them sees it. Says with them
     how large their caches are."""
-    from specdec.rpc.server import check_port
+    from specdec.rpc.ports import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded in vain
     target = start("target", settings.target_settings())
@@ -86,18 +89,78 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
     return found
 
 
-def _watch(coordinator: Child, target: Child, draft: Child) -> None:
-    """Returns never: raises ReplicaUnavailable when target or coordinator ended. A lost draft costs speed only."""
-    is_draft_reported = False
+def _watch(settings: ServeSettings, coordinator: Child, target: Child, children: list[Child]) -> None:
+    """Returns never: raises ReplicaUnavailable when target or coordinator ended. A lost draft is started again."""
+    keeper = DraftKeeper(settings.draft_settings(), children)
     while True:
         time.sleep(POLL_S)
         for child in (coordinator, target):
             if not child.is_running:
                 raise ReplicaUnavailable(f"the {child.command} service ended with code {child.process.returncode}")
-        if not draft.is_running and not is_draft_reported:
-            is_draft_reported = True
-            message = f"the draft service ended with code {draft.process.returncode}; texts go on without speculation"
-            print(f"specdec: {message}", file=sys.stderr, flush=True)
+        keeper.look(time.monotonic())
+
+
+class DraftKeeper:
+    """Starts a lost draft again, on its port, where the coordinator finds it by itself.
+
+    It waits longer each time and gives up after RESTART_COUNT_MAX times; a draft that then ran for STEADY_S is taken
+    for sound, and the count begins anew. `children` always holds the draft of now at its place.
+    """
+
+    def __init__(self, settings: DraftSettings, children: list[Child]) -> None:
+        self._children = children
+        self._place = next(index for index, child in enumerate(children) if child.command == "draft")
+        port = split_address(self._draft.address)[1]
+        self._settings = settings.model_copy(update={"port": port})
+        self._restart_count = 0
+        self._due_s: float | None = None  # when it is started again; None: it runs, or was given up
+        self._started_s = time.monotonic()
+        self._is_given_up = False
+
+    @property
+    def _draft(self) -> Child:
+        return self._children[self._place]
+
+    def look(self, now_s: float) -> None:
+        """Does what is due. Call it often, in the thread that started the children; it does not block."""
+        if self._is_given_up:
+            return
+        if self._due_s is not None:
+            if now_s >= self._due_s:
+                self._start(now_s)
+        elif not self._draft.is_running:
+            self._plan(now_s)
+        elif not self._draft.address and self._hears():
+            _say("the draft service is back")
+
+    def _hears(self) -> bool:
+        try:
+            return self._draft.check_ready(0.0)
+        except ConfigError as error:  # it ended, which the next look sees too
+            _say(str(error))
+            return False
+
+    def _plan(self, now_s: float) -> None:
+        ended = f"the draft service ended with code {self._draft.process.returncode}; texts go on without speculation"
+        if now_s - self._started_s >= STEADY_S:
+            self._restart_count = 0
+        self._is_given_up = self._restart_count >= RESTART_COUNT_MAX
+        if self._is_given_up:
+            _say(f"{ended}; it was started again {self._restart_count} times and is given up")
+            return
+        wait_s = min(RESTART_WAIT_S * 2**self._restart_count, RESTART_WAIT_S_MAX)
+        _say(f"{ended}; it is started again in {wait_s:g} s")
+        self._due_s = now_s + wait_s
+
+    def _start(self, now_s: float) -> None:
+        self._draft.stop(0.0)
+        self._due_s, self._started_s = None, now_s
+        self._restart_count += 1
+        self._children[self._place] = start("draft", self._settings)
+
+
+def _say(sentence: str) -> None:
+    print(f"specdec: {sentence}", file=sys.stderr, flush=True)
 
 
 @contextmanager

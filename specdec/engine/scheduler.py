@@ -25,6 +25,7 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 logger = logging.getLogger("specdec.engine")
 
 BeforeStep = Callable[[], float]
+Stepped = Callable[[int, int, float], None]
 
 CHUNK_SIZE_DEFAULT = 64
 ROWS_MAX_DEFAULT = 512  # rows of one step
@@ -34,7 +35,8 @@ class Engine:
     """One thread that owns a model, its cache and whatever its users keep in closures they post.
 
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `evidence(payloads,
-    row_counts, logits)` turns the logits of a step into one result per payload, in order.
+    row_counts, logits)` turns the logits of a step into one result per payload, in order. `stepped(rows, feeds,
+    seconds)` is told of every step, on the engine thread.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Engine:
         self.cache = KVCache(cache_block_count, block_size, model.allocate(cache_block_count, block_size))
         self.chunk_size = chunk_size
         self.rows_max = rows_max
+        self.stepped: Stepped = lambda row_count, feed_count, step_s: None
         self._runner = StepRunner(model, self.cache, evidence)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[Feed, None] = {}  # in order of age
@@ -156,6 +159,7 @@ class Engine:
                 self._call(feed.failed, SpecdecError(f"{type(error).__name__}: {error}"))
             return
         ended_s = time.perf_counter()
+        self.stepped(report.row_count, len(chosen), ended_s - started_s)
         for (feed, piece), outcome in zip(chosen, report.outcomes):
             feed.step_count += 1
             feed.forward_s += report.forward_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.errors import InvalidRequest
+from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     EXTEND_TOKEN_COUNT_MAX,
@@ -202,6 +202,11 @@ class Failure:
     message: str
     field: str = ""
     retry_after_ms: int = 0
+
+
+def is_farewell(item: object) -> bool:
+    """Whether a replica says, of no session, that it stops: it takes no more sessions, those it has go on."""
+    return isinstance(item, Failure) and item.session == 0 and item.reason == ReplicaUnavailable.reason
 
 
 @dataclass(frozen=True, slots=True)

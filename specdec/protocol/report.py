@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.protocol.items import Nodes
+from specdec.protocol.items import EvidenceAnswer, Nodes
 from specdec.protocol.types import FinishReason, PositionLogprobs, Rule, TokenKind
 
 
@@ -129,6 +129,18 @@ class Statistics:
         missing = accepted_count + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[accepted_count] += 1
+
+    def count_answer(self, answer: EvidenceAnswer, round_trip_s: float) -> None:
+        """Counts what the target said beside its evidence, `round_trip_s` after it was asked."""
+        self.step_sessions += answer.step_sessions
+        self.active_sessions += answer.active_sessions
+        self.cached_prompt_tokens += answer.cached_prompt_tokens
+        self.evictions += answer.evictions
+        at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
+        self.target_queue_s += answer.queue_us / 1e6
+        self.target_forward_s += answer.forward_us / 1e6
+        self.target_evidence_s += answer.evidence_us / 1e6
+        self.target_link_s += max(0.0, round_trip_s - at_target_s)
 
     def count_rate(self, output_count: int) -> None:
         """Works out the observed rate of a stream of so many output tokens, from the first of them on."""

@@ -10,11 +10,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from prometheus_client.core import Metric
 
 from specdec.config import ModelSettings
 from specdec.engine.devices import default_block_size, find_device
@@ -29,12 +30,15 @@ from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import Description
 from specdec.replica.cache_size import choose_cache_size
+from specdec.replica.figures import ReplicaFigures
 from specdec.replica.handler import ItemHandler
+from specdec.replica.metrics import families, idle_families
 from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
+from specdec.telemetry.metrics_page import MetricsPage
 from specdec.telemetry.progress import loading_bar
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
@@ -68,6 +72,8 @@ class ReplicaApp:
         self._engine: Engine | None = None
         self._handler: ItemHandler | None = None
         self._description: Description | None = None
+        self._figures = ReplicaFigures()
+        self._streams: set[ReplicaStream] = set()
 
     async def run(self, on_ready: OnReady | None = None) -> None:
         """Serves until told to stop. Raises ConfigError for what the operator can mend, ReplicaUnavailable when another
@@ -80,28 +86,61 @@ class ReplicaApp:
             self._kind.stream_method: stream_stream(self._converse),
         }
         server = Server(self._settings, {self._kind.service: methods}, message_bytes_max(0))
+        page = MetricsPage(lambda: self._families(server.is_serving))
         address = await server.start()
+        page.open(self._settings.metrics_address)
         self._lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+        self._stop_asked = asyncio.Event()
+        self._is_listening = False
         try:
             await self._unless_lost(asyncio.to_thread(self._load))
             set_startup_objects_aside()
-            stopping = asyncio.ensure_future(until_told_to_stop())
+            stopping = asyncio.ensure_future(until_told_to_stop(self._stop_asked))
             await asyncio.sleep(0)  # signals are listened to before anyone is told of this process
+            self._is_listening = True
             await server.set_serving(True)
             self._log_serving(address)
             if on_ready:
                 on_ready(address)
             await self._unless_lost(stopping)
         finally:
-            await server.stop(0.0 if self._lost.done() else self._settings.drain_grace_s)
+            if self._lost.done():
+                await server.stop(0.0)
+            else:
+                await server.stop(self._settings.drain_grace_s, self._drain())
             if self._handler is not None:
                 of_device = getattr(self._model, "counters", dict)()
                 get_logger().info("stopped", **self._handler.counters(), **of_device)
             if self._engine is not None:
                 self._engine.stop()
+            page.close()
             await asyncio.to_thread(self._tracing.close)
             if self._place is not None and self._model is not None and not self._lost.done():
                 self._model.close()  # type: ignore[attr-defined]
+
+    async def _drain(self) -> None:
+        """Takes no more sessions, says so to all, and returns when the last has ended."""
+        if self._engine is None or self._handler is None:
+            return
+        loop, is_empty, handler = asyncio.get_running_loop(), asyncio.Event(), self._handler
+        self._engine.post(lambda: handler.drain(lambda: loop.call_soon_threadsafe(is_empty.set) and None))
+        for stream in self._streams:
+            stream.say_farewell()
+        await is_empty.wait()
+
+    def _ask_to_stop(self) -> None:
+        """Another rank was told to stop, and says so again and again: this process stops as if it had been told."""
+        if self._is_listening:
+            self._lost.get_loop().call_soon_threadsafe(self._stop_asked.set)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _families(self, is_serving: bool) -> Iterator[Metric]:
+        handler = self._handler
+        if self._engine is None or self._description is None or handler is None:
+            return idle_families(self._kind.name)
+        counts = handler.session_counts(), handler.counters()
+        return families(self._kind.name, is_serving, self._description, self._engine, self._figures, *counts)
 
     def _log_serving(self, address: str) -> None:
         description = self._description
@@ -130,7 +169,7 @@ class ReplicaApp:
         ending = Ending(
             on_lost=lambda loss: loop.call_soon_threadsafe(self._lost.set_result, loss) and None,
             exit_grace_s=LOST_GRACE_S,
-            on_stop_asked=lambda: os.kill(os.getpid(), signal.SIGTERM),
+            on_stop_asked=self._ask_to_stop,
         )
         source = ModelSource(settings.model, settings.dtype, device(settings.device))
         return load_leader(source, self._place, ending, progress)
@@ -153,6 +192,7 @@ class ReplicaApp:
         )
         handler = self._kind.make_handler(engine, description, settings)
         handler.trace_to(self._tracing)
+        engine.stepped = self._figures.stepped
         engine.start(handler.before_step)
         self._engine, self._description, self._handler = engine, description, handler
 
@@ -164,7 +204,12 @@ class ReplicaApp:
     async def _converse(self, requests, write, _context: Context) -> None:
         if self._engine is None or self._handler is None:
             raise ReplicaUnavailable("the model is still loading")
-        await ReplicaStream(self._engine, self._handler, self._kind.messages).run(requests, write)
+        stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._figures.failed)
+        self._streams.add(stream)
+        try:
+            await stream.run(requests, write)
+        finally:
+            self._streams.discard(stream)
 
 
 def device(asked: str, local_rank: int = 0) -> str:

@@ -7,11 +7,13 @@ of it runs on the engine thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Close, DraftAsk, Open, Short, TargetAsk
 from specdec.protocol.types import Law, check_token_ids
+from specdec.replica.figures import SessionCounts
 from specdec.replica.sessions import HeldSessions, Reply
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
@@ -35,11 +37,14 @@ class ItemHandler(ABC):
                 if short is not None:
                     reply(short)
             except SpecdecError as error:
+                names = self._sessions.log_names(stream, item)
+                get_logger().info("item refused", **names, reason=error.reason)
                 reply(failure_from_error(error, item.session, item.incarnation))
             except Exception:
-                get_logger().exception("an item failed", session=item.session)
+                get_logger().exception("an item failed", **self._sessions.log_names(stream, item))
                 defect = SpecdecError("the replica failed at this item; its log says why")
                 reply(failure_from_error(defect, item.session, item.incarnation))
+        self._sessions.say_when_empty()
 
     def before_step(self) -> float:
         """Its turn before every step of the engine: it may submit feeds. Seconds to hold the step, 0 for none."""
@@ -49,6 +54,14 @@ class ItemHandler(ABC):
         """What it has counted, by name; figures for logs and metrics when read from another thread."""
         return {}
 
+    def session_counts(self) -> SessionCounts:
+        """How many sessions there are; a figure for metrics when read from another thread."""
+        return self._sessions.counts()
+
+    def drain(self, emptied: Callable[[], None]) -> None:
+        """Takes no more sessions; those open go on, and `emptied` is called when the last has ended."""
+        self._sessions.drain(emptied)
+
     @abstractmethod
     def trace_to(self, tracing: Tracing) -> None:
         """Spans of what is in detail go there from now on; told before the engine starts."""
@@ -56,6 +69,7 @@ class ItemHandler(ABC):
     def close_stream(self, stream: object) -> None:
         """Ends all sessions of a stream that is gone."""
         self._sessions.close_stream(stream)
+        self._sessions.say_when_empty()
 
     def _handle(self, stream: object, item: Any, reply: Reply) -> Short | None:
         if isinstance(item, Open):

@@ -10,16 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.scheduler import Engine
-from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
+from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import Close, Extend, Open, Short
 from specdec.protocol.types import Description, check_token_ids
+from specdec.replica.figures import SessionCounts
 from specdec.rpc.status import failure_from_error
+from specdec.telemetry.logs import get_logger
 
 Reply = Callable[[object], None]
+STOPPING = "the replica stops and takes no more sessions"
+
+
+def log_names(opened: Open) -> dict[str, object]:
+    """What every line about a session carries."""
+    return {"trace_id": opened.trace.trace_id.hex(), "session": opened.session}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,11 @@ class HeldSession:
         return self.opened.session, self.opened.incarnation
 
     @property
+    def log_names(self) -> dict[str, object]:
+        """What every line about it carries."""
+        return log_names(self.opened)
+
+    @property
     def capacity(self) -> int:
         """Most positions it may come to hold."""
         return self.lanes[0].table.capacity
@@ -103,6 +117,21 @@ class HeldSessions:
         self.session_count_max = session_count_max
         self.dropped: Callable[[HeldSession], None] = lambda held: None  # told of every session that ends
         self._sessions: dict[tuple[object, int], HeldSession] = {}
+        self._emptied: Callable[[], None] | None = None
+
+    def drain(self, emptied: Callable[[], None]) -> None:
+        """Takes no more sessions; `emptied` is called once, when none is left."""
+        self._emptied = emptied
+        self.say_when_empty()
+
+    def say_when_empty(self) -> None:
+        """Says so when all sessions of a replica that drains have ended."""
+        if self._emptied is not None and not self._sessions:
+            self._emptied()
+
+    def counts(self) -> SessionCounts:
+        """How many there are; from another thread a figure for metrics."""
+        return SessionCounts(len(self._sessions), 0, self.session_count_max)
 
     def open(self, stream: object, item: Open, reply: Reply, make: Callable[..., HeldSession]) -> HeldSession | None:
         """Reserves and files a session; None for an incarnation already open or older. Raises SpecdecError."""
@@ -112,6 +141,8 @@ class HeldSessions:
             if held.opened.incarnation >= item.incarnation:
                 return None
             self._drop(key)
+        elif self._emptied is not None:
+            raise ReplicaUnavailable(STOPPING)
         if len(self._sessions) >= self.session_count_max:
             raise CacheExhausted(f"all {self.session_count_max} session slots are taken; raise --max-num-seqs")
         session = self._sessions[key] = make(item, [Lane(self._table_for(item))], reply)
@@ -120,6 +151,12 @@ class HeldSessions:
     def _table_for(self, item: Open) -> BlockTable:
         """Its place in the cache, with all the room it may need. Raises SpecdecError; then nothing was allocated."""
         return self.engine.cache.reserve(min(item.length_max, self.description.positions_max))
+
+    def log_names(self, stream: object, item: Any) -> dict[str, object]:
+        """What a line about an item carries: what its session does, where it is open."""
+        held = self._sessions.get((stream, item.session))
+        opened = item if isinstance(item, Open) else None if held is None else held.opened
+        return {"session": item.session} if opened is None else log_names(opened)
 
     def find(self, stream: object, item) -> HeldSession | Short | None:
         """The session an item names; None when the item is older than it, Short when it has to be opened again."""
@@ -199,6 +236,7 @@ class HeldSessions:
         def failed(error: SpecdecError) -> None:
             lane.work = lane.feed = None
             if not work.excused(error):
+                get_logger().warning("work failed", **held.log_names, reason=error.reason)
                 held.reply(failure_from_error(error, *held.name))
 
         def finished(result: object, timing: StepTiming) -> None:

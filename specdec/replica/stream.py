@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.items import Commit, DraftAsk, TargetAsk, Verification
+from specdec.protocol.items import Commit, DraftAsk, Failure, TargetAsk, Verification
 from specdec.replica.handler import ItemHandler
+from specdec.replica.sessions import STOPPING
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.server import Write, parse
@@ -37,10 +38,14 @@ class StreamMessages:
 
 
 class ReplicaStream:
-    """The state of one stream. `reply` may be called from any thread; `run` is awaited once."""
+    """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is told of every
+    failure that is answered."""
 
-    def __init__(self, engine: Engine, handler: ItemHandler, messages: StreamMessages) -> None:
+    def __init__(
+        self, engine: Engine, handler: ItemHandler, messages: StreamMessages, failed: Callable[[Failure], None]
+    ) -> None:
         self._engine = engine
+        self._failed = failed
         self._handler = handler
         self._messages = messages
         self._stamps = Stamps(wall_offset_ns)
@@ -52,11 +57,18 @@ class ReplicaStream:
 
     def reply(self, item) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
+        if isinstance(item, Failure):
+            self._failed(item)
         self._answers.append(item)
         if not self._is_woken:
             self._is_woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to answer
                 self._loop.call_soon_threadsafe(self._wake.set)
+
+    def say_farewell(self) -> None:
+        """Tells the coordinator that this replica stops: it takes no more sessions, and finishes those it has."""
+        self._answers.append(failure_from_error(ReplicaUnavailable(STOPPING), 0, 0))
+        self._wake.set()
 
     async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
         """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes."""

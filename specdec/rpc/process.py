@@ -17,10 +17,10 @@ def set_startup_objects_aside() -> None:
     gc.freeze()
 
 
-async def until_told_to_stop() -> None:
-    """Returns on SIGTERM or SIGINT. A second signal ends the process the ordinary way."""
+async def until_told_to_stop(told: asyncio.Event | None = None) -> None:
+    """Returns on SIGTERM or SIGINT, or when `told` is set. A second signal ends the process the ordinary way."""
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    told = told or asyncio.Event()
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, told.set)

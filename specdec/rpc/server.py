@@ -8,11 +8,8 @@ and costs that call only.
 from __future__ import annotations
 
 import asyncio
-import errno
 import inspect
-import os
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -25,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from specdec.config import ServiceSettings
 from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
+from specdec.rpc.ports import HealthPort, bracketed, check_port
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
@@ -38,6 +36,7 @@ _SERVER_OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
 )
 
+LAST_WORDS_S = 1.0  # of calls that are given up when the grace is over
 READER_STALL_S_MAX = 30.0  # a reader that takes nothing for so long loses its generation
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -84,7 +83,7 @@ def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awai
     """A link: bytes in, bytes out. `requests` ends when the client has; the handler is cancelled when it is gone.
 
     The handler parses each message itself, so that a bad one is answered and the link goes on. A link has no end of
-    its own: draining does not wait for it.
+    its own: draining waits for the work it carries, where `stop` is told of some.
     """
     return Method("stream_stream", Message, handler)
 
@@ -123,9 +122,12 @@ class Server:
         self._idle.set()
         self._draining = False
         self._grace_over = False
+        self.is_serving = False
         self._health = health.aio.HealthServicer()
         options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
-        self._server = grpc.aio.server(options=options, interceptors=(_StrictParsing(),))
+        interceptors = (_StrictParsing(),)
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._health_port = HealthPort(self._health, interceptors) if settings.health_address else None
         for service, methods in services.items():
             handlers = {name: self._handler(f"{service}/{name}", method) for name, method in methods.items()}
             self._server.add_registered_method_handlers(service, handlers)
@@ -138,37 +140,56 @@ class Server:
         """Listens, NOT_SERVING; returns HOST:PORT. ConfigError, one line, when the port cannot be had."""
         await self.set_serving(False)
         host, port = self._settings.host, self._settings.port
-        bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
         certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
         check_port(host, port)
         try:
             if certificates:
-                port = self._server.add_secure_port(f"{bracketed}:{port}", certificates.credentials())
+                port = self._server.add_secure_port(f"{bracketed(host)}:{port}", certificates.credentials())
             else:
-                port = self._server.add_insecure_port(f"{bracketed}:{port}")
+                port = self._server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
         await self._server.start()
-        self.address = f"{bracketed}:{port}"
+        if self._health_port is not None and self._settings.health_address:
+            get_logger().info("health", address=await self._health_port.start(self._settings.health_address))
+        self.address = f"{bracketed(host)}:{port}"
         return self.address
 
     async def set_serving(self, serving: bool) -> None:
         """Says so in the health of every service and of the server as a whole."""
+        self.is_serving = serving and not self._draining
         states = health_pb2.HealthCheckResponse
         for name in ("", *self._service_names):
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
-    async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING at once and calls refused; running ones get `grace_s` to finish, then UNAVAILABLE."""
+    async def stop(
+        self,
+        grace_s: float,
+        links_idle: Awaitable[object] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """NOT_SERVING at once and calls refused; running ones get `grace_s` to finish, then UNAVAILABLE.
+
+        `links_idle` is waited for as long, where links carry work. `give_up` is called when the grace is over, and what
+        still runs gets a moment to say its last words, before it is cancelled.
+        """
         self._draining = True
+        await self.set_serving(False)
         await self._health.enter_graceful_shutdown()
-        if self._calls:
-            await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=grace_s)
+        if links_idle is not None:
+            await _wait((self._idle.wait(), links_idle), grace_s)
+        elif self._calls:
+            await _wait((self._idle.wait(),), grace_s)
         self._grace_over = True
+        if self._calls and give_up is not None:
+            give_up()
+            await _wait((self._idle.wait(),), LAST_WORDS_S)
         if unfinished := set(self._calls):
             for call in unfinished:
                 call.cancel()
             await asyncio.wait(unfinished, timeout=1.0)
+        if self._health_port is not None:
+            await self._health_port.stop()
         await self._server.stop(0.2)  # last answers are still being written
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
@@ -226,21 +247,11 @@ class Server:
                 self._idle.set()
 
 
-def check_port(host: str, port: int) -> None:
-    """ConfigError saying what is wrong when `port` cannot be had. Asked first because gRPC reports no cause."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
-        if error.errno == errno.EACCES:
-            raise ConfigError(f"port {port} needs privileges; choose one above 1023 with --port") from error
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise ConfigError(f"--host {host} is not an address of this machine ({reason})") from error
+async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> None:
+    """Waits until all hold, `timeout_s` at most."""
+    _, unmet = await asyncio.wait([asyncio.ensure_future(one) for one in conditions], timeout=timeout_s)
+    for one in unmet:
+        one.cancel()
 
 
 class _StrictParsing(grpc.aio.ServerInterceptor):

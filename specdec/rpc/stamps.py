@@ -143,4 +143,5 @@ class Stamps:
     @property
     def network_median_s(self) -> float | None:
         """Median network time, both ways, of the last messages; None before the first."""
-        return median(one.network_ns for one in self._exchanges) / 1e9 if self._exchanges else None
+        exchanges = list(self._exchanges)  # whole, for readers on other threads
+        return median(one.network_ns for one in exchanges) / 1e9 if exchanges else None

@@ -34,6 +34,7 @@ _CODES: dict[type[SpecdecError], grpc.StatusCode] = {
     errors.NumericsError: grpc.StatusCode.INTERNAL,
 }
 _CLASSES_BY_REASON = {error_class.reason: error_class for error_class in _CODES}
+REASONS = tuple(_CLASSES_BY_REASON)  # all words there are for what goes wrong
 _CLASSES_BY_CODE = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.CacheExhausted,

@@ -1,15 +1,14 @@
 """Log lines of every process: structlog to standard error, for people on a terminal, as JSON elsewhere.
 
-A line is an event with fields, never a sentence with values pasted in. Fields bound with `bound` (trace id, session)
-appear on every line logged within. Prompt and token text never appear: fields with such names are withheld.
+A line is an event with fields, never a sentence with values pasted in. Fields bound with `bind` (trace id, session)
+appear on every line of their task. Prompt and token text never appear: fields with such names are withheld.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -37,9 +36,15 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
         renderers = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str)]
     else:
         renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+
+    def name_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["service"] = service  # on lines of every thread: bound fields are those of one
+        return event
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            name_service,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _withhold,
@@ -50,7 +55,6 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(service=service)
 
 
 def get_logger(name: str = "") -> Any:
@@ -58,8 +62,6 @@ def get_logger(name: str = "") -> Any:
     return structlog.get_logger(component=name) if name else structlog.get_logger()
 
 
-@contextmanager
-def bound(**fields: Any) -> Iterator[None]:
-    """Binds fields, such as trace_id and session, to every line logged within, in this task and those it starts."""
-    with structlog.contextvars.bound_contextvars(**fields):
-        yield
+def bind(**fields: Any) -> None:
+    """Binds fields to every line logged by this task from here on, and by those it starts; it is one request's own."""
+    structlog.contextvars.bind_contextvars(**fields)

@@ -55,7 +55,8 @@ class CoordinatorServiceServicer(object):
     def Generate(self, request, context):
         """Generates. Messages: one started, deltas, one finished. Fields not known to the server are INVALID_ARGUMENT.
         Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo where waiting helps. Losing the target is
-        UNAVAILABLE: send the request again with `resume` and, under COUPLED, the seed of `started`: the text goes on.
+        UNAVAILABLE: send the request again with `resume` and, under COUPLED, the seed of `started`: the text goes on. So is
+        a coordinator that stops before the text is finished; one that stops refuses new requests UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

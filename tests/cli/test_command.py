@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.processes import Child, wait_all_ready
-from specdec.config import EMBEDDED_MODELS
+from specdec.cli.serve import RESTART_COUNT_MAX, RESTART_WAIT_S_MAX, DraftKeeper
+from specdec.config import EMBEDDED_MODELS, DraftSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 
@@ -172,22 +173,63 @@ def test_refusals_of_the_server_are_one_line(serving, flags, expected):
     assert expected in done.stderr and "must be" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_serve_stops_all_it_started(serving):
-    """A lost draft is reported and costs no request; interrupted, serve ends with 0 and its children are gone.
+def test_serve_starts_a_lost_draft_again_and_stops_all_it_started(serving):
+    """A lost draft is reported, costs no request and is started again, where the coordinator uses it again;
+    interrupted, serve ends with 0 and its children are gone.
 
     Last user of the fixture.
     """
     children = serving.children()
     assert len(children) == 3
     os.kill(children[1], signal.SIGKILL)
-    while "draft service ended" not in (line := serving.process.stderr.readline()):
-        assert line
+    wait_for_line(
+        serving, "draft service ended with code -9; texts go on without speculation; it is started again in 1 s"
+    )
     assert specdec("generate", "<1>", "--max-tokens", "3", "--address", serving.address).returncode == 0
+    wait_for_line(serving, "the draft service is back")
+    deadline_s = time.monotonic() + 30
+    while not draft_token_count(serving):
+        assert time.monotonic() < deadline_s, "the draft that is back is not used"
+    children = {*children, *serving.children()}
+    assert len(children) == 4
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     serving.process.send_signal(signal.SIGTERM if is_ignored else signal.SIGINT)
     assert serving.process.wait(15) == 0
     assert gone_within(children, 0.5)
+
+
+def wait_for_line(serving: Serving, part: str) -> None:
+    """Reads what it complains of until a line has this part; fails when it ends first."""
+    while part not in (line := serving.process.stderr.readline()):
+        assert line, part
+
+
+def draft_token_count(serving: Serving) -> int:
+    """Draft tokens offered in a generation that speculates."""
+    flags = ("--json", "--ignore-eos", "--policy", "fixed", "--address", serving.address)
+    done = specdec("generate", "<1>", "--max-tokens", "30", "--temperature", "0", *flags)
+    statistics = json.loads(done.stdout.splitlines()[-1])["finished"]["statistics"]
+    return int(statistics.get("num_draft_tokens", 0))
+
+
+def test_a_draft_that_cannot_stay_is_given_up(folders):
+    """Claim: a draft that ends again and again is started RESTART_COUNT_MAX times and then no more. Real processes,
+    which refuse their settings; only the clock that the keeper is told runs ahead of its pauses."""
+    ended = [Child("target", ["--help"]), Child("draft", ["--help"])]
+    ended[1].address = "127.0.0.1:50999"
+    settings = DraftSettings(model=str(folders / "draft")).model_copy(update={"block_size": 7})
+    keeper = DraftKeeper(settings, ended)
+    now_s, starts, previous = time.monotonic(), 0, ended[1]
+    for _ in range(2 * RESTART_COUNT_MAX + 2):
+        ended[1].process.wait(60)
+        keeper.look(now_s)
+        now_s += RESTART_WAIT_S_MAX
+        starts += ended[1] is not previous
+        previous = ended[1]
+    assert starts == RESTART_COUNT_MAX
+    for child in ended:
+        child.stop()
 
 
 def test_nothing_is_left_when_the_parent_is_killed():

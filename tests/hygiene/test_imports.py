@@ -94,6 +94,18 @@ TABLE = (
         ),
         MODEL_LIBRARIES,
     ),
+    Imports(
+        "specdec.ray",
+        (
+            "specdec.errors",
+            "specdec.settings",
+            "specdec.config",
+            "specdec.rpc.client",
+            "specdec.cli.options",
+            "specdec.cli.processes",
+        ),
+        MODEL_LIBRARIES,
+    ),
     *(
         Imports(
             service,

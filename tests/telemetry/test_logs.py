@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 
 import pytest
 import structlog
 
-from specdec.telemetry.logs import WITHHELD_FIELDS, bound, configure_logs, get_logger
+from specdec.telemetry.logs import WITHHELD_FIELDS, bind, configure_logs, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +27,15 @@ def lines(capsys) -> list[dict]:
 
 
 def test_lines_are_json_with_service_and_bound_fields(capsys):
-    """Fields bound for a request stand on every line logged within, also of loggers made before, and not after."""
+    """Fields bound in a request's task stand on its every line, also of loggers made before, and on no other."""
     logger = get_logger("specdec.test")
     configure_logs("info", "target", as_json=True)
-    with bound(trace_id="ab", session=7):
+
+    def request() -> None:
+        bind(trace_id="ab", session=7)
         logger.info("opened", length=3)
+
+    contextvars.copy_context().run(request)  # as a task of its own
     logger.info("idle")
     logger.debug("not severe enough")
     inside, after = lines(capsys)

@@ -1,0 +1,113 @@
+"""What a coordinator's page says: its figures, its links and its places, under the names dashboards know.
+
+vLLM's four counters of speculation bear vLLM's names; everything else begins with `specdec_`. docs/metrics.md says what
+each is good for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from coordinator.figures import Figures, Totals
+from coordinator.replicas import Replica
+from specdec.config import CoordinatorSettings
+from specdec.protocol.report import Statistics
+from specdec.telemetry.metrics import common_families, counter, counters, gauge, gauges, histogram
+
+if TYPE_CHECKING:
+    from coordinator.service import Coordinator
+
+ROUND_PARTS = ("draft_wait", "target_queue", "target_forward", "target_evidence", "target_link")
+
+
+def families(coordinator: Coordinator, settings: CoordinatorSettings, is_serving: bool) -> Iterator[Metric]:
+    """All families of the page, as things stand. May be called from any thread."""
+    target, draft = coordinator.target, coordinator.draft
+    served = target.description
+    facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
+    yield from common_families("coordinator", is_serving, facts)
+    yield from request_families(coordinator.figures, settings.max_num_seqs)
+    totals = coordinator.figures.totals()
+    yield from speculation_families(totals.statistics, settings.num_speculative_tokens_max)
+    yield from work_families(totals, coordinator.figures)
+    yield from link_families([target] if draft is None else [target, draft])
+
+
+def request_families(figures: Figures, places: int) -> Iterator[Metric]:
+    """Requests and how long they took."""
+    running_count, waiting_count = figures.counts()
+    yield gauge("specdec_num_requests_running", "Generations that have given a token and go on.", running_count)
+    yield gauge("specdec_num_requests_waiting", "Generations whose first token is not there yet.", waiting_count)
+    yield gauge("specdec_num_requests_max", "Most generations at a time; more are refused.", places)
+    outcomes = {(outcome,): count for outcome, count in dict(figures.requests).items()}
+    help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
+    yield counters("specdec_requests", help, outcomes, None, "outcome")
+    help = "From admission to the first token."
+    yield histogram("specdec_time_to_first_token_seconds", help, figures.time_to_first_token)
+    help = "Between tokens: the time of a round shared by the tokens it brought."
+    yield histogram("specdec_inter_token_latency_seconds", help, figures.inter_token)
+    help = "From admission to the last token, of texts that ended."
+    yield histogram("specdec_e2e_request_latency_seconds", help, figures.e2e_latency)
+    help = "What the first verification of a request waited at the target for its step."
+    yield histogram("specdec_request_queue_time_seconds", help, figures.queue_time)
+
+
+def speculation_families(statistics: Statistics, draft_length_max: int) -> Iterator[Metric]:
+    """vLLM's four, and what became of the draft's work."""
+    prefix, at_least = "vllm:spec_decode_num_", list(accumulate(reversed(statistics.acceptance_histogram)))[::-1]
+    passed = {(str(at),): sum(at_least[at + 1 : at + 2]) for at in range(max(draft_length_max, len(at_least) - 1))}
+    yield counter(f"{prefix}drafts", "Rounds that offered draft tokens.", statistics.num_spec_steps)
+    yield counter(f"{prefix}draft_tokens", "Draft tokens offered.", statistics.num_draft_tokens)
+    yield counter(f"{prefix}accepted_tokens", "Draft tokens accepted.", statistics.num_accepted_draft_tokens)
+    help = "Draft tokens accepted, by their place in the round."
+    yield counters(f"{prefix}accepted_tokens_per_pos", help, passed, None, "position")
+    yield counter("specdec_rounds", "Verifications that were answered and committed.", statistics.rounds)
+    help = "Rounds in which the policy in force did not speculate."
+    yield counter("specdec_rounds_without_speculation", help, statistics.num_rounds_off)
+    nodes = {("proposal",): statistics.num_evaluated_leaves, ("branch",): statistics.num_branch_leaves}
+    help = "Draft tokens received: proposal (may be offered) or branch (stands by for a miss)."
+    yield counters("specdec_draft_tokens_received", help, nodes, None, "kind")
+    lookups = ("correction",), ("bonus",)
+    help = "Tokens of the target for whose place the tree had children, by kind of token."
+    looked_up = zip(lookups, (statistics.num_correction_lookups, statistics.num_bonus_lookups))
+    yield counters("specdec_tree_lookups", help, dict(looked_up), None, "next")
+    help = "Those of them that were a child with tokens below; of a correction: a branch hit."
+    hits = zip(lookups, (statistics.num_correction_hits, statistics.num_bonus_hits))
+    yield counters("specdec_tree_hits", help, dict(hits), None, "next")
+    help = "Verifications that waited for draft tokens in vain."
+    yield counter("specdec_draft_waits_expired", help, statistics.draft_waits_expired)
+
+
+def work_families(totals: Totals, figures: Figures) -> Iterator[Metric]:
+    """Tokens, and what they cost in time and bytes."""
+    statistics = totals.statistics
+    yield counter("specdec_prompt_tokens", "Prompt tokens of admitted requests.", totals.prompt_tokens)
+    help = "Prompt tokens the target found in its cache."
+    yield counter("specdec_cached_prompt_tokens", help, statistics.cached_prompt_tokens)
+    yield counter("specdec_generation_tokens", "Output tokens generated; resumed ones are not.", totals.output_tokens)
+    times = {(part,): getattr(statistics, f"{part}_s") for part in ROUND_PARTS}
+    help = "Where the time of all generations went, summed over rounds."
+    yield counters("specdec_round_time_seconds", help, times, None, "part")
+    sent = {("target",): statistics.target_link_bytes, ("draft",): statistics.draft_link_bytes}
+    help = "Payload to and from a replica for generations, without pings."
+    yield counters("specdec_link_payload_bytes", help, sent, None, "peer")
+    help = "Times a draft would not draft for a generation: no room, or no more positions."
+    yield counter("specdec_draft_refusals", help, figures.draft_refusal_count)
+
+
+def link_families(replicas: Iterable[Replica]) -> Iterator[Metric]:
+    """The links to the replicas there should be."""
+    named = {(replica.kind.name,): replica for replica in replicas}
+    up = {key: float(replica.is_up) for key, replica in named.items()}
+    help = "1 while the replica is connected, fits and takes sessions."
+    yield gauges("specdec_link_up", help, up, None, "peer")
+    lost = {key: float(replica.loss_count) for key, replica in named.items()}
+    yield counters("specdec_link_losses", "Connections that were lost.", lost, None, "peer")
+    measured = {key: replica.link.stamps.network_median_s for key, replica in named.items() if replica.is_up}
+    network = {key: value for key, value in measured.items() if value is not None}
+    help = "Network time of the last messages, both ways, median; without the stay at the peer."
+    yield gauges("specdec_link_network_seconds", help, network, None, "peer")

@@ -1,0 +1,104 @@
+"""The page Prometheus reads, on a port of its own: `/metrics`, made anew for every request.
+
+It is plain HTTP, for it holds numbers only. One thread answers one request at a time, so a reader that is slow keeps
+other readers of the page waiting and nobody else. What stands on it is given to it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from specdec.config import split_address
+from specdec.errors import ConfigError
+from specdec.telemetry.logs import get_logger
+
+PATH = "/metrics"
+REQUEST_TIMEOUT_S = 5.0  # for a reader that says or takes nothing
+POLL_S = 0.2
+
+Families = Callable[[], Iterable[Metric]]
+
+
+class MetricsPage(Collector):
+    """The page of one process. `families` is called for every request, on the page's own thread."""
+
+    def __init__(self, families: Families) -> None:
+        self._families = families
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._server: TCPServer | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of now."""
+        return self._families()
+
+    def describe(self) -> Iterable[Metric]:
+        """None: families are made when they are asked for, not when the page is."""
+        return ()
+
+    def open(self, address: str | None) -> None:
+        """Serves on HOST:PORT and logs where; None: nowhere. Raises ConfigError when it cannot be had."""
+        if address is None:
+            return
+        host, port = split_address(address, port_min=0)
+        try:
+            family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+            server = type("PageServer", (TCPServer,), {"address_family": family, "allow_reuse_address": True})
+            self._server = server(place, _handler(self._registry))
+        except OSError as error:
+            raise ConfigError(f"--metrics-address {address} cannot be had: {error.strerror or error}") from error
+        serving = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        serving.start()
+        get_logger().info("metrics", address=f"{host}:{self._server.server_address[1]}", path=PATH)
+
+    def close(self) -> None:
+        """Stops serving; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def _body(registry: CollectorRegistry, accepted: str) -> tuple[bytes, str]:
+    """The page and its type: with exemplars for readers that take them.
+
+    Every name is a plain one. The library is told not to escape any all the same: it would make vllm_ of vllm:.
+    """
+    if "application/openmetrics-text" in accepted:
+        return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry, openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        """GET of the page; every other method and path is refused."""
+
+        timeout = REQUEST_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            if urlsplit(self.path).path != PATH:
+                self.send_error(404, explain=f"there is only {PATH}")
+                return
+            body, content_type = _body(registry, self.headers.get("Accept", ""))
+            self.send_response(200)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Says nothing: a reader comes every few seconds."""
+
+    return Handler

@@ -1,0 +1,256 @@
+"""What the pages of real services say over real HTTP, against what the responses themselves say."""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support.pages import Page, Watched, read_text, watched
+from tests.support.services import Outcome, fixed
+
+PROMPT = [1, 2, 3]
+TREE = fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=100)
+COUPLED = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
+REJECTION = {"temperature": 0.9, "ignore_eos": True}
+VLLM = "vllm:spec_decode_num_"
+# A counter of the page, and the figure of every response's statistics it is the sum of.
+SUMS = {
+    f"{VLLM}drafts_total": "num_spec_steps",
+    f"{VLLM}draft_tokens_total": "num_draft_tokens",
+    f"{VLLM}accepted_tokens_total": "num_accepted_draft_tokens",
+    "specdec_rounds_total": "rounds",
+    "specdec_rounds_without_speculation_total": "num_rounds_off",
+    "specdec_draft_waits_expired_total": "draft_waits_expired",
+    "specdec_cached_prompt_tokens_total": "cached_prompt_tokens",
+}
+LABELLED_SUMS = {
+    ("specdec_draft_tokens_received_total", "kind", "proposal"): "num_evaluated_leaves",
+    ("specdec_draft_tokens_received_total", "kind", "branch"): "num_branch_leaves",
+    ("specdec_tree_lookups_total", "next", "correction"): "num_correction_lookups",
+    ("specdec_tree_lookups_total", "next", "bonus"): "num_bonus_lookups",
+    ("specdec_tree_hits_total", "next", "correction"): "num_correction_hits",
+    ("specdec_tree_hits_total", "next", "bonus"): "num_bonus_hits",
+    ("specdec_link_payload_bytes_total", "peer", "target"): "target_link_bytes",
+    ("specdec_link_payload_bytes_total", "peer", "draft"): "draft_link_bytes",
+}
+TIMES = ("draft_wait", "target_queue", "target_forward", "target_evidence", "target_link")
+
+
+def check_sums(page: Page, outcomes: list[Outcome]) -> None:
+    """Every figure of the page that stands in responses too is the sum over these responses: counts exactly, times but
+    for the order in which they were added."""
+    told = [outcome.finished.statistics for outcome in outcomes]
+    for name, field in SUMS.items():
+        assert page.value(name) == sum(getattr(one, field) for one in told), name
+    for (name, label, value), field in LABELLED_SUMS.items():
+        assert page.value(name, **{label: value}) == sum(getattr(one, field) for one in told), (name, value)
+    for position, count in page.by_label(f"{VLLM}accepted_tokens_per_pos_total", "position").items():
+        passed = [sum(one.acceptance_histogram[int(position) + 1 :]) for one in told]
+        assert count == sum(passed), f"position {position}"
+    for part in TIMES:
+        expected = sum(getattr(one.time, f"{part}_s") for one in told)
+        assert page.value("specdec_round_time_seconds_total", part=part) == pytest.approx(expected, rel=1e-9)
+    assert page.value("specdec_generation_tokens_total") == sum(len(outcome.token_ids) for outcome in outcomes)
+    assert page.value("specdec_prompt_tokens_total") == sum(
+        outcome.finished.usage.prompt_tokens for outcome in outcomes
+    )
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Returns when `condition` holds; fails after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
+    """Claim: after generations under COUPLED, REJECTION and GREEDY, of several shapes, some at a time, a resumed one
+    and one with its draft killed on the way, the counters equal the sums over the responses' own statistics.
+
+    Conclusive: the services are fresh, so nothing else was counted; counts are compared with ==.
+    """
+    with watched(table_models) as services:
+        client, outcomes = services.services.client, []
+        asks = [
+            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative, **law}
+            for law in (COUPLED, REJECTION, {"temperature": 0, "ignore_eos": True})
+            for speculative in (TREE, fixed(3), {"policy": "POLICY_AUTO"}, {"policy": "POLICY_OFF"})
+        ]
+        outcomes += client.generate_all(asks, width=4)
+        first = outcomes[0]
+        outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
+        check_sums(services.page("coordinator"), outcomes)
+        assert sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes) > 0
+
+        def kill_the_draft(outcome: Outcome) -> None:
+            if len(outcome.token_ids) > 30 and services.services.draft.is_running:
+                services.services.draft.stop(0.0)
+
+        lost = Outcome()
+        request = client.request(PROMPT, max_tokens=120, speculative=TREE, **COUPLED)
+        for response in client.stub.Generate(request, timeout=60):
+            client.take(lost, response)
+            kill_the_draft(lost)
+        assert lost.token_ids[:40] == first.token_ids
+        outcomes.append(lost)
+        page = services.page("coordinator")
+        check_sums(page, outcomes)
+        assert page.value("specdec_requests_total", outcome="length") == len(outcomes)
+        assert page.value("specdec_requests_total") == len(outcomes)
+        check_latencies(page, outcomes)
+        until(lambda: services.page("coordinator").value("specdec_link_up", peer="draft") == 0)
+        assert services.page("coordinator").value("specdec_link_losses_total", peer="draft") == 1
+        check_target(services.page("target"), outcomes)
+
+
+def check_latencies(page: Page, outcomes: list[Outcome]) -> None:
+    """One observation a request, one a token after the first round; the sums are the responses' own times."""
+    times = [outcome.finished.statistics.time for outcome in outcomes]
+    count = len(outcomes)
+    for name, field in (("time_to_first_token", "time_to_first_token_s"), ("e2e_request_latency", "total_s")):
+        assert page.value(f"specdec_{name}_seconds_count") == count
+        total = sum(getattr(one, field) for one in times)
+        assert page.value(f"specdec_{name}_seconds_sum") == pytest.approx(total, rel=1e-9)
+    assert page.value("specdec_request_queue_time_seconds_count") == count
+    tokens, gaps = sum(len(one.token_ids) for one in outcomes), "specdec_inter_token_latency_seconds"
+    assert page.value(f"{gaps}_count") == tokens - count, "the first round brings one token: there is no draft yet"
+    later_s = sum(one.total_s - one.time_to_first_token_s for one in times)
+    assert page.value(f"{gaps}_sum") == pytest.approx(later_s, rel=1e-6)
+
+
+def check_target(page: Page, outcomes: list[Outcome]) -> None:
+    """The target ran a step for every round, at most; its sessions are gone and all that is held is kept for others."""
+    assert 0 < page.value("specdec_step_time_seconds_count") <= sum(o.finished.statistics.rounds for o in outcomes)
+    sessions = sum(outcome.finished.statistics.step_sessions for outcome in outcomes)
+    assert page.value("specdec_step_sessions_sum") <= sessions
+    assert page.value("specdec_prefix_cache_hits_total") == sum(
+        outcome.finished.statistics.cached_prompt_tokens for outcome in outcomes
+    )
+    assert page.value("specdec_sessions") == 0 == page.value("specdec_kv_cache_usage_perc")
+
+
+def test_requests_are_counted_by_how_they_ended(services: Watched):
+    """Claim: each request adds one to one outcome: stop, length, cancelled, or the reason of its error; counters of a
+    generation under way are there already, and a place is free again after each."""
+    client = services.services.client
+    before = services.page("coordinator").by_label("specdec_requests_total", "outcome")
+    assert {"stop", "length", "cancelled", "INVALID_FIELD", "REPLICA_UNAVAILABLE"} <= before.keys()
+    client.generate(PROMPT, max_tokens=20, stop_token_ids=[0, 1, 2, 3, 4])
+    client.generate(PROMPT, max_tokens=5, ignore_eos=True)
+    with pytest.raises(grpc.RpcError):
+        client.generate(PROMPT, max_tokens=5, top_p=7.0)
+    call = client.stub.Generate(client.request(PROMPT, max_tokens=450, speculative=TREE, **COUPLED), timeout=60)
+    for _ in range(20):
+        next(call)
+    page = services.page("coordinator")
+    tokens = page.value("specdec_generation_tokens_total")
+    assert tokens > 19 and page.value("specdec_requests_total") == sum(before.values()) + 3
+    call.cancel()
+    expected = {"stop": 1, "length": 1, "INVALID_FIELD": 1, "cancelled": 1}
+
+    def gained() -> dict[str, float]:
+        now = services.page("coordinator").by_label("specdec_requests_total", "outcome")
+        return {outcome: count - before[outcome] for outcome, count in now.items() if count != before[outcome]}
+
+    until(lambda: gained() == expected)
+    page = services.page("coordinator")
+    assert page.value("specdec_generation_tokens_total") >= tokens
+    assert page.value("specdec_num_requests_running") == 0 == page.value("specdec_num_requests_waiting")
+
+
+def test_no_counter_ever_falls(services: Watched):
+    """Claim: read again and again while generations begin and end, no counter is smaller than before: a scraper never
+    takes the end of a generation for a restart. Some 50 readings over 16 generations that end in between."""
+    from threading import Thread
+
+    client = services.services.client
+    asks = [{"prompt": PROMPT, "max_tokens": 40, "speculative": TREE, **COUPLED}] * 16
+    working = Thread(target=client.generate_all, args=(asks, 4))
+    working.start()
+    seen: dict[tuple, float] = {}
+    readings = 0
+    while working.is_alive() or readings < 5:
+        readings += 1
+        for sample in services.page("coordinator").samples:
+            if sample.name.endswith(("_total", "_count", "_sum", "_bucket")):
+                key = (sample.name, *sorted(sample.labels.items()))
+                assert sample.value >= seen.get(key, 0.0), key
+                seen[key] = sample.value
+    working.join()
+    assert readings > 5
+
+
+def test_nothing_of_a_request_stands_on_a_page(services: Watched):
+    """Claim: however requests differ, the series stay the same and none bears what a user wrote. Conclusive: label
+    values are compared before and after requests with texts, labels, salts and stop strings that occur nowhere else."""
+
+    def series() -> dict[str, set[tuple]]:
+        return {
+            service: {(sample.name, *sorted(sample.labels.items())) for sample in services.page(service).samples}
+            for service in services.addresses
+        }
+
+    client, before = services.services.client, series()
+    secret = "Zebrafinch"
+    for index in range(5):
+        request = client.request("<1><2>", max_tokens=5 + index, stop=[secret], cache_salt=secret, **COUPLED)
+        request.label = f"{secret}{index}"
+        assert list(client.stub.Generate(request, timeout=30))
+    assert series() == before
+    for address in services.addresses.values():
+        assert secret not in read_text(address)
+    assert all(len(names) < 400 for names in before.values()), "series of one process"
+
+
+def test_both_formats_and_nothing_else(services: Watched):
+    """Claim: the page is there as OpenMetrics and as plain text, with vLLM's names exactly; other paths are 404, and
+    other methods are refused."""
+    address = services.addresses["coordinator"]
+    for accepted in ("", "text/plain", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"):
+        text = read_text(address, accepted)
+        assert "\nvllm:spec_decode_num_drafts_total " in text
+        assert text.endswith("# EOF\n") == ("openmetrics" in accepted)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        read_text(address, path="/")
+    assert refused.value.code == 404
+
+
+def test_the_page_says_what_the_service_is(services: Watched, table_models: tuple[Path, Path]):
+    """Claim: each page names its service and model, and says whether health says SERVING: a coordinator without its
+    target says 0, and its link is down. A latency names the trace of a request that is sampled, and of no other."""
+    for service in services.addresses:
+        page = services.page(service)
+        assert page.value("specdec_service_info", service=service) == 1 and page.value("specdec_serving") == 1
+        assert not page.exemplars
+    with watched(table_models, coordinator={"otlp_traces_endpoint": "http://127.0.0.1:1"}) as own:
+        outcome = own.services.client.generate(PROMPT, max_tokens=5, ignore_eos=True)
+        assert own.page("coordinator").exemplars == {
+            f"specdec_{name}_seconds_bucket": {outcome.finished.trace_id}
+            for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time")
+        }
+        own.services.target.signal(signal.SIGKILL)
+
+        def lost() -> bool:
+            page = own.page("coordinator")
+            return page.value("specdec_link_up", peer="target") == 0 == page.value("specdec_serving")
+
+        until(lost)
+
+
+def test_a_busy_port_is_told_in_one_line(services: Watched, table_models: tuple[Path, Path]):
+    """Claim: a service whose page cannot be served does not start, and says which flag to change."""
+    from specdec.cli.processes import start
+    from specdec.config import DraftSettings
+    from specdec.errors import ConfigError
+
+    taken = services.addresses["coordinator"]
+    with start("draft", DraftSettings(model=str(table_models[1]), port=0, metrics_address=taken)) as child:
+        with pytest.raises(ConfigError, match=f"--metrics-address {taken} cannot be had"):
+            child.wait_ready(60)
