@@ -177,7 +177,7 @@ class Coordinator:
         absent_reason = "none was configured" if draft is None else draft.absent_reason
         return coordinator_description_to_message(
             self.target.description,
-            None if draft is None else draft.description,
+            draft.description if draft is not None and draft.is_up else None,
             "" if draft is not None and draft.is_up else absent_reason,
             self._settings.num_speculative_tokens,
             self._settings.num_speculative_tokens_max,

@@ -54,8 +54,8 @@ class ActorPlan:
 
 
 def _resources(gpus: int, cpus: int, labels: Mapping[str, str]) -> str:
-    parts = [f"{gpus} GPUs"] if gpus else []
-    parts.append(f"{cpus} CPUs")
+    parts = [f"{gpus} GPU{'s' * (gpus > 1)}"] if gpus else []
+    parts.append(f"{cpus} CPU{'s' * (cpus > 1)}")
     parts += [f"label {key}={value}" for key, value in labels.items()]
     return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else parts[0]
 

@@ -22,6 +22,7 @@ import pytest
 
 from deploy.requirements import ENGINE
 from specdec.cli.processes import Child, stop_all, wait_all_ready
+from specdec.config import ServiceSettings
 from specdec.v1 import types_pb2 as types_pb
 from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages
@@ -129,7 +130,7 @@ def scaling_metric() -> str:
     return name
 
 
-def settings_of_child(child: Child) -> object:
+def settings_of_child(child: Child) -> ServiceSettings:
     """What a running process was started with, by its own command line."""
     words = Path(f"/proc/{child.process.pid}/cmdline").read_bytes().decode().split("\0")
     arguments = words[words.index(child.command) + 1 : -1]
@@ -160,10 +161,10 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
         assert drafted.finished.statistics.num_draft_tokens > 0
         for role in SERVICES:
             settings = settings_of_child(children[role])
-            script = check[3].replace("127.0.0.1:50060", settings.health_address)  # type: ignore[attr-defined]
+            assert settings.health_address
+            script = check[3].replace("127.0.0.1:50060", settings.health_address)
             assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0, role
-            url = f"http://{settings.metrics_address}/metrics"  # type: ignore[attr-defined]
-            with urllib.request.urlopen(url, timeout=10) as page:
+            with urllib.request.urlopen(f"http://{settings.metrics_address}/metrics", timeout=10) as page:
                 shown = page.read().decode()
             assert "\nspecdec_serving 1.0\n" in shown, role
             assert role != "coordinator" or f"\n{scaling_metric()} " in shown

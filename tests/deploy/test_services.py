@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import RankSettings
+from specdec.config import TargetSettings
 from specdec.errors import ConfigError
 from specdec.settings import split_address
 from tests.deploy.flows import Place
 from tests.deploy.images import stages
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, of_kind, overlay, own_pods, parse, pods, settings_of
+from tests.deploy.manifests import OVERLAYS, Pod, of_kind, overlay, own_pods, parse, pods, settings_of
 
 DRAIN_REST_S = 10  # to write the last answers and send the last spans
 WEIGHTS_S_MIN = 3600  # a probe waits so long for a model
@@ -135,11 +135,11 @@ def test_ranks_of_a_group_fit_together(secrets: Path) -> None:
     """Claim: the pods of the multi-node target are one target: the same settings but for the node's number, as many as
     the set's size, and one GPU for each rank of a node."""
     objects = overlay("multi-node")
-    ranks = [
-        (settings, pod)
-        for pod in pods(objects)
-        if isinstance(settings := settings_of(pod, objects, secrets), RankSettings)
-    ]
+    ranks: list[tuple[TargetSettings, Pod]] = []
+    for pod in pods(objects):
+        own = settings_of(pod, objects, secrets)
+        if isinstance(own, TargetSettings):
+            ranks.append((own, pod))
     assert [settings.node_rank for settings, _ in ranks] == list(range(ranks[0][0].nnodes))
     assert len({settings.model_copy(update={"node_rank": 0}).model_dump_json() for settings, _ in ranks}) == 1
     for settings, pod in ranks:
@@ -193,9 +193,3 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     assert run() == 0 and run() == 0
     assert (models / "a/big/main/model.safetensors").is_file() and (models / "a/small/v1/model.safetensors").is_file()
     assert len((tmp_path / "log").read_text().splitlines()) == 3
-
-
-def test_what_the_docs_apply_is_there() -> None:
-    """Claim: every overlay that the operations page names exists, and every one that exists is named there."""
-    page = (KUBERNETES.parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"deploy/kubernetes/overlays/([\w-]+)", page)) == set(OVERLAYS)

@@ -79,7 +79,7 @@ def test_the_group_holds_ranks_and_coordinator():
     assert [actor.bundle for actor in actors] == [0, 1, 2, None]
     assert actors[3].labels == {"specdec-role": "draft"}
     assert actors[0].wants == "one node with 2 GPUs and 8 CPUs"
-    assert actors[3].wants == "a node with 1 GPUs, 1 CPUs and label specdec-role=draft"
+    assert actors[3].wants == "a node with 1 GPU, 1 CPU and label specdec-role=draft"
 
 
 def test_services_get_the_addresses_of_their_node():

@@ -251,5 +251,5 @@ def test_what_finds_no_room_is_told_and_removed(cluster: Cluster, tmp_path: Path
     }
     done = cluster.up(tmp_path, deployment)
     assert done.returncode == 1
-    assert "not serving within 1 s: target-0 (one node with 1 GPUs, 2 CPUs and label size=huge)" in done.stderr
+    assert "not serving within 1 s: target-0 (one node with 1 GPU, 2 CPUs and label size=huge)" in done.stderr
     assert "nothing to end" in cluster.command("down", "--name", "trial").stdout
