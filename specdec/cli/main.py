@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def run_command(arguments: Sequence[str]) -> int:
 def main(command: str | None = None) -> None:
     """Runs this process's command line and exits; `command` names the command where the line does not."""
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
+    if os.getpid() == 1:  # of a container, where the kernel ignores what would end another process
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     events.die_with_parent()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines say less than our errors, and are not ours
     try:
