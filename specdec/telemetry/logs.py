@@ -17,6 +17,7 @@ import structlog
 EXCEPTIONS_WITHOUT_VALUES = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
+OWN_MODULES = "specdec"
 WITHHELD_FIELDS = frozenset({"prompt", "text", "token_ids", "output_token_ids", "stop", "stop_string"})
 
 
@@ -25,6 +26,13 @@ def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mu
     for name in WITHHELD_FIELDS & event.keys():
         event[name] = "(withheld)"
     return event
+
+
+class _Forwarding(logging.Handler):
+    """Lines of modules that know the standard library's logging only, such as the engine's, in our own form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        get_logger(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def configure_logs(level: str, service: str, as_json: bool | None = None) -> None:
@@ -55,6 +63,9 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.clear_contextvars()
+    own = logging.getLogger(OWN_MODULES)
+    own.handlers = [_Forwarding()]
+    own.setLevel(level.upper())
 
 
 def get_logger(name: str = "") -> Any:

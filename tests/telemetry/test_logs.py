@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import json
+import logging
 
 import pytest
 import structlog
 
-from specdec.telemetry.logs import WITHHELD_FIELDS, bind, configure_logs, get_logger
+from specdec.telemetry.logs import OWN_MODULES, WITHHELD_FIELDS, bind, configure_logs, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,7 @@ def restored():
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
+    logging.getLogger(OWN_MODULES).handlers = []
 
 
 def lines(capsys) -> list[dict]:
@@ -73,3 +75,17 @@ def test_exceptions_are_logged_without_values(capsys):
     (line,) = lines(capsys)
     assert line["exception"][0]["exc_type"] == "ValueError"
     assert secret not in json.dumps(line) and "locals" not in json.dumps(line)
+
+
+def test_lines_of_the_engine_look_like_all_others(capsys):
+    """What a module logs by the standard library is a line of the same form, traceback included, and severe enough."""
+    configure_logs("info", "target", as_json=True)
+    logger = logging.getLogger("specdec.engine")
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logger.exception("a step of %d rows failed", 3)
+    logger.debug("not severe enough")
+    (line,) = lines(capsys)
+    assert (line["event"], line["service"], line["level"]) == ("a step of 3 rows failed", "target", "error")
+    assert line["component"] == "specdec.engine" and line["exception"][0]["exc_value"] == "wrong"
