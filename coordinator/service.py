@@ -204,8 +204,8 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
     page = MetricsPage(lambda: families(coordinator, settings, server.is_serving))
-    address = await server.start()
     page.open(settings.metrics_address)
+    address = await server.start()
     set_startup_objects_aside()
     links = asyncio.create_task(coordinator.run_links())
     following = asyncio.create_task(_follow_health(coordinator, server, changed))

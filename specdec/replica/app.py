@@ -87,8 +87,8 @@ class ReplicaApp:
         }
         server = Server(self._settings, {self._kind.service: methods}, message_bytes_max(0))
         page = MetricsPage(lambda: self._families(server.is_serving))
-        address = await server.start()
         page.open(self._settings.metrics_address)
+        address = await server.start()
         self._lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self._stop_asked = asyncio.Event()
         self._is_listening = False

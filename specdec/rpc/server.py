@@ -142,6 +142,8 @@ class Server:
         host, port = self._settings.host, self._settings.port
         certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
         check_port(host, port)
+        if self._health_port is not None and self._settings.health_address:
+            get_logger().info("health", address=await self._health_port.start(self._settings.health_address))
         try:
             if certificates:
                 port = self._server.add_secure_port(f"{bracketed(host)}:{port}", certificates.credentials())
@@ -150,8 +152,6 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
         await self._server.start()
-        if self._health_port is not None and self._settings.health_address:
-            get_logger().info("health", address=await self._health_port.start(self._settings.health_address))
         self.address = f"{bracketed(host)}:{port}"
         return self.address
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Callable
@@ -254,3 +256,13 @@ def test_a_busy_port_is_told_in_one_line(services: Watched, table_models: tuple[
     with start("draft", DraftSettings(model=str(table_models[1]), port=0, metrics_address=taken)) as child:
         with pytest.raises(ConfigError, match=f"--metrics-address {taken} cannot be had"):
             child.wait_ready(60)
+
+
+@pytest.mark.parametrize("flag", ["--metrics-address", "--health-address"])
+def test_an_address_of_another_machine_is_told_in_one_line(flag: str, table_models: tuple[Path, Path]):
+    """Claim: a service that cannot have one of its ports says so in its own words and nothing else, traceback or
+    library, and ends: exit code and standard error are all there is to see."""
+    command = [sys.executable, "-m", "specdec.cli", "draft", "--model", str(table_models[1]), "--port", "0"]
+    ended = subprocess.run([*command, flag, "192.0.2.1:1"], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1 and not ended.stdout
+    assert ended.stderr.startswith(f"specdec: {flag} 192.0.2.1") and ended.stderr.count("\n") == 1
