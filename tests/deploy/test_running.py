@@ -142,7 +142,7 @@ def required(role: str) -> list[str]:
     return ["--tokenizer=t"] if role == "coordinator" else ["--model=m"]
 
 
-@pytest.mark.parametrize("command_of", [of_kubernetes, of_compose])
+@pytest.mark.parametrize("command_of", [of_kubernetes, pytest.param(of_compose, marks=pytest.mark.slow)])
 def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_path: Path) -> None:
     """Claim: started as the containers are, the three find each other, are healthy by the health check of the compose
     file, show metrics, write the same text with the draft and without, and end with 0 when told to stop."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
+from tests.support.threads import one_thread  # noqa: F401
 
 SHIPPED = Path(__file__).parents[2] / "models"
 # Sizes that fill no vector register: they would show any kernel that treats the end of a run differently.
@@ -17,15 +18,6 @@ TINY: dict[str, tuple[str, dict]] = {name: (name, {}) for name in ARCHITECTURES}
     "odd": ("llama", ODD),
     "gemma3-wide": ("gemma3", {"sliding_window": 150, "final_logit_softcapping": 8.0}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Every test starts with one torch thread and leaves the count as it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,4 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One torch thread during a test, whatever ran before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.support.threads import one_thread  # noqa: F401

@@ -19,8 +19,8 @@ from bench.tensor_parallel import (
 CONSTANT_MIB = 40  # shared memory, one weight being read and turned, and what libraries allocate on the way
 
 
-@pytest.mark.lengthy
-@pytest.mark.parametrize("rank_count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank_count", [2, 4])
 def test_a_rank_takes_its_share_of_memory(tmp_path: Path, rank_count: int) -> None:
     """Claim (issue 3, point 1): the peak of a rank is about 1/N of the weights plus a constant.
 
