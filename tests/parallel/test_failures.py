@@ -72,8 +72,15 @@ def target(tiny_folder: Callable[..., Path]) -> Iterator[Target]:
         yield Target(child)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        pytest.param(0, signal.SIGSTOP, id="rank 0 frozen"),
+        pytest.param(1, signal.SIGKILL, id="rank 1 killed"),
+        pytest.param(0, signal.SIGKILL, id="rank 0 killed", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, id="rank 1 frozen", marks=pytest.mark.slow),
+    ],
+)
 def test_one_rank_lost_ends_all(target: Target, rank: int, number: signal.Signals) -> None:
     """Claim (issue 3, point 1): whichever rank dies or hangs, all exit non-zero within 3 s.
 
@@ -113,7 +120,7 @@ def test_a_short_stall_ends_nothing(target: Target) -> None:
     assert target.is_serving() and all(map(is_alive, target.pids))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_sigterm_of_any_rank_ends_all_in_peace(target: Target, rank: int) -> None:
     """Claim: SIGTERM drains and ends with 0, also when it reaches another rank first, as on a node that is emptied."""
     os.kill(target.pids[rank], signal.SIGTERM)

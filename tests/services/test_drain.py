@@ -125,6 +125,7 @@ def test_a_target_finishes_its_sessions(table_models: tuple[Path, Path], expecte
         assert started.target.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_a_target_gives_up_what_outlasts_its_grace(table_models: tuple[Path, Path], expected: list[Outcome]):
     """Claim: what is not finished when the grace is over ends UNAVAILABLE and says how it is resumed; the target exits
     with 0; on its successor every text goes on where it broke off."""

@@ -48,7 +48,15 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
     return [i for i, pair in enumerate(zip(outcomes, reference)) if pair[0].comparable != pair[1].comparable]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+@pytest.mark.parametrize(
+    ("services", "temperature"),
+    [
+        *(("float32", temperature) for temperature in (0, 0.7, 1)),
+        ("bfloat16", 0),
+        *(pytest.param("bfloat16", temperature, marks=pytest.mark.slow) for temperature in (0.7, 1)),
+    ],
+    indirect=["services"],
+)
 def test_speculation_changes_nothing(services: Services, temperature: float):
     """Claim: every cell equals its reference in full; draft tokens were offered, and both accepted and rejected."""
     client = services.client

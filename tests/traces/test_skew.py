@@ -65,7 +65,13 @@ def traces_of(models: tuple[Path, Path], link: Network, skew: Mapping[str, str])
                 return [trace_of(receiver, outcome) for outcome in outcomes]
 
 
-@pytest.fixture(scope="module", params=[WALL_CLOCK, ALL_CLOCKS], ids=["wall clock", "all clocks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(WALL_CLOCK, id="wall clock"),
+        pytest.param(ALL_CLOCKS, id="all clocks", marks=pytest.mark.slow),
+    ],
+)
 def traces(request: pytest.FixtureRequest, table_models, link: Network) -> list[ReadTrace]:
     """Traces under either kind of skew."""
     return traces_of(table_models, link, request.param)
