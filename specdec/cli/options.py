@@ -161,7 +161,8 @@ def _unknown(key: str, known: Sequence[str], where: str) -> str:
     return f"{key} is not known; {hint}"
 
 
-def _from_file(settings_class: type[Settings], file: str) -> dict[str, Any]:
+def read_yaml(file: str) -> dict[Any, Any]:
+    """What a file of --config holds; {} where it is empty. UsageError, one line, where it holds no names and values."""
     import yaml  # only for those who use a file
 
     try:
@@ -172,6 +173,11 @@ def _from_file(settings_class: type[Settings], file: str) -> dict[str, Any]:
         raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UsageError(f"--config {file} must hold NAME: VALUE lines")
+    return content
+
+
+def _from_file(settings_class: type[Settings], file: str) -> dict[str, Any]:
+    content = read_yaml(file)
     values = {str(key).replace("-", "_"): value for key, value in content.items()}
     for name in values:
         if name not in settings_class.model_fields:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
-import yaml
 from pydantic import Field, model_validator
 
-from specdec.cli.options import UsageError
+from specdec.cli.options import UsageError, read_yaml
 from specdec.config import SHARED, CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.settings import (
     CONNECTION,
@@ -140,14 +139,7 @@ def has_own_host(service: ServiceSettings) -> bool:
 
 def read_deployment(file: str) -> RaySettings:
     """The settings in a file. UsageError, one line, for anything wrong."""
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"--config {file} must hold NAME: VALUE lines")
+    content = read_yaml(file)
     try:
         return RaySettings(**{str(key): value for key, value in content.items()})
     except pydantic.ValidationError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,9 @@ from bench.deepened import load, step_times_ms, write_deepened
 from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.model_folder import open_model_folder
 from tests.support.engine_models import Driver
+from tests.support.threads import one_thread  # noqa: F401
 
 EXTRA_LAYERS = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Every test runs with one torch thread, which the services of the benchmark have too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

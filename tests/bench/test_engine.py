@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,7 @@ from specdec.decoding.evidence import evidence
 from specdec.engine.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The command sets torch's threads for its whole process; every test begins and ends with one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.support.threads import one_thread  # noqa: F401
 
 
 def shipped_draft(dtype: str = "float32") -> TransformersModel:
