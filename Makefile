@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
+# Tests that compute in their own process with one thread: as many files at once as there are cores. The others start
+# services, whose times must not depend on what else runs.
+COMPUTING := $(addprefix tests/,coordinator cuda draft engine hygiene law models protocol target)
+
 .PHONY: help install demo test test-fast test-long bench bench-quick bench-engine proto clean
 
 help:  ## List the commands.
@@ -25,7 +29,8 @@ demo: install  ## Start the three services, stream three generations, print a ta
 	@$(BIN)/python -m bench.demo
 
 test: install  ## Run the tests (minutes).
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(COMPUTING)
+	@$(BIN)/python -m pytest -q $(addprefix --ignore=,$(COMPUTING))
 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not lengthy' tests/protocol tests/law tests/hygiene tests/rpc

@@ -1,10 +1,12 @@
 """Ray nodes on emulated machines: each in a network namespace of its own, with a folder of its own for Ray's files.
 
-A machine is lost by killing all its processes at once. What runs on the nodes is not known here. Root.
+A machine is lost by killing all its processes at once, and falls silent by stopping them. What runs on the nodes is not
+known here. Root.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -102,15 +104,24 @@ class RayMachines:
 
     def kill(self, name: str) -> None:
         """The machine is lost with all that runs on it, this process excepted; until nothing is left."""
-        while pids := [pid for pid in self.processes(name) if pid != os.getpid()]:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        while self._signal(name, signal.SIGKILL):
             time.sleep(0.05)
             for process in self._begun:
                 process.poll()
+
+    def freeze(self, name: str) -> None:
+        """The machine falls silent: nothing on it runs any more, and its connections stay open."""
+        self._signal(name, signal.SIGSTOP)
+
+    def _signal(self, name: str, number: int) -> int:
+        """Sends a signal to all that runs on a machine, this process excepted; to how many."""
+        count = 0
+        for pid in self.processes(name):
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(pid, number)
+                    count += 1
+        return count
 
     def close(self) -> None:
         """Ends everything on all machines."""

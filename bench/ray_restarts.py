@@ -1,8 +1,10 @@
 """`python -m bench.ray_restarts`: from `specdec ray up` to the first token, and how long what dies is away.
 
 Three emulated machines with a link between each two: Ray's head node, a large node for a target of two ranks, a small
-one for the draft. Actors are killed several times, machines once: for them the head's machine has a node in reserve.
-While the draft is killed a generation runs, and its text must be the undisturbed one. Root.
+one for the draft. Actors are killed several times, machines once: for them the head's machine has a node in reserve,
+which joins after the start, so that the coordinator was not told of a draft that moves there: its actor must have
+drained it. While the draft is lost a generation runs, and its text must be the undisturbed one. Then, on machines begun
+anew, the draft's machine falls silent without a word, and the head is lost. Root.
 """
 
 from __future__ import annotations
@@ -85,14 +87,18 @@ class Trial:
                 offered = response.finished.statistics.num_draft_tokens
         return text, offered
 
-    def kill_actor(self, machine: str, *words: str) -> None:
-        """SIGKILL to the actor of the one service process whose command line has all the words."""
-        (service,) = (
+    def service(self, machine: str, *words: str) -> int:
+        """The one service process whose command line has all the words."""
+        (pid,) = (
             pid
             for pid, line in self._ray.processes(machine).items()
             if "specdec.cli" in line and all(word in line for word in words)
         )
-        status = Path(f"/proc/{service}/stat").read_text(encoding="ascii")
+        return pid
+
+    def kill_actor(self, machine: str, *words: str) -> None:
+        """SIGKILL to the actor of such a service."""
+        status = Path(f"/proc/{self.service(machine, *words)}/stat").read_text(encoding="ascii")
         os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
 
     def away_s(self, harm: Callable[[], object], is_back: Callable[[], bool]) -> float:
@@ -152,43 +158,56 @@ def machines(one_way_ms: float, folder: Path) -> Iterator[tuple[RayMachines, dic
         yield ray, {name: machine.address for name, machine in network.machines.items()}
 
 
-def kill_draft(trial: Trial, pool: ThreadPoolExecutor, texts: list[Future[str]]) -> None:
-    """Kills the draft's actor at the first token of a generation, which goes on; its text will be added."""
-    killed = threading.Event()
+class Texts:
+    """Generations that run while the draft is harmed, and go on."""
 
-    def kill() -> None:
-        trial.kill_actor(SMALL, "draft")
-        killed.set()
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._expected = trial.generate()[0]
+        self._pool = ThreadPoolExecutor(1)
+        self._running: list[Future[tuple[str, int]]] = []
 
-    texts.append(pool.submit(lambda: trial.generate(act=kill)[0]))
-    killed.wait(AWAY_S_MAX)
+    def amid(self, harm: Callable[[], object]) -> Callable[[], None]:
+        """What does the harm at the first token of a generation, and returns then."""
+
+        def act() -> None:
+            harmed = threading.Event()
+            done = (harm, harmed.set)
+            self._running.append(self._pool.submit(self._trial.generate, act=lambda: [each() for each in done]))
+            harmed.wait(AWAY_S_MAX)
+
+        return act
+
+    def check(self) -> None:
+        """Every text so far is the undisturbed one. Raises RpcError, AssertionError."""
+        if any(running.result()[0] != self._expected for running in self._running):
+            raise AssertionError("a draft that was lost changed a text")
 
 
 def measure(ray: RayMachines, hosts: dict[str, str], folder: Path, try_count: int) -> Iterator[Figure]:
-    """All figures, as they come."""
-    file = folder / "deployment.yaml"
-    file.write_text(yaml.safe_dump(DEPLOYMENT), encoding="utf-8")
-    trial = Trial(ray, hosts)
+    """What is killed, as it comes."""
+    trial, tries = Trial(ray, hosts), range(try_count)
     began_s = time.monotonic()
-    print(ray.run(HEAD, ["ray", "up", "--config", str(file)]))
+    begin(ray, folder)
     up_s = time.monotonic() - began_s
     trial.generate(1)
     yield Figure("specdec ray up", [up_s])
     yield Figure("specdec ray up to the first token", [time.monotonic() - began_s])
-    expected = trial.generate()[0]
-    tries = range(try_count)
-    with ThreadPoolExecutor(1) as pool:
-        texts: list[Future[str]] = []
-        kill = functools.partial(kill_draft, trial, pool, texts)
-        yield Figure("draft's actor killed, until it serves", [trial.away_s(kill, trial.draft_serves) for _ in tries])
-        if any(text.result() != expected for text in texts):
-            raise AssertionError("a killed draft changed a text")
+    texts = Texts(trial)
+    kill = texts.amid(lambda: trial.kill_actor(SMALL, "draft"))
+    yield Figure("draft's actor killed, until it serves", [trial.away_s(kill, trial.draft_serves) for _ in tries])
+    texts.check()
     ranks = [trial.away_s(lambda: trial.kill_actor(LARGE, "target", "--node-rank=1"), trial.answers) for _ in tries]
     yield Figure("a rank's actor killed, until a token", ranks)
     coordinators = [trial.away_s(lambda: trial.kill_actor(LARGE, "coordinator"), trial.answers) for _ in tries]
     yield Figure("coordinator's actor killed, until a token", coordinators)
     ray.add(HEAD, cpus=1, gpus=0, role="draft")
-    yield Figure("draft's machine lost, until it drafts", [trial.away_s(lambda: ray.kill(SMALL), trial.drafts)])
+    before = trial.service(LARGE, "coordinator")
+    lose = texts.amid(lambda: ray.kill(SMALL))
+    yield Figure("draft's machine lost, until it drafts", [trial.away_s(lose, trial.drafts)])
+    texts.check()
+    if trial.service(LARGE, "coordinator") == before:
+        raise AssertionError("the coordinator was not drained, yet it knows of a node that joined after its start")
     ray.add(HEAD, cpus=3, gpus=2, role="target")
     trial.coordinator_host = hosts[HEAD]
     yield Figure("target's machine lost, until a token", [trial.away_s(lambda: ray.kill(LARGE), trial.answers)])
@@ -197,6 +216,29 @@ def measure(ray: RayMachines, hosts: dict[str, str], folder: Path, try_count: in
     ray.run(HEAD, ["ray", "down"])
     yield Figure("specdec ray down", [time.monotonic() - began_s])
     yield Figure("for comparison: specdec draft alone, until it serves", [draft_alone_s() for _ in tries])
+
+
+def measure_silence(ray: RayMachines, hosts: dict[str, str], folder: Path) -> Iterator[Figure]:
+    """A machine that vanishes without a word, and the head's end."""
+    trial = Trial(ray, hosts)
+    begin(ray, folder)
+    ray.add(HEAD, cpus=1, gpus=0, role="draft")
+    texts = Texts(trial)
+    freeze = texts.amid(lambda: ray.freeze(SMALL))
+    yield Figure("draft's machine silent, until another drafts", [trial.away_s(freeze, trial.drafts)])
+    texts.check()
+    ray.kill(HEAD)
+    began_s = time.monotonic()
+    while holds(trial.answers) and time.monotonic() - began_s < AWAY_S_MAX:
+        time.sleep(POLL_S)
+    yield Figure("the head lost, until requests are not answered", [time.monotonic() - began_s])
+
+
+def begin(ray: RayMachines, folder: Path) -> None:
+    """`specdec ray up`."""
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(DEPLOYMENT), encoding="utf-8")
+    print(ray.run(HEAD, ["ray", "up", "--config", str(file)]))
 
 
 def draft_alone_s() -> float:
@@ -217,10 +259,11 @@ def main() -> int:
         print(f"ray_restarts: it needs network namespaces: {reason}", file=sys.stderr)
         return 1
     figures = []
-    with tempfile.TemporaryDirectory() as name, machines(asked.delay, Path(name)) as (ray, hosts):
-        for figure in measure(ray, hosts, Path(name), asked.tries):
-            print(f"{figure.what}: {', '.join(f'{seconds:.1f}' for seconds in figure.seconds)} s", flush=True)
-            figures.append(figure)
+    for act in (functools.partial(measure, try_count=asked.tries), measure_silence):
+        with tempfile.TemporaryDirectory() as name, machines(asked.delay, Path(name)) as (ray, hosts):
+            for figure in act(ray, hosts, Path(name)):
+                print(f"{figure.what}: {', '.join(f'{seconds:.1f}' for seconds in figure.seconds)} s", flush=True)
+                figures.append(figure)
     table = Table(title=f"Three machines, {asked.delay:g} ms one way between any two (seconds)")
     for column in ("what", "median", "all"):
         table.add_column(column, justify="left" if column == "what" else "right")

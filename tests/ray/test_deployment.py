@@ -82,9 +82,10 @@ def deployment(models: tuple[Path, Path]) -> dict:
 
 @pytest.fixture(scope="module")
 def client(cluster: Cluster, deployment: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A client of the deployment that `specdec ray up` has begun."""
-    done = cluster.up(tmp_path_factory.mktemp("file"), deployment)
-    assert done.returncode == 0, done.stderr
+    """A client of the deployment that `specdec ray up` has begun, run on the cluster as one of Ray's jobs; it
+    outlives the job."""
+    done = cluster.submit_up(tmp_path_factory.mktemp("file"), deployment)
+    assert done.returncode == 0, done.stdout + done.stderr
     address = re.search(r"specdec serves \S+ on (\S+) after", done.stdout)
     assert address is not None and f"--address {address[1]} --insecure" in done.stdout
     assert "waits for one node with 2 GPUs, 3 CPUs and label specdec-role=target" in done.stdout

@@ -1,0 +1,188 @@
+"""What watching costs that can be counted without a clock on the wall: CPU of a sampled round and of the metrics, and
+spans of a generation.
+
+A round's cost is timed alone, in this process, with spans that are sent for real. Spans are counted on table models,
+which compute nothing, so that there are as many messages as there can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from bench import harness
+from bench.otlp_receiver import Receiver
+from coordinator.figures import Figures
+from coordinator.request_trace import RequestTrace
+from coordinator.tracing import GenerationTrace
+from specdec.engine.table_model import write_table_model
+from specdec.protocol.items import EvidenceAnswer, Trace
+from specdec.protocol.policy import FixedPolicy
+from specdec.protocol.report import Finished, Statistics
+from specdec.protocol.session import Session
+from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
+from specdec.replica.figures import ReplicaFigures
+from specdec.rpc.stamps import Stamps
+from specdec.telemetry.tracing import Tracing
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+
+TOLD_ROUND_COUNT, TRY_COUNT = 8_000, 5
+ROUND_COUNTS = (10, 100, 2000)
+VOCABULARY_SIZE, POSITIONS = 11, 8192
+SETTLE_S = 2.0
+
+
+def table_models(folder: Path) -> tuple[Path, Path]:
+    """Writes a target and a draft that compute nothing; returns their folders."""
+    paths = folder / "target", folder / "draft"
+    for seed, path in enumerate(paths):
+        write_table_model(path, VOCABULARY_SIZE, seed=seed, positions_max=POSITIONS)
+    return paths
+
+
+@contextlib.contextmanager
+def variables(added: dict[str, str]) -> Iterator[None]:
+    """Processes begun meanwhile have these in their environment."""
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[str]:
+    """A collector in a process of its own; yields its endpoint."""
+    command = [sys.executable, "-m", "bench.otlp_receiver"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def told_us() -> float:
+    """CPU microseconds that a sampled round costs the coordinator, the sending of its spans included: the least of some
+    loops with a trace, less the least without."""
+    context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=True)
+    plain_s = min(told_s(GenerationTrace(context, "")) for _ in range(TRY_COUNT))
+    with collector() as endpoint:
+        traced_s = min(told_s_with_sending(endpoint, context) for _ in range(TRY_COUNT))
+    return 1e6 * (traced_s - plain_s) / TOLD_ROUND_COUNT
+
+
+def told_s_with_sending(endpoint: str, context: Trace) -> float:
+    """CPU seconds of this process for the rounds, and until their spans are sent."""
+    tracing = Tracing.open("bench", endpoint, {})
+    before_s = time.process_time()
+    told_s(RequestTrace(tracing, context, "", b""))
+    tracing.close()
+    return time.process_time() - before_s
+
+
+def told_s(trace: GenerationTrace) -> float:
+    """CPU seconds that so many rounds of plain decoding take a session, with what they tell its trace."""
+    law = Law(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
+    session = Session(1, law, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2], trace.context)
+    link: Any = SimpleNamespace(stamps=Stamps())
+    trace.began(session)
+    session.begin()
+    began_s = time.process_time()
+    for index in range(TOLD_ROUND_COUNT - 1):
+        now_s = time.monotonic()
+        trace.sent(session, now_s)
+        trace.answered()
+        answer = EvidenceAnswer(1, 1, index, Evidence((3,)), 10, 100, 10, server_us=150)
+        trace.verdict(session, answer, now_s, 0.0, False)
+        session.on_verdict(Verdict(0, 3, TokenKind.BONUS), 1, False)
+        trace.committed(session, link)
+    return time.process_time() - began_s
+
+
+def counting_us() -> dict[str, float]:
+    """CPU microseconds that metrics add to a round and a request of the coordinator and to a step of a replica: the
+    least of some loops."""
+    finished = Finished(FinishReason.LENGTH, "", None, 2, 3, Statistics(), "")
+    answer = EvidenceAnswer(1, 1, 0, Evidence((3,)), 10, 100, 10, server_us=150)
+    context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
+    figures, replica = Figures(), ReplicaFigures()
+    statistics = Statistics()
+    running = figures.request(context)
+    running.began(statistics, 2)
+    statistics.rounds = 2
+
+    def request() -> None:
+        own = figures.request(context)
+        own.began(Statistics(), 2)
+        own.finished(finished)
+        own.closed()
+
+    counted: dict[str, Callable[[], object]] = {
+        "round": lambda: running.round(answer, 3, 0.02),
+        "request": request,
+        "step": lambda: replica.stepped(8, 4, 0.02),
+    }
+    return {what: min(loop_us(count) for _ in range(TRY_COUNT)) for what, count in counted.items()}
+
+
+def loop_us(act: Callable[[], object]) -> float:
+    """CPU microseconds of one call, among many."""
+    began_s = time.process_time()
+    for _ in range(TOLD_ROUND_COUNT):
+        act()
+    return 1e6 * (time.process_time() - began_s) / TOLD_ROUND_COUNT
+
+
+def count_spans(console: Console) -> None:
+    """Spans of generations of so many rounds, by service and name."""
+    table = Table(title="Spans of one generation", box=None, title_justify="left")
+    for name in ("rounds", "spans", "of which"):
+        table.add_column(name, justify="left" if name == "of which" else "right")
+    with tempfile.TemporaryDirectory() as folder, Receiver() as receiver:
+        paths = table_models(Path(folder))
+        told: dict[str, Any] = {"otlp_traces_endpoint": receiver.endpoint}
+        with variables({"OTEL_BSP_SCHEDULE_DELAY": "100"}):
+            stack = harness.running(*paths, {**told, "speculation_policy": "fixed"}, threads=1, **told)
+            with stack as services, grpc.insecure_channel(services.coordinator.address) as channel:
+                for round_count in ROUND_COUNTS:
+                    table.add_row(*spans_of(pb_grpc.CoordinatorServiceStub(channel), receiver, round_count))
+    console.print(table)
+
+
+def spans_of(stub: pb_grpc.CoordinatorServiceStub, receiver: Receiver, round_count: int) -> tuple[str, str, str]:
+    """Runs one generation, cancelled after so many rounds, and counts its spans."""
+    request = pb.GenerateRequest()
+    request.token_ids.ids.extend([1, 2, 3])
+    request.sampling.max_tokens = POSITIONS - 3
+    request.sampling.ignore_eos = True
+    request.sampling.seed = 1
+    call = stub.Generate(request, timeout=600)
+    trace_id, count = b"", 0
+    for response in call:
+        if response.HasField("started"):
+            trace_id = bytes.fromhex(response.started.request_id)
+        count += response.HasField("delta")
+        if count >= round_count:
+            break
+    call.cancel()
+    time.sleep(SETTLE_S)
+    spans = list(receiver.spans(trace_id))
+    by_name = Counter(f"{service.removeprefix('specdec-')} {span.name}" for service, span in spans)
+    parts = ", ".join(f"{number} {name}" for name, number in by_name.most_common())
+    return str(round_count), str(len(spans)), parts
