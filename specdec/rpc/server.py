@@ -36,6 +36,7 @@ _SERVER_OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
 )
 
+ALIVE = "alive"  # a name in the health service that is SERVING until the drain, for probes of whether to restart
 LAST_WORDS_S = 1.0  # of calls that are given up when the grace is over
 READER_STALL_S_MAX = 30.0  # a reader that takes nothing for so long loses its generation
 
@@ -139,6 +140,7 @@ class Server:
     async def start(self) -> str:
         """Listens, NOT_SERVING; returns HOST:PORT. ConfigError, one line, when the port cannot be had."""
         await self.set_serving(False)
+        await self._health.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
         host, port = self._settings.host, self._settings.port
         certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
         check_port(host, port)

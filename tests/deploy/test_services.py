@@ -12,6 +12,7 @@ import pytest
 
 from specdec.config import TargetSettings
 from specdec.errors import ConfigError
+from specdec.rpc.server import ALIVE
 from specdec.settings import split_address
 from tests.deploy.flows import Place
 from tests.deploy.images import stages
@@ -54,6 +55,7 @@ def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> Non
                         port = container[probe][kind]["port"]
                         assert port in named or port in named.values(), (pod.owner, probe)
                         assert kind != "grpc" or port == named["health"]
+                        assert container[probe][kind].get("service", "") in ("", ALIVE)  # others are NOT_FOUND
         settings = settings_of(pod, objects, secrets)
         if settings is None or not named:
             continue

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, open_channel, wait_serving
+from specdec.rpc.server import ALIVE
 from tests.support.certificates import Authority
 from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
 from tests.support.pages import free_address
@@ -50,6 +51,7 @@ async def test_it_says_what_the_main_port_says_and_nothing_else(tmp_path: Path):
     async with open_channel(health_address, PLAIN) as channel, open_channel(main, PLAIN) as refused:
         with pytest.raises(ReplicaUnavailable, match="NOT_SERVING"):
             await wait_serving(channel, SERVICE, 0.1)
+        await wait_serving(channel, ALIVE, 5.0)  # whether to restart it is another question
         await server.set_serving(True)
         for name in ("", SERVICE):
             await wait_serving(channel, name, 5.0)
@@ -63,6 +65,7 @@ async def test_it_says_what_the_main_port_says_and_nothing_else(tmp_path: Path):
         await server.set_serving(False)
         assert (await anext(watching)).status == states.NOT_SERVING
         await watching.aclose()
+        await wait_serving(channel, ALIVE, 5.0)
     await server.stop(0)
 
 
