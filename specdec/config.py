@@ -143,7 +143,7 @@ class RankSettings(SplitSettings, TlsSettings):
             raise ValueError(f"--node-rank is {self.node_rank}; it must be below --nnodes {self.nnodes}")
         if self.nnodes > 1 and not self.master_port:
             raise ValueError("--nnodes above 1 needs --master-addr and --master-port, the same on every machine")
-        if not (is_loopback(self.master_addr) or self.insecure or self.insecure_ranks):
+        if not (is_loopback(self.master_addr) or self.insecure_ranks):
             raise ValueError(
                 f"--master-addr {self.master_addr} reaches beyond this machine, where ranks talk unencrypted: keep "
                 "that network closed to others and give --insecure-ranks"

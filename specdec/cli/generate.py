@@ -84,5 +84,5 @@ def summary(finished: coordinator_pb.Finished) -> str:
     speed = f", {finished.usage.output_tokens / seconds:.1f} tokens/s" if seconds else ""
     return (
         f"{finished.usage.output_tokens} tokens{speed}, acceptance {count:.2f}, "
-        f"{statistics.mean_acceptance_length:.2f} tokens a speculating round"
+        f"{statistics.mean_acceptance_length:.2f} tokens a speculating round; trace {finished.trace_id}"
     )

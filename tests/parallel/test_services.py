@@ -98,6 +98,7 @@ def test_a_refusal_is_told_in_one_line(tiny_folder: Callable[..., Path], tmp_pat
         ({"tensor_parallel_size": 2, "nnodes": 2}, "--master-port"),
         ({"node_rank": 1}, "below --nnodes 1"),
         ({"tensor_parallel_size": 2, "master_addr": "10.1.2.3"}, "--insecure-ranks"),
+        ({"tensor_parallel_size": 2, "master_addr": "10.1.2.3", "insecure": True}, "--insecure-ranks"),
     ],
 )
 def test_places_that_cannot_be_are_refused(given: dict, said: str) -> None:
