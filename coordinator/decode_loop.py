@@ -189,8 +189,6 @@ class Generation:
         self._verdict_s, self._waited_s = now_s, 0.0
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
         self._measure(answer, round_s - waited_s)
-        if answer.evictions:
-            self._trace.note("evicted by the target", times=answer.evictions)
         self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
         actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
         self._count(answer, now_s, is_after_hit)

@@ -128,6 +128,8 @@ class RequestTrace(GenerationTrace):
 
     def verdict(self, session: Session, answer: EvidenceAnswer, now_s: float, waited_s: float, ends: bool) -> None:
         assert self._phase is not None
+        if answer.evictions:
+            self.note("evicted by the target", times=answer.evictions)
         path = session.tree.proposal_path(DRAFT_LENGTH_LIMIT)
         sent_s = self._answered_s if self._sent_s is None else self._sent_s
         times = round_times(answer, self._answered_s - sent_s, waited_s, now_s - self._round_began_s)

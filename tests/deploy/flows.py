@@ -22,6 +22,7 @@ HUB_PORT = 443
 COORDINATOR_PORT = 50051
 RAY_NODES = ("ray-head", "ray-target", "ray-draft")
 RAY_JOBS = "specdec-ray-head-svc", 8265  # KubeRay makes this service for the head of the cluster specdec-ray
+COLLECTOR = "collector.observability"  # one that a cluster has already, as docs/operations.md calls it
 PRIVATE = frozenset({"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"})  # where pods and nodes have their addresses
 
 
@@ -32,6 +33,7 @@ class Place:
     name: str
     namespace: str
     labels: tuple[tuple[str, str], ...] = ()
+    namespace_labels: tuple[tuple[str, str], ...] = ()  # beside the name, which every namespace has as a label
 
     @classmethod
     def of(cls, pod: Pod) -> Place:
@@ -65,7 +67,8 @@ INTERNET = Place("internet", "")
 CLIENT = Place("client", "apps", (("specdec.client", "true"),))
 STRANGER = Place("stranger", "apps")
 NEIGHBOUR = Place("neighbour", "specdec", (("app", "other"),))
-OUTSIDE = (NAMES, INTERNET, CLIENT, STRANGER, NEIGHBOUR)
+MONITORING = Place("monitoring", "observability", (), (("specdec.monitoring", "true"),))  # collector and Prometheus
+OUTSIDE = (NAMES, INTERNET, CLIENT, STRANGER, NEIGHBOUR, MONITORING)
 
 
 def places_of(objects: tuple[Object, ...]) -> list[Place]:
@@ -117,7 +120,7 @@ def _names_peer(peers: list[Object] | None, peer: Place, namespace: str) -> bool
             if not peer.namespace:
                 return True
             continue
-        home = Place("", "", (("kubernetes.io/metadata.name", peer.namespace),))
+        home = Place("", "", (("kubernetes.io/metadata.name", peer.namespace), *peer.namespace_labels))
         is_there = peer.namespace == namespace
         if "namespaceSelector" in selector:
             is_there = home.matches(selector["namespaceSelector"])
@@ -203,6 +206,8 @@ def _behind(host: str, objects: tuple[Object, ...]) -> list[str]:
     """The pods behind a service's name. Fails for a name that is no service's."""
     if host == RAY_JOBS[0]:
         return ["RayCluster/specdec-ray/head"]
+    if host == COLLECTOR:
+        return [MONITORING.name]
     found = [service for service in of_kind(objects, "Service") if service["metadata"]["name"] == host]
     assert len(found) == 1, f"{host} is the name of {len(found)} services"
     selector = {"matchLabels": found[0]["spec"]["selector"]}

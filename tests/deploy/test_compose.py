@@ -81,9 +81,27 @@ def test_addresses_are_those_of_services() -> None:
     for own in settings.values():
         assert own.otlp_traces_endpoint and urlsplit(own.otlp_traces_endpoint).hostname == "jaeger"
     config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8"))
-    metrics = {(name, split_address(own.metrics_address or "")[1]) for name, own in settings.items()}
-    assert metrics <= set(scraped(config))
-    assert {host for host, _ in scraped(config)} <= services.keys()
+    metrics = set()
+    for name, own in settings.items():
+        (alias,) = services[name]["networks"]["services"]["aliases"]
+        metrics.add((alias, split_address(own.metrics_address or "")[1]))
+    assert metrics == set(scraped(config))
+
+
+def test_grafana_is_only_looked_at() -> None:
+    """Claim: here and on Kubernetes whoever reaches Grafana is a viewer without a name, nobody can log in, and there is
+    no administrator whose first password everybody knows."""
+    wanted = {
+        "GF_AUTH_ANONYMOUS_ENABLED": "true",
+        "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+        "GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION": "true",
+        "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+        "GF_AUTH_BASIC_ENABLED": "false",
+        "GF_ANALYTICS_REPORTING_ENABLED": "false",
+    }
+    (pod,) = [pod for pod in pods(overlay("monitoring")) if pod.owner == "Deployment/grafana"]
+    assert {entry["name"]: entry["value"] for entry in pod.spec["containers"][0]["env"]} == wanted
+    assert compose()["services"]["grafana"]["environment"] == wanted
 
 
 def test_files_that_are_mounted_are_there() -> None:

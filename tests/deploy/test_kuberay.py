@@ -1,14 +1,19 @@
-"""The KubeRay overlay: its deployment file is one that `specdec ray up` takes, and the cluster has room for it."""
+"""The KubeRay overlay: its deployment file is one that `specdec ray up` takes, the cluster has room for it, and the
+commands of docs/ray.md are for what is in the manifests."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from specdec.config import TargetSettings
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import plan
-from tests.deploy.images import IMAGE_ROOT, stages
+from tests.deploy.images import DOCKERFILE, IMAGE_ROOT, stages
 from tests.deploy.manifests import Object, of_kind, overlay, pods
+from tests.hygiene.sources import ROOT
+
+TITLE = "## On Kubernetes (KubeRay)\n"
 
 
 def deployment(folder: Path) -> RaySettings:
@@ -69,3 +74,62 @@ def test_the_job_and_the_head_agree(tmp_path: Path) -> None:
     assert cluster()["authOptions"] == wanted
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert f"ray=={cluster()['rayVersion']}" in constraints
+
+
+def section() -> str:
+    """What docs/ray.md says about KubeRay, continued lines of commands joined."""
+    text = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8").partition(TITLE)[2].partition("\n## ")[0]
+    return re.sub(r" \\\n\s*", " ", text)
+
+
+def test_the_page_creates_the_secret_that_is_read() -> None:
+    """Claim: docs/ray.md creates one secret, with the name and key that the cluster and the job read, in their
+    namespace. Conclusive: the page's command and the rendered manifests are read, and neither is repeated here."""
+    created = re.findall(r"kubectl -n (\S+) create secret generic (\S+) --from-literal=(\w+)=", section())
+    objects = overlay("kuberay")
+    (job,) = [pod for pod in pods(objects) if pod.owner == "Job/specdec-up"]
+    entries = [entry for container in job.containers for entry in container.get("env", ())]
+    (read,) = [entry["valueFrom"]["secretKeyRef"] for entry in entries if "valueFrom" in entry]
+    assert created == [(job.namespace, read["name"], read["key"])]
+    assert cluster()["authOptions"]["secretName"] == read["name"]
+
+
+def test_the_page_builds_the_image_that_is_run() -> None:
+    """Claim: docs/ray.md builds a stage the Dockerfile has, with the models of the deployment, by the command the
+    Dockerfile gives, under the one name all pods of the overlay run; and loads and renames that image."""
+    text = section()
+    ((command, stage, image),) = re.findall(r"(docker build .*--target (\S+) -t (\S+) \.)\n", text)
+    assert stages()[stage].copies == stages()["ray"].copies
+    given = [" ".join(line.split()) for line in DOCKERFILE.read_text(encoding="utf-8").splitlines()]
+    assert f"# {command}" in given
+    assert {container["image"] for pod in pods(overlay("kuberay")) for container in pod.containers} == {image}
+    assert re.findall(r"kind load docker-image (\S+)", text) == [image]
+    assert re.findall(r"name: ([\w-]+), newName", text) == [image.rpartition(":")[0]]
+
+
+def test_the_page_names_what_is_there() -> None:
+    """Claim: pods, containers, the job, the coordinator's address, the clients' label and folders that the section
+    names are those of the manifests; and services are started as the job does it, since the image has no script."""
+    text, objects = section(), overlay("kuberay")
+    everyone = {pod.labels["app.kubernetes.io/component"]: pod for pod in pods(objects)}
+    asked = set(re.findall(r"-l app\.kubernetes\.io/component=([\w-]+)", text))
+    assert asked == {"ray-head", "ray-up"} and asked <= set(everyone)
+    names = [container["name"] for container in everyone["ray-head"].containers]
+    assert set(re.findall(r"exec (?:-i )?\$HEAD -c (\S+)", text)) == set(names)
+    assert set(re.findall(r"job/([\w-]+)", text)) == {job["metadata"]["name"] for job in of_kind(objects, "Job")}
+    (service,) = of_kind(objects, "Service")
+    name, namespace, port = service["metadata"]["name"], service["metadata"]["namespace"], service["spec"]["ports"][0]
+    assert f"--address {name}:{port['port']} --insecure" in text
+    assert f"`dns:///{name}.{namespace}:{port['port']}`" in text
+    clients = [
+        peer["podSelector"]["matchLabels"]
+        for policy in of_kind(objects, "NetworkPolicy")
+        for rule in policy["spec"].get("ingress", ())
+        for peer in rule["from"]
+        if "namespaceSelector" in peer
+    ]
+    assert clients == [{"specdec.client": "true"}] and '`specdec.client: "true"`' in text
+    folders = re.findall(r"kubectl (?:apply|delete) .*-k (\S+)", text)
+    assert folders and all((ROOT / folder / "kustomization.yaml").is_file() for folder in folders)
+    commands = re.findall(r"(?:-- |&& )(.+? ray (?:up|status|down)|.+? generate) ?", text)
+    assert len(commands) >= 4 and all("python -m specdec.cli " in command for command in commands)

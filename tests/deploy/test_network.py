@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.deploy.flows import CLIENT, NEIGHBOUR, OUTSIDE, STRANGER, Flow, allowed, needed
-from tests.deploy.manifests import OVERLAYS, Object, overlay, pods
+from specdec.settings import split_address
+from tests.deploy.flows import CLIENT, MONITORING, NEIGHBOUR, OUTSIDE, STRANGER, Flow, allowed, needed
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, overlay, pods, render, settings_of
+from tests.hygiene.sources import ROOT
 
 RANDOM_PORT = 40000  # any that no manifest names
 
@@ -33,6 +36,31 @@ def test_policies_allow_what_settings_name_and_nothing_else(name: str, secrets: 
     assert is_allowed - is_needed == set(), "allowed, and not needed"
     assert any(flow.source == CLIENT.name for flow in is_allowed)
     assert not {STRANGER.name, NEIGHBOUR.name} & {flow.source for flow in is_allowed}
+
+
+@pytest.mark.parametrize("name", ("cpu-demo", "mtls"))
+def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path: Path) -> None:
+    """Claim: with what docs/operations.md adds for them, a Prometheus and a collector of a namespace with the label are
+    reached and reach the pods, at the metrics and at port 4317, and nothing else is let through. Conclusive: the
+    page's own lines are rendered, and the flows compared as above; without the component none of these is allowed."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"  ```yaml\n(  components: .*?)  ```\n", page, re.DOTALL)
+    up = "../" * len(tmp_path.parts) + str(KUBERNETES).lstrip("/")
+    text = f"  resources: [{up}/overlays/{name}]\n" + lines.replace("specdec/deploy/kubernetes", up)
+    (tmp_path / "kustomization.yaml").write_text(text, encoding="utf-8")
+    objects = render(tmp_path)
+    ports = ports_of(objects) + [("TCP", 4317)]
+    scraping, sending = set(), set()
+    for pod in pods(objects):
+        settings = settings_of(pod, objects, secrets)
+        if settings is not None:
+            assert settings.metrics_address
+            scraping.add(Flow(MONITORING.name, pod.owner, "TCP", split_address(settings.metrics_address)[1]))
+            sending.add(Flow(pod.owner, MONITORING.name, "TCP", 4317))
+    is_allowed, is_needed = allowed(objects, OUTSIDE, ports), needed(objects, secrets, ports)
+    assert len(sending) == 3 and sending <= is_needed, "the page tells each service where its spans go"
+    assert is_allowed == is_needed | scraping
+    assert not (scraping | sending) & allowed(overlay(name), OUTSIDE, ports)
 
 
 def test_the_evaluation_finds_what_is_missing_and_what_is_too_much(secrets: Path) -> None:

@@ -9,14 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from specdec.config import TargetSettings
 from specdec.errors import ConfigError
 from specdec.rpc.server import ALIVE
 from specdec.settings import split_address
-from tests.deploy.flows import Place
+from tests.deploy.flows import Place, scraped
 from tests.deploy.images import stages
-from tests.deploy.manifests import OVERLAYS, Pod, of_kind, overlay, own_pods, parse, pods, settings_of
+from tests.deploy.manifests import OVERLAYS, SERVICES, Pod, of_kind, overlay, own_pods, parse, pods, settings_of
+from tests.hygiene.sources import ROOT
 
 DRAIN_REST_S = 10  # to write the last answers and send the last spans
 WEIGHTS_S_MIN = 3600  # a probe waits so long for a model
@@ -99,6 +101,27 @@ def test_services_find_their_pods(name: str) -> None:
         for port in service["spec"]["ports"]:
             assert port["targetPort"] in named
             assert service["spec"].get("clusterIP") != "None" or port["port"] == named[port["targetPort"]]
+
+
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "kuberay"])
+def test_what_is_scraped_is_found_ready_or_not(name: str) -> None:
+    """Claim: each name that prometheus.yaml scrapes is a headless Service that lists the pods of its job's service at
+    their metrics port, ready or not; no other Service lists pods that are not ready, for clients would be sent to them.
+
+    Why: a coordinator without a target is not ready, and the alarms speak of what was read of it just then.
+    """
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay(name), "Service")}
+    config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8"))
+    found = {job["job_name"]: list(scraped({"scrape_configs": [job]})) for job in config["scrape_configs"]}
+    assert found.keys() == {f"specdec-{component}" for component in SERVICES}
+    for job, addresses in found.items():
+        ((host, port),) = addresses
+        spec = services.pop(host)
+        assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"] is True
+        component = job.removeprefix("specdec-")
+        assert spec["selector"] == {"app.kubernetes.io/name": "specdec", "app.kubernetes.io/component": component}
+        assert spec["ports"] == [{"name": "metrics", "port": port, "targetPort": "metrics"}]
+    assert services and not any("publishNotReadyAddresses" in spec for spec in services.values())
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,31 @@ def test_the_cluster_file_is_what_ray_up_takes():
     ranks = asked["target"]["tensor_parallel_size"]
     assert kinds["target"]["resources"]["GPU"] >= ranks * place["gpus"]
     assert kinds["target"]["resources"]["CPU"] >= ranks * place["cpus"] + asked["placement"]["coordinator_cpus"]
+
+
+def test_the_cluster_file_copies_the_checkout(monkeypatch: pytest.MonkeyPatch):
+    """Claim: `ray up deploy/ray/cluster.yaml` in the root of the checkout, as docs/ray.md has it, copies the checkout,
+    without what is large and of no use on a node.
+
+    Conclusive: Ray expands `~` in the source of a mount and nothing else, so that what is left is relative to the
+    folder the command runs in; the folder that holds the file plays no part.
+    """
+    monkeypatch.chdir(ROOT)
+    content = yaml.safe_load((FOLDER / "cluster.yaml").read_text(encoding="utf-8"))
+    copied = Path(os.path.expanduser(content["file_mounts"]["~/source"]))
+    assert (copied / "pyproject.toml").is_file() and (copied / "constraints.txt").is_file()
+    assert copied.samefile(ROOT)
+    assert {".git", ".venv", "out"} <= set(content["rsync_exclude"])
+    assert "\nray up deploy/ray/cluster.yaml\n" in (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+
+
+def test_no_machine_takes_the_image_ray_would_choose():
+    """Claim: every kind of machine names its image, one for all, and docs/ray.md says that it is to be filled in.
+
+    Conclusive: Ray takes its own, whose Python is older than 3.11, where ImageId is absent, empty or latest_dlami.
+    """
+    content = yaml.safe_load((FOLDER / "cluster.yaml").read_text(encoding="utf-8"))
+    kinds = content["available_node_types"].values()
+    (image,) = {kind["node_config"].get("ImageId", "") for kind in kinds}
+    assert image.startswith("ami-")
+    assert "| `ImageId`, marked FILL IN |" in (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ TOKEN_COUNT, REQUEST_COUNT, ROOM_COUNT = 237, 8, 5
 
 
 def test_evictions_are_told_where_they_fall(table_models, receiver: Receiver):
-    """Claim: a generation that the target evicted and opened again says so by events of the phase it was in, as often as
-    the response's statistics count; others have no such event.
+    """Claim: a generation that the target evicted and opened again says so by events of the phase it was in, as often
+    as the response's statistics count; others have no such event.
 
     Conclusive: eight generations in a cache for five, so there are some of the first kind, and one alone.
     """
