@@ -18,6 +18,7 @@ from specdec.engine.attention import KEY_SPLIT, AttentionPlan, PagedStorage, Que
 from specdec.engine.interface import RaggedBatch
 from specdec.engine.row_widths import RowWidths
 
+GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc asks the kernel for every buffer, zeroed page by page
 SHORT_TILE = 8  # tiles up to this share a group: computing a few rows more is cheaper than another round of kernels
 
 
@@ -67,6 +68,8 @@ class StepPlanner:
         self._head_count = head_count
         self._query_tiles = query_tiles
         self._row_widths = row_widths
+        split_bytes = 2 * storage.kv_head_count * KEY_SPLIT * storage.head_size * 4  # keys and values in float32
+        self._splits_max = GATHER_BYTES_MAX // split_bytes
 
     def plan(self, batch: RaggedBatch) -> StepPlan:
         """All index tensors of a step. Pure."""
@@ -122,7 +125,7 @@ class StepPlanner:
         heads = numpy.arange(head_count)
         groups: list[list[QueryGroup]] = []
         place = 0
-        for members in group_tiles(tiles, self._query_tiles):
+        for members in group_tiles(tiles, self._query_tiles, self._splits_max):
             width = self._width(max(tile.row_count for tile in members))
             groups.append(self._group_by_window(members, width))
             for tile in members:
@@ -175,8 +178,9 @@ class StepPlanner:
         return self._query_tiles[bisect_left(self._query_tiles, row_count)]
 
 
-def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[QueryTile]]:
-    """Tiles that are worth computing together: of one width, or all short, and within a factor of two in length."""
+def group_tiles(tiles: list[QueryTile], widths: Sequence[int], splits_max: int) -> list[list[QueryTile]]:
+    """Tiles that are worth computing together: of one width, or all short, within a factor of two in length, and at
+    most `splits_max` key splits in all, unless one tile has more."""
 
     def width_class(tile: QueryTile) -> int:
         return max(SHORT_TILE, widths[bisect_left(widths, tile.row_count)])
@@ -185,7 +189,7 @@ def group_tiles(tiles: list[QueryTile], widths: Sequence[int]) -> list[list[Quer
     for tile in sorted(tiles, key=lambda tile: (width_class(tile), -tile.split_count)):
         longest = groups[-1][0] if groups else tile
         is_near = width_class(longest) == width_class(tile) and 2 * tile.split_count >= longest.split_count
-        if groups and is_near:
+        if groups and is_near and (len(groups[-1]) + 1) * longest.split_count <= splits_max:
             groups[-1].append(tile)
         else:
             groups.append([tile])
