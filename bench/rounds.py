@@ -79,12 +79,12 @@ def table_of(results: dict[str, dict[int, dict[str, float]]]) -> Table:
     return table
 
 
-def table_models(folder: Path) -> tuple[Path, Path]:
+def table_models(folder: Path, vocabulary_size: int = 7, positions_max: int = 512) -> tuple[Path, Path]:
     """Target and draft of the protocol tests: table models with different laws."""
     from specdec.engine.table_model import write_table_model
 
     for seed, name in enumerate(("target", "draft")):
-        write_table_model(folder / name, vocabulary_size=7, seed=seed)
+        write_table_model(folder / name, vocabulary_size, positions_max, seed)
     return folder / "target", folder / "draft"
 
 

@@ -25,10 +25,10 @@ from rich.table import Table
 
 from bench import harness
 from bench.otlp_receiver import Receiver
+from bench.rounds import table_models
 from coordinator.figures import Figures
 from coordinator.request_trace import RequestTrace
 from coordinator.tracing import GenerationTrace
-from specdec.engine.table_model import write_table_model
 from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.policy import FixedPolicy
 from specdec.protocol.report import Finished, Statistics
@@ -44,14 +44,6 @@ TOLD_ROUND_COUNT, TRY_COUNT = 8_000, 5
 ROUND_COUNTS = (10, 100, 2000)
 VOCABULARY_SIZE, POSITIONS = 11, 8192
 SETTLE_S = 2.0
-
-
-def table_models(folder: Path) -> tuple[Path, Path]:
-    """Writes a target and a draft that compute nothing; returns their folders."""
-    paths = folder / "target", folder / "draft"
-    for seed, path in enumerate(paths):
-        write_table_model(path, VOCABULARY_SIZE, seed=seed, positions_max=POSITIONS)
-    return paths
 
 
 @contextlib.contextmanager
@@ -155,7 +147,7 @@ def count_spans(console: Console) -> None:
     for name in ("rounds", "spans", "of which"):
         table.add_column(name, justify="left" if name == "of which" else "right")
     with tempfile.TemporaryDirectory() as folder, Receiver() as receiver:
-        paths = table_models(Path(folder))
+        paths = table_models(Path(folder), VOCABULARY_SIZE, POSITIONS)
         told: dict[str, Any] = {"otlp_traces_endpoint": receiver.endpoint}
         with variables({"OTEL_BSP_SCHEDULE_DELAY": "100"}):
             stack = harness.running(*paths, {**told, "speculation_policy": "fixed"}, threads=1, **told)

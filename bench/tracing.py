@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import math
 import statistics
 import sys
 import tempfile
@@ -30,8 +29,10 @@ from rich.progress import track
 from rich.table import Table
 
 from bench import harness
+from bench.pipeline.figures import ratio_of
 from bench.processes import cpu_seconds
-from bench.trace_counts import collector, count_spans, counting_us, table_models, told_us, variables
+from bench.rounds import table_models
+from bench.trace_counts import POSITIONS, VOCABULARY_SIZE, collector, count_spans, counting_us, told_us, variables
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -41,7 +42,6 @@ SAMPLERS = {
 }
 OFF = "off"
 FIXED = {"speculation_policy": "fixed"}  # one that learns would end up elsewhere in each of the three
-SURE = 0.975  # of a binomial's half: what is left outside on either side makes the interval one of 95 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,6 @@ def cost(load: Load, block_count: int) -> dict[str, list[Block]]:
     return blocks
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % certainty, whatever the law of the values: how many of them are below it is
-    binomial with one half (Conover, Practical Nonparametric Statistics, section 3.2). The whole range of few values."""
-    ordered, count = sorted(values), len(values)
-    below = list(itertools.accumulate(math.comb(count, number) / 2**count for number in range(count)))
-    rank = sum(share <= 1 - SURE for share in below)
-    return ordered[max(rank - 1, 0)], ordered[min(count - rank, count - 1)]
-
-
 def report_cost(name: str, blocks: dict[str, list[Block]], console: Console) -> None:
     """Medians of ratios to the untraced block of the same turn, and where they lie with 95 % certainty."""
     turn_count = len(blocks[OFF])
@@ -131,9 +122,9 @@ def report_cost(name: str, blocks: dict[str, list[Block]], console: Console) -> 
         cells = [sampled]
         for figure in ("tokens_per_s", "cpu_per_1000"):
             ratios = [getattr(block, figure) / getattr(off, figure) for block, off in zip(own, blocks[OFF])]
-            low, high = median_interval(ratios)
+            ratio = ratio_of(ratios)
             middle = statistics.median(getattr(block, figure) for block in own)
-            cells += [f"{middle:.4g}", f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            cells += [f"{middle:.4g}", f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
         table.add_row(*cells)
     console.print(table)
 
@@ -150,7 +141,7 @@ def main() -> int:
         counting = ", ".join(f"a {what} {cost_us:.1f} us" for what, cost_us in counting_us().items())
         console.print(f"Metrics, beside what is counted for responses anyway: {counting}.")
         with tempfile.TemporaryDirectory() as folder:
-            empty = Load("a table model", table_models(Path(folder))[0], None, ["<1><2><3>"] * 4, 8, 32)
+            empty = Load("a table model", table_models(Path(folder), VOCABULARY_SIZE, POSITIONS)[0], None, ["<1><2><3>"] * 4, 8, 32)
             report_cost(empty.name, cost(empty, asked.turns), console)
         prompts = [prompt[:200] for prompt in list(harness.heldout_prompts().values())[:4]]
         pair = Load("the shipped pair", harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts, 1, 48)
