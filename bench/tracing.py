@@ -141,7 +141,8 @@ def main() -> int:
         counting = ", ".join(f"a {what} {cost_us:.1f} us" for what, cost_us in counting_us().items())
         console.print(f"Metrics, beside what is counted for responses anyway: {counting}.")
         with tempfile.TemporaryDirectory() as folder:
-            empty = Load("a table model", table_models(Path(folder), VOCABULARY_SIZE, POSITIONS)[0], None, ["<1><2><3>"] * 4, 8, 32)
+            target, _ = table_models(Path(folder), VOCABULARY_SIZE, POSITIONS)
+            empty = Load("a table model", target, None, ["<1><2><3>"] * 4, 8, 32)
             report_cost(empty.name, cost(empty, asked.turns), console)
         prompts = [prompt[:200] for prompt in list(harness.heldout_prompts().values())[:4]]
         pair = Load("the shipped pair", harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts, 1, 48)
