@@ -27,7 +27,7 @@ from bench.harness import heldout_prompts
 from bench.pipeline import ranks, simulated
 from bench.pipeline.placement import OTHERS, description, placed
 from bench.pipeline.sweep import Cell, Effort, Sweep, cells
-from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table
+from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
 from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
 from specdec.errors import SpecdecError
 
@@ -94,8 +94,9 @@ def progress_bar(console: Console) -> Iterator[tuple[Progress, TaskID]]:
 def measure(asked: argparse.Namespace, variants: list[Variant], model: Path, console: Console) -> dict[str, Any]:
     """The whole run: cells, and all that goes into the JSON."""
     console.print("timing steps of both models alone", style="dim")
-    steps = simulated.measure_steps(model, asked.dtype, asked.draft_dtype)
     rules = [list(RULES)[number] for number in asked.rules]
+    steps = simulated.measure_steps(model, asked.dtype, asked.draft_dtype, rules)
+    console.print(step_table(steps))
     half_step = [round(steps.target_ms[1] / 2, 1)] if asked.half_step else []
     rtts_ms = sorted({*asked.rtt_ms, *half_step})
     effort = Effort(asked.pairs, asked.full, asked.again, WARM_UPS, asked.max_tokens)

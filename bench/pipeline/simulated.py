@@ -6,17 +6,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.deepened import load, step_times_ms
 from bench.event_simulation import Scenario, simulate
 from bench.harness import DRAFT_MODEL
+from bench.pipeline.draft_steps import draft_steps_ms
 from bench.pipeline.figures import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, Variant
 from specdec.protocol.plan import PLAIN, Plan
+from specdec.rpc.process import set_startup_objects_aside
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
 LEAF_COUNTS = (1, 2, 4, 8)
@@ -27,21 +30,32 @@ CEILING = "ceiling"
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Milliseconds of a step measured alone: of the target by rows, of the draft by leaves."""
+    """Milliseconds of a step measured with nothing else running: a forward of the target by rows and of the draft by
+    leaves, and by rule what a step takes the draft's service, which also makes guesses and keeps the tree."""
 
     target_ms: Mapping[int, float]
-    draft_ms: Mapping[int, float]
+    draft_forward_ms: Mapping[int, float]
+    draft_ms: Mapping[str, Mapping[int, float]]
 
-    def as_json(self) -> dict[str, dict[int, float]]:
-        return {"target_ms_by_rows": dict(self.target_ms), "draft_ms_by_leaves": dict(self.draft_ms)}
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target_ms_by_rows": dict(self.target_ms),
+            "draft_forward_ms_by_leaves": dict(self.draft_forward_ms),
+            "draft_ms_by_leaves": {rule: dict(own) for rule, own in self.draft_ms.items()},
+        }
 
 
-def measure_steps(target_model: Path, dtype: str, draft_dtype: str, repeats: int = 9) -> Steps:
+def measure_steps(target_model: Path, dtype: str, draft_dtype: str, rules: Sequence[str], repeats: int = 9) -> Steps:
     """Both models in this process, one thread, nothing else running here."""
     torch.set_num_threads(1)
     target = step_times_ms(load(target_model, dtype), [(1, rows) for rows in ROW_COUNTS], repeats)
-    draft = step_times_ms(load(DRAFT_MODEL, draft_dtype), [(leaves, 1) for leaves in LEAF_COUNTS], repeats)
-    return Steps({rows: ms for (_, rows), ms in target.items()}, {leaves: ms for (leaves, _), ms in draft.items()})
+    set_startup_objects_aside()  # as services do
+    forward = step_times_ms(load(DRAFT_MODEL, draft_dtype), [(leaves, 1) for leaves in LEAF_COUNTS], repeats)
+    return Steps(
+        {rows: ms for (_, rows), ms in target.items()},
+        {leaves: ms for (leaves, _), ms in forward.items()},
+        draft_steps_ms(DRAFT_MODEL, draft_dtype, rules, LEAF_COUNTS),
+    )
 
 
 def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
@@ -60,8 +74,8 @@ def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
 def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None) -> Scenario:
     """A stream in a cell: its round trip, acceptance by place as its longest synchronous rounds saw it, its own pace.
 
-    Target steps are scaled to what plain decoding's forward took in the same cell; what its rounds took beyond that is
-    the overhead of every round.
+    Steps of both models are scaled by what plain decoding's forward took in the same cell, for a slower hour; what its
+    rounds took beyond that is the overhead of every round.
     """
     off = cell.figures[OFF.name]
     scale = off.forward_ms / steps.target_ms[1]
@@ -76,7 +90,7 @@ def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None) -> Scenario:
         acceptances = hazards(offered, int(longest.split()[1]))
     return Scenario(
         target_step_s=between({rows: ms * scale for rows, ms in steps.target_ms.items()}),
-        draft_step_s=between(steps.draft_ms),
+        draft_step_s=between({leaves: ms * scale for leaves, ms in steps.draft_ms[cell.rule].items()}),
         network_s=cell.measured_rtt_ms["draft"] / 1e3,
         acceptance=acceptances or (ranks.acceptance if ranks else 0.6,),
         branch_probabilities=ranks.branches if ranks else (0.45, 0.15),

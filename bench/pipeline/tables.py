@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from bench.pipeline.figures import Figures
-from bench.pipeline.simulated import CEILING
+from bench.pipeline.simulated import CEILING, Steps
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import AUTO, OFF, TREE, Variant
 
@@ -97,6 +97,19 @@ def simulator_table(cells: Sequence[Cell], simulated: Sequence[dict[str, float]]
         ratios = [f"{own[name].tokens_per_s / rates[name]:.2f}" if name in rates else "" for name in names]
         reached = f"{own[AUTO.name].tokens_per_s / rates[CEILING]:.2f}" if AUTO.name in own else ""
         table.add_row(cell.rule, f"{cell.rtt_ms:g}", *ratios, f"{rates[CEILING]:.0f}", reached)
+    return table
+
+
+def step_table(steps: Steps) -> Table:
+    """Milliseconds of steps with nothing else running."""
+    table = Table(title="a step with nothing else running, ms: the target's by rows, the draft's by leaves")
+    lines = {"target, forward": steps.target_ms, "draft, forward": steps.draft_forward_ms}
+    lines |= {f"draft, in its service, {rule}": own for rule, own in steps.draft_ms.items()}
+    counts = sorted({count for own in lines.values() for count in own})
+    for name in ("", *map(str, counts)):
+        table.add_column(name, justify="right" if name else "left")
+    for name, own in lines.items():
+        table.add_row(name, *(f"{own[count]:.2f}" if count in own else "" for count in counts))
     return table
 
 

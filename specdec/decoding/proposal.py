@@ -8,11 +8,11 @@ token the target would take if it had these logits.
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeAlias
 
 import torch
@@ -149,8 +149,8 @@ def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float
     total = row.total
     weights = dict(zip(row.token_ids, row.weights))
     first = (drawn, weights.pop(drawn) / total)
-    likeliest_others = heapq.nlargest(request.branch_count, weights.items(), key=lambda entry: entry[1])
-    return first, *((token_id, weight / total) for token_id, weight in likeliest_others)
+    others = sorted(weights.items(), key=itemgetter(1), reverse=True)[: request.branch_count]
+    return first, *((token_id, weight / total) for token_id, weight in others)
 
 
 def encoded_rows(supports: list[Support], crossing: Crossing) -> Callable[[], list[Row]]:
@@ -177,8 +177,10 @@ def encoded(token_ids: Callable[[], list[list[int]]], codes: Callable[[], list[l
 
 def encoded_row(token_ids: list[int], codes: list[int]) -> Row:
     """The row of those tokens whose code stands for a weight."""
-    kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < len(ROW_WEIGHTS)]
-    return Row(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
+    code_count = len(ROW_WEIGHTS)
+    kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
+    ids, weights = zip(*kept)
+    return Row(ids, weights)
 
 
 def draw(row: Row, draw_bits: int) -> int:

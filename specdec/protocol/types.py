@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from dataclasses import dataclass
 
 from specdec.errors import InvalidRequest
@@ -93,9 +94,10 @@ def check_token_ids(field: str, token_ids: tuple[int, ...], vocabulary_size: int
 
 def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
     """Raises InvalidRequest unless ids are strictly ascending."""
-    for before, after in zip(token_ids, token_ids[1:]):
-        if before >= after:
-            raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")
+    later = token_ids[1:]
+    if any(map(operator.ge, token_ids, later)):
+        before, after = next((a, b) for a, b in zip(token_ids, later) if a >= b)
+        raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")
 
 
 @dataclass(frozen=True, slots=True)

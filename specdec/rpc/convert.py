@@ -6,6 +6,7 @@ little-endian bytes whatever the machine. Generated types go no further than the
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
 from itertools import accumulate
@@ -37,13 +38,13 @@ def numbers_from_bytes(code: str, data: bytes, field: str) -> array:
 
 def row_to_message(row: Row) -> types_pb.Row:
     """The message of a row; its weights are among ROW_WEIGHTS."""
-    steps = [after - before for before, after in zip((0, *row.token_ids), row.token_ids)]
-    return types_pb.Row(token_id_steps=steps, weight_codes=bytes(ROW_WEIGHT_CODES[weight] for weight in row.weights))
+    steps = list(map(operator.sub, row.token_ids, (0, *row.token_ids)))
+    return types_pb.Row(token_id_steps=steps, weight_codes=bytes(map(ROW_WEIGHT_CODES.__getitem__, row.weights)))
 
 
 def row_from_message(message: types_pb.Row) -> Row:
     """The checked row of a message. Raises InvalidRequest."""
-    return Row(tuple(accumulate(message.token_id_steps)), tuple(ROW_WEIGHTS[code] for code in message.weight_codes))
+    return Row(tuple(accumulate(message.token_id_steps)), tuple(map(ROW_WEIGHTS.__getitem__, message.weight_codes)))
 
 
 def law_to_message(law: Law) -> types_pb.Law:

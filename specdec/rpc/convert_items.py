@@ -7,6 +7,7 @@ checks at construction; only nodes of a draft tree are read leniently, because w
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
@@ -119,6 +120,7 @@ _SHORT = (*_NAME, "known_length", "unknown")
 _TIMES = ("queue_us", "forward_us", "evidence_us")
 _COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions")
 _EVIDENCE_FIGURES = (*_TIMES, *_COUNTS, "server_us")  # in the order of EvidenceAnswer
+_evidence_figures = attrgetter(*_EVIDENCE_FIGURES)
 _extend_to_message = _same_fields_to(types_pb.ExtendItem, *_NAME, "start_position", "token_ids")
 _close_to_message = _same_fields_to(types_pb.CloseItem, *_NAME)
 _failure_to_message = _same_fields_to(types_pb.ErrorItem, *_FAILURE)
@@ -234,7 +236,7 @@ def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAns
         message.incarnation,
         message.round_index,
         Evidence(replacements, target_probs, draft_logprobs, replacement_logprobs),
-        *(getattr(message, name) for name in _EVIDENCE_FIGURES),
+        *_evidence_figures(message),
     )
 
 
