@@ -219,6 +219,8 @@ class Generation:
             drafts = self._session.has_draft and self._session.policy.is_speculating
             self._speculation.on_target_step(answer, step_s, drafts)
             self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
+        if self._draft is not None and self._draft.is_up and not self._session.policy.is_speculating:
+            self._speculation.on_network(self._draft.link.stamps.network_s)
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
         statistics, outcome = self.statistics, self._session.outcome
@@ -259,8 +261,7 @@ class Generation:
         self._perform(actions)
 
     def _emit(self, event: Event | SpecdecError) -> None:
-        is_full = len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX
-        last = self._undelivered[-1] if is_full else None
+        last = self._undelivered[-1] if len(self._undelivered) >= UNDELIVERED_DELTA_COUNT_MAX else None
         if isinstance(last, Delta) and isinstance(event, Delta):
             self._undelivered[-1] = last.merged(event)
         else:

@@ -54,6 +54,10 @@ class Speculation:
             self._measurements.leaf_bytes[rule].add(byte_count / leaf_count)
         if nodes.step_us:
             self._measurements.on_draft_step(nodes.step_rows, nodes.step_us / 1e6)
+        self.on_network(network_s)
+
+    def on_network(self, network_s: float | None) -> None:
+        """The network time to the draft, both ways, if it is known: while nothing is drafted, pings tell it."""
         if network_s is not None:
             self._measurements.network.add(network_s)
 

@@ -164,7 +164,7 @@ class Drafter(ItemHandler):
     def _take(self, held: DraftedSession) -> list[tuple[float, DraftedSession, Candidate]]:
         if held.lanes[0].table.is_released or held.growth.tree is None:
             return []
-        taken = held.growth.take(held.leaves, held.reach)
+        taken = held.growth.take(held.leaves, held.reach, is_chain=held.leaves == 1)
         return [(held.growth.likelihood(candidate), held, candidate) for candidate in taken]
 
     def _evaluate(self, held: DraftedSession, candidate: Candidate) -> None:

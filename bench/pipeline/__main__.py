@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.picture(written, asked.out / "pipeline.png")
     console.print(f"{asked.out / 'pipeline.json'}  {asked.out / 'pipeline.png'}")
     console.print(goals.table(asked.out))
-    return 0
+    return 1 if any(cell.differing_prompts for cell in run["cells"]) else 0
 
 
 if __name__ == "__main__":

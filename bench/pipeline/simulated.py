@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from specdec.rpc.process import set_startup_objects_aside
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
 LEAF_COUNTS = (1, 2, 4, 8)
 SIMULATED_TOKENS = 3000
-CEILING_WINDOWS, CEILING_LEAVES = (4, 8, 16, 32), (1, 8)
+CEILING_WINDOWS, CEILING_LEAVES, CEILING_WAITS = (4, 8, 16, 32), (1, 8), (1, 2, 3)
+CEILING_SYNCHRONOUS, CEILING_WAIT_S = (1, 2, 3, 4, 6, 8), 2.0
 CEILING = "ceiling"
 
 
@@ -116,6 +118,11 @@ def simulated_rate(scenario: Scenario, variant: Variant) -> float:
 
 
 def ceiling(scenario: Scenario) -> float:
-    """Tokens per second of the best streamed plan in the simulator, plain decoding among them."""
-    plans = [Plan(STREAMED_LENGTH_MAX, window, leaves) for leaves in CEILING_LEAVES for window in CEILING_WINDOWS]
-    return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in (PLAIN, *plans))
+    """Tokens per second of the best plan in the simulator: plain decoding, streamed ones, ones that wait for some draft
+    tokens, and synchronous rounds."""
+    plans = [PLAIN]
+    for window, leaves in product(CEILING_WINDOWS, CEILING_LEAVES):
+        waits = (0, *(length for length in CEILING_WAITS if length <= window))
+        plans += [Plan(STREAMED_LENGTH_MAX, window, leaves, length, CEILING_WAIT_S) for length in waits]
+    plans += [Plan(length, length, 1, length, CEILING_WAIT_S) for length in CEILING_SYNCHRONOUS]
+    return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in plans)

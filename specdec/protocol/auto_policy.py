@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import enum
 import math
+from dataclasses import replace
 
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
-from specdec.protocol.measure import Acceptance, Mean, Measurements, Outlook
+from specdec.protocol.measure import CHOOSE_ROUNDS, SEARCH_ROUNDS, Acceptance, Mean, Measurements, Outlook
 from specdec.protocol.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
-CHOOSE_ROUNDS = 16  # between two choices: some 30 tokens, a third of a second
-MANY_SESSIONS = 1.5  # at work at once, above which sessions adopt each other's choices
-SEARCH_ROUNDS = 4  # the same while the search for these conditions is not over
 WORTH_GAIN = 1.02  # the model must see so much over plain decoding: less is noise, and a draft's work for nothing
 RESUME_GAIN = 1.02  # a trial must come out so much better than plain decoding to end the rest
 PROBE_ROUNDS = 6  # plain rounds in a row when plain decoding is looked at
@@ -55,10 +53,11 @@ class AutoPolicy:
         self._cap = draft_length_cap
         self._acceptance = Acceptance(measurements.acceptance[rule])
         self._bias = Mean(weight=0.25)
-        latest = measurements.outlooks.get(rule)
-        self._plan = (DEFAULT_PLAN if latest is None else latest.plan).capped(draft_length_cap)
+        latest = measurements.outlooks.get((rule, draft_length_cap))
+        self._plan = DEFAULT_PLAN.capped(draft_length_cap) if latest is None else latest.plan
         self._mode = Mode.SPECULATING
-        self._mode_rounds = self._next_choice = self._round_count = 0
+        self._mode_rounds = self._next_choice = self._round_count = self._token_count = 0
+        self._own_rest_until, self._own_backoff = 0, BACKOFF_TOKENS  # in tokens of this session
         self._forget_window()
         self._predicted: float | None = None
         self._is_worth_it = True
@@ -95,6 +94,7 @@ class AutoPolicy:
     def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
         self._round_count += 1
         self._mode_rounds += 1
+        self._token_count += accepted_count + 1
         self._measurements.round_count += 1
         self._measurements.token_count += accepted_count + 1
         self._measurements.tokens_since_probe += accepted_count + 1
@@ -120,7 +120,7 @@ class AutoPolicy:
             elif self._mode_rounds >= self._next_choice:
                 self._choose()
             return
-        expected_s = self._measurements.plain_round_s
+        expected_s = self._measurements.latest_round_s
         if self._mode_rounds > SETTLE_ROUNDS and expected_s and round_s > 0:
             self._measurements.plain_bias.add(round_s / expected_s)
             self._measurements.tokens_since_probe = 0
@@ -155,11 +155,10 @@ class AutoPolicy:
         outlook = self._outlook()
         if outlook is None or self._measurements.plain_rate is None:
             return
-        plan = outlook.plan.capped(self._cap)
-        if plan == self._plan:
+        if outlook.plan == self._plan:
             self._learn_bias(outlook.tokens_per_s)
         else:
-            self._plan = plan
+            self._plan = outlook.plan
             self._forget_window()
         if not outlook.is_final:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
@@ -169,25 +168,25 @@ class AutoPolicy:
             self._review()
 
     def _outlook(self) -> Outlook | None:
-        """The service's latest choice while it is fresh, else a new one: many sessions must not think all the time.
+        """What is best by this session's own acceptance; None before enough was measured.
 
-        Fresh: made so few rounds ago, counted over all sessions at work, that one alone would not choose again yet. A
-        lone session always thinks for itself. None before enough was measured.
+        Another's plan of late where it is worth having, or where that one saw none either; else what a search finds.
         """
-        measurements, rule = self._measurements, self._rule
-        latest = measurements.outlooks.get(rule)
-        session_count = measurements.active_sessions.value or 1.0
-        if latest is not None and session_count > MANY_SESSIONS:
-            age_max = session_count * (CHOOSE_ROUNDS if latest.is_final else SEARCH_ROUNDS)
-            if measurements.round_count - latest.made_round < age_max:
-                return latest
         conditions = self.conditions()
         if conditions is None:
             return None
-        choice, is_final = measurements.choosers[rule].choose(conditions, self._cap, self._plan)
-        is_worth_it = choice.tokens_per_s >= WORTH_GAIN * plain_rate(conditions)
+        measurements, key = self._measurements, (self._rule, self._cap)
+        chooser, worth_from = measurements.choosers[self._rule], WORTH_GAIN * plain_rate(conditions)
+        latest = measurements.fresh_outlook(*key)
+        if latest is not None:
+            rate = chooser.predict(conditions, latest.plan)
+            if rate >= worth_from or not latest.is_worth_it:
+                return replace(latest, tokens_per_s=rate, is_worth_it=rate >= worth_from)
+        choice, is_final = chooser.choose(conditions, self._cap, self._plan)
+        is_worth_it = choice.tokens_per_s >= worth_from
         outlook = Outlook(choice.plan, choice.tokens_per_s, is_worth_it, is_final, measurements.round_count)
-        measurements.outlooks[rule] = outlook
+        if latest is None:
+            measurements.outlooks[key] = outlook
         return outlook
 
     def _review(self) -> None:
@@ -196,7 +195,7 @@ class AutoPolicy:
             self._rest()
             return
         if self._mode_rounds >= LASTING_ROUNDS:
-            self._measurements.backoff_tokens[self._rule] = BACKOFF_TOKENS
+            self._measurements.backoff_tokens[self._rule] = self._own_backoff = BACKOFF_TOKENS
         if self._measurements.tokens_since_probe > PROBE_TOKENS:
             self._measurements.tokens_since_probe = 0  # so that no other session looks as well
             self._enter(Mode.PROBING)
@@ -229,8 +228,9 @@ class AutoPolicy:
 
     @property
     def _rest_is_over(self) -> bool:
-        """Whether the service has rested long enough for one session to look again."""
-        return self._measurements.token_count >= self._measurements.rest_until.get(self._rule, 0)
+        """Whether service and session have rested long enough for this session to look again."""
+        told = self._measurements
+        return told.token_count >= told.rest_until.get(self._rule, 0) and self._token_count >= self._own_rest_until
 
     def _try(self) -> None:
         """Speculates for a trial, which the others leave alone for a while."""
@@ -240,7 +240,8 @@ class AutoPolicy:
     def _rest(self) -> None:
         """Decodes plainly until the service's rest is over; a new rest is twice as long after every trial in vain.
 
-        A session that begins when a rest is over tries at once: short texts must not rest for ever.
+        A session that tried in vain also rests as long by its own count: others may lift the service's. One that begins
+        when a rest is over tries at once: short texts must not rest for ever.
         """
         told, rule = self._measurements, self._rule
         if rule in told.rest_until and self._rest_is_over and not self._round_count:
@@ -251,6 +252,9 @@ class AutoPolicy:
             told.rest_until[rule] = told.token_count + backoff
             if self._round_count:
                 told.backoff_tokens[rule] = min(BACKOFF_TOKENS_MAX, 2 * backoff)
+        if self._mode is Mode.TRYING:
+            self._own_rest_until = self._token_count + self._own_backoff
+            self._own_backoff = min(BACKOFF_TOKENS_MAX, 2 * self._own_backoff)
         self._enter(Mode.RESTING)
 
     def _on_trial(self) -> None:
@@ -277,7 +281,8 @@ class AutoPolicy:
             return None
         count, turns = measurements.session_count, measurements.turn_count
         rows = tuple((float(row), turns * (target.seconds(count * row) or 0.0)) for row in ROWS)
-        leaves = tuple((float(leaf), measurements.draft_step_s(count * leaf, self._rule)) for leaf in LEAVES)
+        drafted_count = count * turns  # a draft's step serves all that are at work
+        leaves = tuple((float(leaf), measurements.draft_step_s(drafted_count * leaf, self._rule)) for leaf in LEAVES)
         is_independent = self._rule is Rule.REJECTION  # elsewhere a bonus token is what the draft would have guessed
         return Conditions(
             target_step_s=Curve(rows),

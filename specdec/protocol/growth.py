@@ -55,7 +55,7 @@ class Growth:
         self._node_count = 0
         self._tree: DraftTree | None = None
         self._candidates: list[Candidate] = []
-        self._beyond: list[Candidate] = []  # candidates past the window, until it moves
+        self._beyond: list[Candidate] = []  # candidates past the window, or beside a chain, until the next commit
 
     @property
     def tree(self) -> DraftTree | None:
@@ -98,20 +98,20 @@ class Growth:
                 self._calibration.record(self.rule, guess.rank, guess.confidence, guess.token_id == token_id)
             place = place.children.get(token_id)
 
-    def take(self, count_max: int, reach: int) -> list[Candidate]:
+    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[Candidate]:
         """The likeliest candidates that may be evaluated, at most so many, best first; they are the caller's now.
 
-        A child of an evaluated place stays within `reach`, the longest path the tree may have. A chain, of one
-        candidate at a time, has no likelier work to do and goes on however unlikely it is.
+        A child of an evaluated place stays within `reach`, the longest path the tree may have. A chain goes
+        on along proposal children however unlikely they are, and leaves the branches of a tree grown before alone.
         """
         taken: list[Candidate] = []
         while self._candidates and len(taken) < count_max:
             candidate = heapq.heappop(self._candidates)
             if not self._is_open(candidate):
                 continue
-            if candidate.length >= reach:
+            if candidate.length >= reach or (is_chain and not self._is_on_chain(candidate)):
                 self._beyond.append(candidate)
-            elif count_max == 1 or self.likelihood(candidate) >= LIKELIHOOD_MIN:
+            elif is_chain or self.likelihood(candidate) >= LIKELIHOOD_MIN:
                 taken.append(candidate)
             else:
                 heapq.heappush(self._candidates, candidate)  # likelier than this none is left
@@ -132,6 +132,14 @@ class Growth:
         assert self._tree is not None
         known = candidate.place or candidate.parent
         return known is not None and self.is_below_root(known)
+
+    def _is_on_chain(self, candidate: Candidate) -> bool:
+        """Whether proposal children alone lead from the root to it."""
+        assert self._tree is not None
+        place = candidate.place
+        while place is not None and place is not self._tree.root:
+            place = place.parent if place.parent is not None and place.parent.proposal is place else None
+        return place is not None
 
     def is_below_root(self, place: Place) -> bool:
         """Whether a place of this epoch still agrees with the committed tokens: it is the root, or lies below it."""

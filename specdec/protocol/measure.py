@@ -21,6 +21,9 @@ PRIOR_COUNT = 16.0  # tokens the service's record is worth beside a session's ow
 FORGET_TOKENS = 256.0  # offered tokens after which a session's record counts for a third: a paragraph or two
 SERVICE_FORGET_TOKENS = 4096.0  # the same for the service's
 ACCEPTANCE_GUESS, HIT_GUESS, MATCH_GUESS = 0.6, 0.5, 0.5  # of a draft nobody has seen yet; a few rounds correct them
+CHOOSE_ROUNDS = 16  # between two choices: some 30 tokens, a third of a second
+SEARCH_ROUNDS = 4  # the same while the search for these conditions is not over
+MANY_SESSIONS = 1.5  # at work at once, above which sessions adopt each other's plans
 RESCALE_WEIGHT = 1e9  # counts are scaled down before their growing weight loses precision
 
 
@@ -200,7 +203,8 @@ class Measurements:
     if anybody said so. `token_count`: committed by all sessions. `rest_until`, by rule: the count at which one of the
     sessions that rest may try again, `backoff_tokens`: how long the next rest is.
     `tokens_since_probe`: committed since plain rounds were last looked at. `round_count`: of all sessions. `outlooks`,
-    by rule: what a session chose last, which others adopt while it is fresh.
+    by rule and cap: what a session chose last, whose plan others adopt while it is fresh. `latest_rows`: of the last
+    step of the target that was told.
     """
 
     target_step: StepCurve = field(default_factory=StepCurve)
@@ -220,7 +224,8 @@ class Measurements:
     rest_until: dict[Rule, int] = field(default_factory=dict)
     tokens_since_probe: int = 0
     round_count: int = 0
-    outlooks: dict[Rule, Outlook] = field(default_factory=dict)
+    outlooks: dict[tuple[Rule, int], Outlook] = field(default_factory=dict)
+    latest_rows: int = 0
     choosers: dict[Rule, Chooser] = field(default_factory=lambda: {rule: Chooser() for rule in Rule})
 
     def on_target_step(
@@ -228,7 +233,8 @@ class Measurements:
     ) -> None:
         """One step of the target without prefill, forward and evidence, as one of its sessions saw it; `drafting`:
         whether that session had its draft at work."""
-        (self.target_step if drafting else self.plain_step).add(max(1, rows), seconds)
+        self.latest_rows = max(1, rows)
+        (self.target_step if drafting else self.plain_step).add(self.latest_rows, seconds)
         self.step_sessions.add(max(1, step_sessions))
         self.active_sessions.add(max(1, step_sessions, active_sessions))
 
@@ -244,6 +250,19 @@ class Measurements:
             return step_s
         return max(step_s, leaves * (self.leaf_bytes[rule].value or 0.0) / self.link_bytes_per_s)
 
+    def fresh_outlook(self, rule: Rule, draft_length_cap: int) -> Outlook | None:
+        """The latest outlook of a session with this rule and cap while it is fresh: many must not search all the time.
+
+        Fresh: made so few rounds ago, counted over all sessions at work, that one alone would not choose again yet. A
+        lone session always searches for itself.
+        """
+        latest = self.outlooks.get((rule, draft_length_cap))
+        session_count = self.active_sessions.value or 1.0
+        if latest is None or session_count <= MANY_SESSIONS:
+            return None
+        age_max = session_count * (CHOOSE_ROUNDS if latest.is_final else SEARCH_ROUNDS)
+        return latest if self.round_count - latest.made_round < age_max else None
+
     @property
     def session_count(self) -> float:
         """Sessions that share a step of the target, on average."""
@@ -257,9 +276,17 @@ class Measurements:
     @property
     def plain_round_s(self) -> float | None:
         """A round without a draft, from its parts; None before a step was seen."""
-        count = self.session_count
-        step_s = self.plain_step.seconds(count)
-        step_s = self.target_step.seconds(count) if step_s is None else step_s
+        return self._round_s(self.session_count)
+
+    @property
+    def latest_round_s(self) -> float | None:
+        """What the parts say of a round without a draft whose step had the rows of the last one told: others may have
+        offered draft tokens in it."""
+        return self._round_s(self.latest_rows)
+
+    def _round_s(self, rows: float) -> float | None:
+        step_s = self.plain_step.seconds(rows)
+        step_s = self.target_step.seconds(rows) if step_s is None else step_s
         return None if step_s is None else self.turn_count * step_s + (self.round_overhead.value or 0.0)
 
     @property

@@ -126,9 +126,6 @@ class Landing(NamedTuple):
     is_sparse: bool = False
 
 
-NOTHING = Landing()
-
-
 class Heard(NamedTuple):
     """The draft hears at `at_s` that `committed` tokens are; below them it has evaluated `node_count` nodes by then."""
 

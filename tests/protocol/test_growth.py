@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
 from specdec.protocol.items import DraftNode
@@ -67,9 +69,9 @@ class Grower:
         self.evaluated: list[tuple[int, ...]] = []
         self.remote = DraftTree(list(committed))
 
-    def grow(self, count: int, reach: int = 99) -> list[DraftNode]:
+    def grow(self, count: int, reach: int = 99, is_chain: bool = False) -> list[DraftNode]:
         sent: list[DraftNode] = []
-        for candidate in self.growth.take(count, reach):
+        for candidate in self.growth.take(count, reach, is_chain):
             self.evaluated.append(tuple(self.growth.path(candidate)))
             place, filed = self.growth.place(candidate)
             node = self.growth.evaluated(place, self.growth.reserve_node(), guesses_after(place.token_id), None)
@@ -171,28 +173,57 @@ def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
     chain = Growth(Rule.GREEDY, ConfidenceItself())
     chain.restart([1])
     for _ in range(40):
-        (candidate,) = chain.take(1, 99)
+        (candidate,) = chain.take(1, 99, is_chain=True)
         place, _ = chain.place(candidate)
         chain.evaluated(place, chain.reserve_node(), guesses_after(place.token_id)[:1], None)
     assert chain.tree is not None and len(chain.tree.proposal_path(99)) == 40
 
 
-def test_calibration_learns_what_confidence_is_worth() -> None:
+def proposals_after(token_id: int, count: int) -> list[int]:
+    """The proposal children below a token, one below the other."""
+    tokens = []
+    for _ in range(count):
+        token_id = guesses_after(token_id)[0].token_id
+        tokens.append(token_id)
+    return tokens
+
+
+def test_a_chain_leaves_the_branches_of_a_tree_alone() -> None:
+    """Claim: a session that goes from a tree to a chain grows its proposal path only, though likelier branches are left
+    over; when a commit lands on a branch, the path below that one. Conclusive: every evaluated path is compared."""
+    grower = Grower([1])
+    for _ in range(6):
+        grower.grow(8)
+    branch = guesses_after(1)[1].token_id
+    assert (branch,) in grower.evaluated, "the tree has branches"
+    for root in (1, branch):
+        grower.evaluated.clear()
+        while grower.grow(1, reach=len(grower.committed) + 12, is_chain=True):
+            pass
+        chain = proposals_after(root, 12)
+        assert grower.evaluated and all(list(path) == chain[: len(path)] for path in grower.evaluated)
+        assert len(grower.evaluated[-1]) == 11, "up to the window's end"
+        assert root != 1 or grower.commit(branch)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_calibration_learns_what_confidence_is_worth(rule: Rule) -> None:
     """Claim: confidences are mapped to shares that came true, per rule and rank, and move towards them within a few
     dozen outcomes. Fed with outcomes of known probability, unlike the confidence: 2,000 draws put the mean within
     0.06 of it (5 standard errors are 0.056)."""
     rng = random.Random(5)
     calibration = Calibration()
-    assert calibration.probability(Rule.GREEDY, 0, 0.9) == 0.9
+    assert calibration.probability(rule, 0, 0.9) == 0.9
     for _ in range(2000):
-        calibration.record(Rule.GREEDY, 0, 0.9, rng.random() < 0.4)
-        calibration.record(Rule.GREEDY, 1, 0.9, rng.random() < 0.7)
-    assert abs(calibration.probability(Rule.GREEDY, 0, 0.9) - 0.4) < 0.06
-    assert abs(calibration.probability(Rule.GREEDY, 1, 0.9) - 0.7) < 0.06
-    assert calibration.probability(Rule.COUPLED, 0, 0.9) == 0.9, "rules do not mix"
+        calibration.record(rule, 0, 0.9, rng.random() < 0.4)
+        calibration.record(rule, 1, 0.9, rng.random() < 0.7)
+    assert abs(calibration.probability(rule, 0, 0.9) - 0.4) < 0.06
+    assert abs(calibration.probability(rule, 1, 0.9) - 0.7) < 0.06
+    others = [other for other in Rule if other is not rule]
+    assert {calibration.probability(other, 0, 0.9) for other in others} == {0.9}, "rules do not mix"
     for _ in range(200):
-        calibration.record(Rule.GREEDY, 0, 0.9, True)
-    assert calibration.probability(Rule.GREEDY, 0, 0.9) > 0.42, "and it follows a text that changes"
+        calibration.record(rule, 0, 0.9, True)
+    assert calibration.probability(rule, 0, 0.9) > 0.42, "and it follows a text that changes"
 
 
 def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
