@@ -37,7 +37,6 @@ test-fast: install  ## Run the unit tests only (under a minute).
 
 test-long: install  ## Run the longer suites too: large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
-	@$(BIN)/python -m tests.simulation --schedules 100000
 	@$(BIN)/python -m tests.sameness
 
 bench: $(VENV)/.bench-installed  ## All of it: overhead, concurrency, peers, the pipeline over round trips; about 90 minutes.

@@ -1,7 +1,8 @@
-"""`python -m bench.ceiling`: what one stream could reach, beside rounds that wait for their draft.
+"""`python -m bench.ceiling`: what one stream could reach, beside rounds that wait, and what the cost model says of it.
 
-The figures come from the event simulation of bench/event_simulation.py: no models, no services, no overheads, the
-times and probabilities that are asked for. It is the line measured results are held against.
+The figures come from the event simulation of bench/event_simulation.py: no models, no services, the times and
+probabilities that are asked for. It is the line measured results are held against, and the policy's own cost model: the
+last columns are what that predicts of the same plans, over the simulated speed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.event_simulation import Scenario, simulate
+from specdec.protocol.cost_model import Conditions, Curve, predict
 from specdec.protocol.plan import Plan
 
 
@@ -37,43 +39,52 @@ def best_streamed(scenario: Scenario, leaves: tuple[int, ...], token_count: int)
     return max(((simulate(scenario, plan, token_count), plan) for plan in plans), key=lambda line: line[0])
 
 
+def scenario_of(asked: argparse.Namespace, acceptance: float, network_s: float) -> Scenario:
+    """The world that is asked for, as the simulation takes it."""
+    target_s, draft_s = asked.target_ms / 1e3, asked.draft_ms / 1e3
+    return Scenario(
+        target_step_s=lambda rows: target_s,
+        draft_step_s=lambda leaves: draft_s * (1 + asked.leaf_cost * (leaves - 1)),
+        network_s=network_s,
+        acceptance=(acceptance,),
+        branch_probabilities=tuple(asked.branches),
+        bonus_match=asked.bonus_match,
+        round_overhead_s=asked.overhead_ms / 1e3,
+    )
+
+
+def conditions_of(scenario: Scenario) -> Conditions:
+    """The same world, as the cost model takes it."""
+    return Conditions(
+        target_step_s=Curve(((1, scenario.target_step_s(1)),)),
+        draft_step_s=Curve(tuple((leaves, scenario.draft_step_s(leaves)) for leaves in (1, 2))),
+        network_s=scenario.network_s,
+        round_overhead_s=scenario.round_overhead_s,
+        acceptance=scenario.acceptance,
+        branch_probabilities=scenario.branch_probabilities,
+        bonus_match=scenario.bonus_match,
+    )
+
+
 def table_of(asked: argparse.Namespace) -> Table:
     """A line per acceptance and round trip; every speed beside plain decoding."""
     table = Table(title=f"speed over plain decoding; target step {asked.target_ms} ms, draft step {asked.draft_ms} ms")
-    columns = (
-        "acceptance",
-        "RTT ms",
-        "synchronous",
-        "co-located",
-        "chain",
-        "tree",
-        "leaves",
-        "window",
-        "/ sync",
-        "/ co-l.",
-    )
-    for name in columns:
+    speeds = ("synchronous", "co-located", "chain", "tree")
+    for name in ("acceptance", "RTT ms", *speeds, "leaves", "window", "/ sync", "/ co-l.", "model: chain", "tree"):
         table.add_column(name, justify="right")
-    target_s, draft_s = asked.target_ms / 1e3, asked.draft_ms / 1e3
     for acceptance in asked.acceptance:
         for share in asked.round_trips:
-            scenario = Scenario(
-                target_step_s=lambda rows: target_s,
-                draft_step_s=lambda leaves: draft_s * (1 + asked.leaf_cost * (leaves - 1)),
-                network_s=share * target_s,
-                acceptance=(acceptance,),
-                branch_probabilities=tuple(asked.branches),
-                bonus_match=asked.bonus_match,
-                round_overhead_s=asked.overhead_ms / 1e3,
-            )
-            chain, _ = best_streamed(scenario, (1,), asked.tokens)
-            tree, plan = best_streamed(scenario, tuple(asked.leaves), asked.tokens)
+            scenario = scenario_of(asked, acceptance, share * asked.target_ms / 1e3)
+            chain, chain_plan = best_streamed(scenario, (1,), asked.tokens)
+            tree, tree_plan = best_streamed(scenario, tuple(asked.leaves), asked.tokens)
             colocated, _ = synchronous(replace(scenario, network_s=0.0))
             apart, _ = synchronous(scenario)
             cells = [f"{acceptance:.2f}", f"{share * asked.target_ms:g}"]
-            cells += [f"{speed * target_s:.2f}" for speed in (apart, colocated, chain, tree)]
-            ratios = [f"{max(chain, tree) / other:.2f}" for other in (apart, colocated)]
-            table.add_row(*cells, str(plan.leaves), str(plan.window), *ratios)
+            cells += [f"{speed * asked.target_ms / 1e3:.2f}" for speed in (apart, colocated, chain, tree)]
+            ratios = [max(chain, tree) / apart, max(chain, tree) / colocated]
+            conditions = conditions_of(scenario)
+            ratios += [predict(conditions, chain_plan) / chain, predict(conditions, tree_plan) / tree]
+            table.add_row(*cells, str(tree_plan.leaves), str(tree_plan.window), *(f"{ratio:.2f}" for ratio in ratios))
     return table
 
 

@@ -22,8 +22,8 @@ For a draft that runs ahead and a target that does not wait there is no such for
 
        rate = sum pi_i tokens_i / sum pi_i seconds_i
 
-Several sessions that share steps: rows and leaves of a step are those of all. It agrees with the event simulation of
-bench/ceiling.py, which shares no code with it, within 5 % (tests/protocol/test_cost_model.py).
+Several sessions that share steps: rows and leaves of a step are those of all. It agrees with an event simulation
+(bench/event_simulation.py), which shares no code with it, within 5 % (tests/protocol/test_cost_model.py).
 """
 
 from __future__ import annotations
