@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import replace
 
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
-from specdec.protocol.measure import CHOOSE_ROUNDS, SEARCH_ROUNDS, Acceptance, Mean, Measurements, Outlook
+from specdec.protocol.measure import CHOOSE_ROUNDS, SEARCH_ROUNDS, Acceptance, Mean, Measurements
+from specdec.protocol.outlook import Outlook
 from specdec.protocol.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
@@ -98,6 +98,8 @@ class AutoPolicy:
         self._measurements.round_count += 1
         self._measurements.token_count += accepted_count + 1
         self._measurements.tokens_since_probe += accepted_count + 1
+        if self.is_speculating:
+            self._measurements.offered[self._rule].add(offered_count)
         if offered_count:
             self._acceptance.add(offered_count, accepted_count)
             self._measurements.acceptance[self._rule].add(offered_count, accepted_count)
@@ -163,30 +165,27 @@ class AutoPolicy:
         if not outlook.is_final:
             self._next_choice = self._mode_rounds + SEARCH_ROUNDS
         self._predicted = outlook.tokens_per_s * self._bias_now()
-        self._is_worth_it = outlook.is_worth_it
+        self._is_worth_it = outlook.gain >= WORTH_GAIN
         if self._mode is Mode.SPECULATING:
             self._review()
 
     def _outlook(self) -> Outlook | None:
-        """What is best by this session's own acceptance; None before enough was measured.
+        """The service's latest choice while it is fresh, corrected for this session's own acceptance; else a new one.
 
-        Another's plan of late where it is worth having, or where that one saw none either; else what a search finds.
+        None before enough was measured.
         """
+        measurements, key = self._measurements, (self._rule, self._cap)
+        acceptance = self._acceptance.overall
+        latest = measurements.fresh_outlook(*key)
+        if latest is not None:
+            return latest.at(acceptance, measurements.offered[self._rule].value or 0.0)
         conditions = self.conditions()
         if conditions is None:
             return None
-        measurements, key = self._measurements, (self._rule, self._cap)
-        chooser, worth_from = measurements.choosers[self._rule], WORTH_GAIN * plain_rate(conditions)
-        latest = measurements.fresh_outlook(*key)
-        if latest is not None:
-            rate = chooser.predict(conditions, latest.plan)
-            if rate >= worth_from or not latest.is_worth_it:
-                return replace(latest, tokens_per_s=rate, is_worth_it=rate >= worth_from)
-        choice, is_final = chooser.choose(conditions, self._cap, self._plan)
-        is_worth_it = choice.tokens_per_s >= worth_from
-        outlook = Outlook(choice.plan, choice.tokens_per_s, is_worth_it, is_final, measurements.round_count)
-        if latest is None:
-            measurements.outlooks[key] = outlook
+        choice, is_final = measurements.choosers[self._rule].choose(conditions, self._cap, self._plan)
+        gain = choice.tokens_per_s / plain_rate(conditions)
+        outlook = Outlook(choice.plan, choice.tokens_per_s, gain, acceptance, is_final, measurements.round_count)
+        measurements.outlooks[key] = outlook
         return outlook
 
     def _review(self) -> None:

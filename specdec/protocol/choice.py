@@ -117,7 +117,11 @@ class Chooser:
     def choose(self, conditions: Conditions, draft_length_cap: int, current: Plan) -> tuple[Choice, bool]:
         """The best plan found so far with at most so many draft tokens in a round, unless `current` is as good but for
         CHANGE_GAIN; and whether the search is over. At most PREDICTIONS_AT_ONCE + 2 predictions are made."""
-        grid = self._on_grid(conditions)
+        steps = in_steps(conditions)
+        if self._steps is None or has_moved(self._steps, steps):
+            self._steps = steps
+        first, *others = conditions.acceptance
+        grid = OnGrid(self._steps, (first + sum(others) / len(others)) / 2 if others else first)
         search = self._search(grid.nearest, draft_length_cap)
         search.go_on(PREDICTIONS_AT_ONCE)
         self._latest = search.plan
@@ -126,18 +130,6 @@ class Chooser:
         if search.rate < CHANGE_GAIN * predict(grid.nearest, plan):
             return Choice(current, grid.predict(plan) / step_s), search.is_done
         return Choice(_in_unit(search.plan, step_s), grid.predict(search.plan) / step_s), search.is_done
-
-    def predict(self, conditions: Conditions, plan: Plan) -> float:
-        """Tokens per second of a plan. At most two predictions are made."""
-        step_s = conditions.target_step_s(conditions.session_count)
-        return self._on_grid(conditions).predict(_in_unit(plan, 1 / step_s)) / step_s
-
-    def _on_grid(self, conditions: Conditions) -> OnGrid:
-        steps = in_steps(conditions)
-        if self._steps is None or has_moved(self._steps, steps):
-            self._steps = steps
-        first, *others = conditions.acceptance
-        return OnGrid(self._steps, (first + sum(others) / len(others)) / 2 if others else first)
 
     def _search(self, conditions: Conditions, draft_length_cap: int) -> _Search:
         key = conditions, draft_length_cap

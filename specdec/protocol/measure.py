@@ -10,7 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from specdec.protocol.choice import Chooser
-from specdec.protocol.plan import Plan
+from specdec.protocol.outlook import Outlook
 from specdec.protocol.types import Rule
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
@@ -178,18 +178,6 @@ class Acceptance:
         return min(max((found - hit) / (1 - hit), 0.0), 1.0) if hit < 1 else found
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """What one session's choice came to: tokens per second of the plan by the model, whether that is worth having over
-    plain decoding, and the service's round it was made in."""
-
-    plan: Plan
-    tokens_per_s: float
-    is_worth_it: bool
-    is_final: bool
-    made_round: int
-
-
 @dataclass(slots=True)
 class Measurements:
     """What one coordinator has measured; shared by its sessions, each of which reads and adds. Times in seconds.
@@ -203,8 +191,8 @@ class Measurements:
     if anybody said so. `token_count`: committed by all sessions. `rest_until`, by rule: the count at which one of the
     sessions that rest may try again, `backoff_tokens`: how long the next rest is.
     `tokens_since_probe`: committed since plain rounds were last looked at. `round_count`: of all sessions. `outlooks`,
-    by rule and cap: what a session chose last, whose plan others adopt while it is fresh. `latest_rows`: of the last
-    step of the target that was told.
+    by rule and cap: what a session chose last, whose plan others adopt while it is fresh. `offered`, by rule: draft
+    tokens of a round. `latest_rows`: of the last step of the target that was told.
     """
 
     target_step: StepCurve = field(default_factory=StepCurve)
@@ -225,6 +213,7 @@ class Measurements:
     tokens_since_probe: int = 0
     round_count: int = 0
     outlooks: dict[tuple[Rule, int], Outlook] = field(default_factory=dict)
+    offered: dict[Rule, Mean] = field(default_factory=lambda: {rule: Mean() for rule in Rule})
     latest_rows: int = 0
     choosers: dict[Rule, Chooser] = field(default_factory=lambda: {rule: Chooser() for rule in Rule})
 
