@@ -27,7 +27,7 @@ from bench import concurrency
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.harness import TARGET_MODEL, heldout_prompts, running
 from bench.pipeline.figures import figures_of
-from bench.pipeline.placement import Placed, placed
+from bench.pipeline.placement import Placed, description, placed
 from bench.pipeline.samples import Sample, measure
 from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
 from bench.rounds import table_models
@@ -110,7 +110,7 @@ def wire_figures(samples: Sequence[Sample]) -> dict[str, float]:
 def wire_table(found: dict[str, dict[str, dict[str, float]]], rtt_ms: float) -> Table:
     """A line per rule and variant."""
     table = Table(title=f"per committed token, payload both ways; round trip to the draft {rtt_ms:g} ms")
-    for name in ("rule", "", "draft link B", "leaves", "of branches", "target link B", "acceptance", "hits"):
+    for name in ("rule", "", "draft link B", "leaves", "branch heads", "target link B", "acceptance", "hits"):
         table.add_column(name, justify="left" if name in ("rule", "") else "right")
     for rule, variants in found.items():
         for name, own in variants.items():
@@ -154,8 +154,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             model = write_deepened(Path(scratch), asked.extra_layers)
             with placed(model, "bfloat16", "float32") as place:
+                hardware = description(place)
                 wire = on_the_wire(place, asked.rtt_ms, asked.prompts, asked.max_tokens)
         console.print(wire_table(wire, asked.rtt_ms))
+        console.print(json.dumps(hardware), highlight=False, soft_wrap=True)
     except SpecdecError as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
@@ -167,6 +169,7 @@ def main() -> int:
         "streams": blocks,
         "wire": wire,
         "rtt_ms": asked.rtt_ms,
+        "hardware": hardware,
     }
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / "overhead.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from bench.pipeline.draft_steps import draft_steps_ms
 from bench.pipeline.figures import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, Variant
+from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant
 from specdec.protocol.plan import PLAIN, Plan
 from specdec.rpc.process import set_startup_objects_aside
 
@@ -120,9 +120,10 @@ def simulated_rate(scenario: Scenario, variant: Variant) -> float:
 def ceiling(scenario: Scenario) -> float:
     """Tokens per second of the best plan in the simulator: plain decoding, streamed ones, ones that wait for some draft
     tokens, and synchronous rounds."""
-    plans = [PLAIN]
-    for window, leaves in product(CEILING_WINDOWS, CEILING_LEAVES):
-        waits = (0, *(length for length in CEILING_WAITS if length <= window))
-        plans += [Plan(STREAMED_LENGTH_MAX, window, leaves, length, CEILING_WAIT_S) for length in waits]
+    plans = [PLAIN, *(Plan(STREAMED_LENGTH_MAX, *shape) for shape in product(CEILING_WINDOWS, CEILING_LEAVES))]
+    plans += [
+        Plan(STREAMED_LENGTH_MAX, STREAMED_WINDOW, leaves, length, CEILING_WAIT_S)
+        for leaves, length in product(CEILING_LEAVES, CEILING_WAITS)
+    ]
     plans += [Plan(length, length, 1, length, CEILING_WAIT_S) for length in CEILING_SYNCHRONOUS]
     return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in plans)
