@@ -122,7 +122,7 @@ def measure(asked: argparse.Namespace, variants: list[Variant], model: Path, con
     console.print("measuring the draft's guesses, simulating", style="dim")
     prompts = list(heldout_prompts().values())[:RANK_PROMPTS]
     guesses = ranks.measure_ranks(prompts, rules, RANK_TOKENS)
-    simulations = [simulated.simulated_rates(cell, steps, guesses[cell.rule], variants) for cell in made]
+    simulations = simulated.simulate_all(made, steps, guesses, variants)
     models = {"target": f"shipped target and {asked.extra_layers} layers that add nothing, {asked.dtype}"}
     models["draft"] = f"shipped draft, {asked.draft_dtype}"
     return {

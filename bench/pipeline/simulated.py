@@ -73,39 +73,53 @@ def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
     return seconds
 
 
-def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None) -> Scenario:
-    """A stream in a cell: its round trip, acceptance by place as its longest synchronous rounds saw it, its own pace.
+def acceptance_of(cell: Cell) -> tuple[float, ...]:
+    """Acceptance by place as a cell's longest synchronous rounds saw it; empty where it has none."""
+    longest = max(
+        (variant for variant in by_variant(cell.samples) if variant.startswith("sync")),
+        key=lambda name: int(name.split()[1]),
+        default=None,
+    )
+    if longest is None:
+        return ()
+    return hazards([sample for sample in cell.samples if sample.variant == longest], int(longest.split()[1]))
+
+
+def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None, acceptance: tuple[float, ...]) -> Scenario:
+    """A stream in a cell: its round trip, the acceptance on its prompts if that is known, its own pace.
 
     Steps of both models are scaled by what plain decoding's forward took in the same cell, for a slower hour; what its
     rounds took beyond that is the overhead of every round.
     """
     off = cell.figures[OFF.name]
     scale = off.forward_ms / steps.target_ms[1]
-    longest = max(
-        (variant for variant in by_variant(cell.samples) if variant.startswith("sync")),
-        key=lambda name: int(name.split()[1]),
-        default=None,
-    )
-    acceptances: tuple[float, ...] = ()
-    if longest is not None:
-        offered = [sample for sample in cell.samples if sample.variant == longest]
-        acceptances = hazards(offered, int(longest.split()[1]))
     return Scenario(
         target_step_s=between({rows: ms * scale for rows, ms in steps.target_ms.items()}),
         draft_step_s=between({leaves: ms * scale for leaves, ms in steps.draft_ms[cell.rule].items()}),
         network_s=cell.measured_rtt_ms["draft"] / 1e3,
-        acceptance=acceptances or (ranks.acceptance if ranks else 0.6,),
+        acceptance=acceptance or (ranks.acceptance if ranks else 0.6,),
         branch_probabilities=ranks.branches if ranks else (0.45, 0.15),
         bonus_match=ranks.bonus_match if ranks else None,
         round_overhead_s=max(0.0, 1 / off.tokens_per_s - off.forward_ms / 1e3),
     )
 
 
-def simulated_rates(cell: Cell, steps: Steps, ranks: Ranks | None, variants: Sequence[Variant]) -> dict[str, float]:
-    """Tokens per second by variant with a plan of its own, and the best streamed plan's as `ceiling`."""
-    scenario = scenario_of(cell, steps, ranks)
-    fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.figures]
-    return {variant.name: simulated_rate(scenario, variant) for variant in fixed} | {CEILING: ceiling(scenario)}
+def simulate_all(
+    cells: Sequence[Cell], steps: Steps, ranks: Mapping[str, Ranks], variants: Sequence[Variant]
+) -> list[dict[str, float]]:
+    """Of each cell, tokens per second by variant with a plan of its own, and the best plan's as `ceiling`.
+
+    A cell without synchronous rounds takes the acceptance of one that has them, of the same rule and round trip: its
+    prompts are the same.
+    """
+    known = {(cell.rule, cell.rtt_ms): found for cell in cells if (found := acceptance_of(cell))}
+    results = []
+    for cell in cells:
+        scenario = scenario_of(cell, steps, ranks.get(cell.rule), known.get((cell.rule, cell.rtt_ms), ()))
+        fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.figures]
+        rates = {variant.name: simulated_rate(scenario, variant) for variant in fixed}
+        results.append(rates | {CEILING: ceiling(scenario)})
+    return results
 
 
 def simulated_rate(scenario: Scenario, variant: Variant) -> float:
