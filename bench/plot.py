@@ -22,6 +22,7 @@ STYLES: dict[str, dict[str, Any]] = {  # in the order of the legend
     "colocated": {"color": "#27792f", "linewidth": 1.0, "linestyle": "-.", "label": "synchronous, co-located (RTT 0)"},
     "ceiling": {"color": "#000000", "linewidth": 1.0, "linestyle": ":", "label": "ceiling: best plan, simulated"},
 }
+LABEL_DISTANCE = 1.3  # nearer round trips, as a ratio, would have their labels on each other
 RTT_LINEAR_MS = 5.0  # the axis is linear up to here, logarithmic beyond
 
 
@@ -88,7 +89,8 @@ def draw_panel(axis: Any, rule: str, cells: list[dict[str, Any]]) -> None:
     axis.set_title(rule, fontsize=10)
     axis.set_xscale("symlog", linthresh=RTT_LINEAR_MS)
     rtts_ms = sorted({cell["rtt_ms"] for cell in cells})
-    axis.set_xticks(rtts_ms, [f"{rtt_ms:g}" for rtt_ms in rtts_ms])
+    is_near = [0 < before and after < LABEL_DISTANCE * before for before, after in zip([0.0, *rtts_ms], rtts_ms)]
+    axis.set_xticks(rtts_ms, ["" if near else f"{rtt_ms:g}" for near, rtt_ms in zip(is_near, rtts_ms)])
     axis.minorticks_off()
     axis.set_xlabel("round trip coordinator to draft, ms")
     axis.set_ylabel("tokens/s, one stream")
