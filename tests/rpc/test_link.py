@@ -259,6 +259,8 @@ async def test_a_bug_of_the_owner_does_not_end_the_link():
         await until(lambda: owner.link.is_up)
         owner.send(1)
         await until(lambda: len(owner.news) == 3)
+        assert owner.news[0] == owner.news[2] == "up" and "could not be handled" in owner.news[1]
         owner.send(2)
-        await until(lambda: owner.sessions == [2])
+        await until(lambda: bool(owner.sessions))
+        assert owner.sessions == [2]
     await server.stop(0)
