@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.event_simulation import Scenario, simulate
 from specdec.protocol.cost_model import Conditions, Curve, predict
-from specdec.protocol.plan import Plan
+from specdec.policy.plan import Plan
 
 
 def synchronous(scenario: Scenario, draft_length_max: int = 24) -> tuple[float, int]:

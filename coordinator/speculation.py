@@ -7,7 +7,7 @@ from specdec.errors import InvalidRequest
 from specdec.protocol.auto_policy import AutoPolicy
 from specdec.protocol.items import EvidenceAnswer, Nodes
 from specdec.protocol.measure import Measurements
-from specdec.protocol.policy import OFF_POLICY, FixedPolicy, Policy
+from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.request import Ask, SpeculationMode
 from specdec.protocol.types import Rule
 

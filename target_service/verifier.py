@@ -13,7 +13,7 @@ from specdec.decoding.evidence import EvidenceRequest
 from specdec.engine.feed import Feed, StepTiming
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import UINT32_MAX, EvidenceAnswer, Extend, Open, Short, Verification
-from specdec.protocol.measure import StepCurve
+from specdec.policy.step_curve import StepCurve
 from specdec.protocol.types import Evidence, check_token_ids
 from specdec.replica.handler import ItemHandler, check_law_tokens
 from specdec.replica.sessions import Reply

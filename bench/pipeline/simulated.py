@@ -19,7 +19,7 @@ from bench.pipeline.figures import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant
-from specdec.protocol.plan import PLAIN, Plan
+from specdec.policy.plan import PLAIN, Plan
 from specdec.rpc.process import set_startup_objects_aside
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)

@@ -35,7 +35,7 @@ from functools import lru_cache
 
 from specdec.protocol.growth import LIKELIHOOD_MIN
 from specdec.protocol.pipeline import Landing, NodeCounts, Pipeline
-from specdec.protocol.plan import Plan
+from specdec.policy.plan import Plan
 from specdec.protocol.stretch import Stretch
 
 GROUP_SHARE_MIN = 0.02  # rarer beginnings are left out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specdec.protocol.plan import Plan
+from specdec.policy.plan import Plan
 
 ACCEPTANCE_MAX = 0.99  # of a formula that has a limit at 1
 

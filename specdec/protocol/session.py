@@ -24,7 +24,7 @@ from specdec.protocol.items import (
     Verification,
     catch_up,
 )
-from specdec.protocol.policy import Policy
+from specdec.policy.policy import Policy
 from specdec.protocol.report import RoundOutcome
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree

@@ -123,6 +123,9 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         end_token_ids=description.end_token_ids,
         cache=size
         and types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count),
+        step_times=[
+            types_pb.StepTime(rows=rows, step_us=round(seconds * 1e6)) for rows, seconds in description.step_times
+        ],
     )
 
 
@@ -152,4 +155,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         tensor_parallel_size=message.numerics.tensor_parallel_size,
         protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
+        step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in message.step_times),
     )

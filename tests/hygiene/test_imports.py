@@ -46,7 +46,14 @@ TABLE = (
         ("specdec.errors", "specdec.settings", *VALUES),
         MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
     ),
-    Imports("specdec.protocol", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE),
+    Imports(
+        "specdec.protocol", ("specdec.errors", "specdec.policy"), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE
+    ),
+    Imports(
+        "specdec.policy",
+        ("specdec.errors", "specdec.protocol.types", "specdec.protocol.round_record"),
+        MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
+    ),
     Imports(
         "specdec.decoding",
         ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.noise"),
@@ -122,7 +129,7 @@ TABLE = (
                 "specdec.protocol.tree",
                 "specdec.protocol.growth",
                 "specdec.protocol.calibration",
-                "specdec.protocol.measure",
+                "specdec.policy.step_curve",
                 *VALUES,
             ),
             ("transformers",),
@@ -134,6 +141,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.config",
+            "specdec.policy",
             "specdec.protocol",
             "specdec.rpc",
             "specdec.telemetry",

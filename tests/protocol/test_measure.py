@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from specdec.protocol.measure import Acceptance, Mean, Measurements, StepCurve
+from specdec.policy.step_curve import StepCurve
+from specdec.protocol.measure import Acceptance, Mean, Measurements
 from specdec.protocol.types import Rule
 
 

@@ -23,7 +23,7 @@ from specdec.protocol.items import (
     Short,
     Verification,
 )
-from specdec.protocol.policy import FixedPolicy
+from specdec.policy.policy import FixedPolicy
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree

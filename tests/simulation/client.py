@@ -20,7 +20,7 @@ from coordinator.speculation import Speculation
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.protocol.noise import Lane, hash64
-from specdec.protocol.policy import FixedPolicy, Policy
+from specdec.policy.policy import FixedPolicy, Policy
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import Ask, SamplingPolicy
 from specdec.protocol.session import Session

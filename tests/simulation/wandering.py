@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.protocol.noise import Lane, hash64
-from specdec.protocol.plan import PLAIN, Plan, Prediction
+from specdec.policy.plan import PLAIN, Plan, Prediction
 
 DRAFT_LENGTH_CAP = 5
 WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)

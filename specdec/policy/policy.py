@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdec.protocol.plan import PLAIN, Plan, Prediction
+from specdec.policy.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, check_integer, check_number
 
 LEAVES_MAX = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that can come true
