@@ -1,8 +1,8 @@
 """Grows each session's tree of draft tokens, without being asked per round.
 
-Before every step it takes the places likeliest to be committed, over all sessions together, and feeds their paths; what
-comes of them leaves as one item per session. A commit inside a tree re-roots it; one outside restarts it there in a
-new epoch. It runs on the engine thread.
+Before every step it takes the nodes likeliest to be committed, over all sessions together, and evaluates them in one
+forward; what comes of them leaves as one item per session while the next step runs. A commit inside a tree re-roots it;
+one outside restarts it there in a new epoch. It runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -10,246 +10,288 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from draft_service.lanes import drop, lane_for, settle
+from draft_service.cells import Cells
 from draft_service.tracing import DETAILED_STEP_COUNT_MAX, draft_span
+from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
-from specdec.engine.scheduler import StepTiming
+from specdec.engine.block_table import BlockTable
+from specdec.engine.interface import TreeRows
+from specdec.engine.runner import Piece, StepReport
+from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import Candidate, Growth
+from specdec.protocol.growth import NO_CELL, GrownNode, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
-from specdec.protocol.noise import Lane as NoiseLane
-from specdec.protocol.noise import uniform_bits
-from specdec.protocol.tree import Guess
-from specdec.protocol.types import check_token_ids
-from specdec.replica.handler import ItemHandler, check_law_tokens
-from specdec.replica.sessions import HeldSession, HeldSessions, Reply
+from specdec.protocol.noise import Lane, uniform_bits
+from specdec.protocol.types import Description, check_token_ids
+from specdec.replica.handler import check_extend, check_law_tokens
+from specdec.replica.sessions import Reply, log_names, name_of
+from specdec.rpc.status import failure_from_error
+from specdec.telemetry.logs import get_logger
 from specdec.telemetry.tracing import Tracing
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; the fourth comes true once in thirty misses
 STEPS_PER_TIMING = 4  # every so many steps their time is told: a few bytes less in the others
-STEP_LEAVES_MAX = 64  # of all sessions together: a wider step would keep the likeliest places waiting
+STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
+TREE_CELLS = 64  # beyond its committed tokens, for branches: a path's own cells are those of tokens to come
 
 
 @dataclass(slots=True, eq=False)
-class DraftedSession(HeldSession):
-    """A held session and its tree. `secret` keys the draft's own draws, so no other noise meets them.
+class DraftSession:
+    """A session, its committed tokens and its tree. `secret` keys the draft's own draws, so no other noise meets them.
 
-    `grown` are nodes to be sent when the step is over. `is_cramped`: branches once took the room its own path needed,
-    so it grows a chain from there on. `traced_step_count`: so many steps more are recorded in detail.
+    `grown` are nodes to be sent when the step is over. `traced_step_count`: so many steps more are recorded in detail.
     """
 
-    growth: Growth = field(kw_only=True)
+    opened: Open
+    reply: Reply
+    table: BlockTable
+    cells: Cells
+    growth: Growth
     secret: int = field(default_factory=lambda: secrets.randbits(64))
+    tokens: list[int] = field(default_factory=list)
     window: int = 0
-    leaves: int = 1
+    nodes_per_step: int = 1
     grown: list[DraftNode] = field(default_factory=list)
-    is_cramped: bool = False
     traced_step_count: int = 0
 
-    @property
-    def reach(self) -> int:
-        """Longest path the tree may have: the window's end, or the end of the draft's own context."""
-        return min(len(self.tokens) + self.window, self.capacity)
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One session's part of a step: nodes, the name reserved for the proposal child of each, and the cells of its rows.
+
+    `is_committed`: the rows are committed tokens, the root the last of them; without nodes more of them follow.
+    """
+
+    session: DraftSession
+    nodes: Sequence[GrownNode]
+    names: Sequence[int]
+    cells: Sequence[int]
+    is_committed: bool
 
 
-class Drafter(ItemHandler):
-    """All sessions of a draft replica. Every method runs on the engine thread."""
+class Drafter:
+    """All sessions of a draft replica: a `ReplicaService`. Every method runs on the engine thread."""
 
-    def __init__(self, sessions: HeldSessions) -> None:
-        super().__init__(sessions)
+    def __init__(self, engine: Engine, description: Description, tracing: Tracing | None = None) -> None:
+        self._engine = engine
+        self._description = description
+        self._tracing = tracing or Tracing()
         self._calibration = Calibration()
         self._epochs = itertools.count(1)  # of all sessions, so that no name of a session opened again meets an old one
-        self._growing: dict[DraftedSession, None] = {}  # sessions that may have places to evaluate, in order of arrival
-        self._in_step: list[DraftedSession] = []
-        self._cramped: dict[DraftedSession, None] = {}
+        self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
+        self._step: list[Evaluation] = []
         self._step_began_s = 0.0
-        self._step_row_count = 0
         self._step_count = 0
-        self._tracing = Tracing()
 
-    def work(self, held: DraftedSession, item: Extend | Commit) -> Short | None:
-        """Holds committed tokens, or drafts on below newly committed ones."""
-        if isinstance(item, Extend):
-            self._stop(held)
-            return self._sessions.extend(held, item)
-        return self._commit(held, item)
+    waiting_count = 0  # a session has its room from the start
 
-    def open(self, stream: object, item: Open, reply: Reply) -> None:
+    def counters(self) -> dict[str, int]:
+        """Nothing beside the engine's own."""
+        return {}
+
+    def open(self, item: Open, reply: Reply) -> DraftSession:
         """Checks what does not depend on room, then reserves it. Raises SpecdecError."""
         positions_max = self._description.positions_max
         if item.law.prompt_length >= positions_max:
             raise CacheExhausted(f"the prompt has {item.law.prompt_length} tokens, the draft {positions_max} positions")
         check_law_tokens(item.law, item.vocabulary_size)
+        table = self._engine.cache.reserve(min(item.length_max, positions_max) + TREE_CELLS)
+        growth = Growth(item.law.rule, self._calibration, self._epochs)
+        return DraftSession(item, reply, table, Cells(table.capacity), growth)
 
-        def make(opened: Open, lanes: list, answer: Reply) -> DraftedSession:
-            growth = Growth(opened.law.rule, self._calibration, self._epochs)
-            return DraftedSession(opened, lanes, answer, growth=growth)
+    def close(self, session: DraftSession) -> None:
+        """Gives its blocks back."""
+        self._growing.pop(session, None)
+        self._engine.cache.release(session.table)
 
-        try:
-            self._sessions.open(stream, item, reply, make)
-        except CacheExhausted:
-            if not self._give_up_branches():
-                raise
-            self._sessions.open(stream, item, reply, make)
-
-    def trace_to(self, tracing: Tracing) -> None:
-        self._tracing = tracing
-
-    def _give_up_branches(self) -> int:
-        """Releases every idle branch lane: a new session is worth more. Returns how many there were."""
-        count = 0
-        for held in self._sessions.all():
-            for lane in [lane for lane in held.lanes[1:] if lane.feed is None]:
-                drop(held, lane, self._sessions.engine.cache)
-                count += 1
-        return count
-
-    def _commit(self, held: DraftedSession, item: Commit) -> Short | None:
-        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
-        if item.committed_length > held.opened.length_max:
-            limit = f"at most length_max {held.opened.length_max}"
-            raise InvalidRequest("committed_length", item.committed_length, limit)
-        if item.committed_length >= held.capacity < held.opened.length_max:
-            raise CacheExhausted(f"the draft's {held.capacity} positions are used up")
-        if held.growth.tree is not None and item.committed_length <= len(held.tokens):
-            return None
-        if item.suffix_start > len(held.tokens):
-            return Short(*held.name, len(held.tokens))
-        self._follow(held, item)
-        held.window = max(0, item.committed_length + item.window - len(held.tokens))
-        held.leaves = 1 if held.is_cramped else item.leaves
-        held.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
-        self._growing[held] = None
+    def extend(self, session: DraftSession, item: Extend) -> Short | None:
+        """Holds committed tokens, and stops drafting until the next commit."""
+        check_extend(item, session.opened, self._description.vocabulary_size)
+        if item.start_position > len(session.tokens):
+            return Short(*name_of(session.opened), len(session.tokens))
+        self._hold(session, item.start_position, item.token_ids)
         return None
 
-    def _follow(self, held: DraftedSession, item: Commit) -> None:
+    def work(self, session: DraftSession, item: Commit, arrived_s: float) -> Short | None:
+        """Drafts on below newly committed tokens. Raises SpecdecError."""
+        check_token_ids("suffix_token_ids", item.suffix_token_ids, self._description.vocabulary_size)
+        if item.committed_length > session.opened.length_max:
+            limit = f"at most length_max {session.opened.length_max}"
+            raise InvalidRequest("committed_length", item.committed_length, limit)
+        positions_max = self._description.positions_max
+        if item.committed_length >= positions_max < session.opened.length_max:
+            raise CacheExhausted(f"the draft's {positions_max} positions are used up")
+        if session.growth.root is not None and item.committed_length <= len(session.tokens):
+            return None
+        if item.suffix_start > len(session.tokens):
+            return Short(*name_of(session.opened), len(session.tokens))
+        self._follow(session, item)
+        session.window = max(0, item.committed_length + item.window - len(session.tokens))
+        session.nodes_per_step = item.leaves
+        session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
+        self._growing[session] = None
+        return None
+
+    def _follow(self, session: DraftSession, item: Commit) -> None:
         """Brings tokens and tree to the commit: re-roots inside the tree, else restarts there."""
-        known_count = len(held.tokens) - item.suffix_start
-        agrees = held.tokens[item.suffix_start :] == list(item.suffix_token_ids[:known_count])
-        growth = held.growth
-        if not (growth.tree is not None and agrees and growth.commit(item.suffix_token_ids[known_count:])):
-            self._stop(held)
-            held.hold(item.suffix_start, item.suffix_token_ids)
-            growth.restart(held.tokens)
-        settle(held, self._sessions.engine.cache)
+        known_count = len(session.tokens) - item.suffix_start
+        known, new = item.suffix_token_ids[:known_count], item.suffix_token_ids[known_count:]
+        is_inside = False
+        if session.growth.root is not None and tuple(session.tokens[item.suffix_start :]) == known:
+            followed = session.growth.commit(new)
+            session.cells.commit(followed.kept_cells)
+            session.cells.give_back(followed.freed_cells)
+            session.tokens += new
+            is_inside = followed.is_inside
+        else:
+            self._hold(session, item.suffix_start, item.suffix_token_ids)
+        if not is_inside:
+            session.cells.truncate(len(session.tokens) - 1)  # the root is evaluated as it is fed
+            session.growth.restart(session.tokens)
 
-    def _stop(self, held: DraftedSession) -> None:
-        """Ends the growth of this epoch; feeds that have not run never will."""
-        held.growth.drop()
-        held.grown.clear()
-        for lane in held.lanes:
-            lane.feed = None
+    def _hold(self, session: DraftSession, start_position: int, token_ids: Sequence[int]) -> None:
+        """Takes committed tokens from `start_position` on and ends the epoch.
 
-    def before_step(self) -> float:
-        """Sends what the last step made, and feeds the likeliest places of all sessions."""
-        self._send()
-        self._restart_cramped()
-        chosen: list[tuple[float, DraftedSession, Candidate]] = []
-        for held in list(self._growing):
-            taken = self._take(held)
-            if not taken:
-                del self._growing[held]
-            chosen += taken
-        chosen.sort(key=lambda entry: -entry[0])
-        for _, held, candidate in chosen[STEP_LEAVES_MAX:]:
-            held.growth.give_back(candidate)
-        self._step_began_s = time.perf_counter()
-        for _, held, candidate in chosen[:STEP_LEAVES_MAX]:
-            self._evaluate(held, candidate)
-        return 0.0
-
-    def _take(self, held: DraftedSession) -> list[tuple[float, DraftedSession, Candidate]]:
-        if held.lanes[0].table.is_released or held.growth.tree is None:
-            return []
-        taken = held.growth.take(held.leaves, held.reach, is_chain=held.leaves == 1)
-        return [(held.growth.likelihood(candidate), held, candidate) for candidate in taken]
-
-    def _evaluate(self, held: DraftedSession, candidate: Candidate) -> None:
-        """Feeds the path to a place, so that its children can be guessed."""
-        growth = held.growth
-        path = [*held.tokens, *growth.path(candidate)]
-        lane = lane_for(held, path, self._sessions.engine.cache)
-        if lane is None:
-            growth.give_back(candidate)
-            return
-        place, filed = growth.place(candidate)
-        epoch, node = growth.epoch, growth.reserve_node()
-        request = ProposalRequest(
-            law=held.opened.law,
-            path=path,
-            vocabulary_size=held.opened.vocabulary_size,
-            draw_bits=uniform_bits(held.secret, NoiseLane.DRAFT, epoch, node),
-            branch_count=0 if held.leaves == 1 else BRANCH_COUNT,
-        )
-
-        def done(proposal: Proposal, timing: StepTiming) -> None:
-            self._growing[held] = None
-            if growth.epoch != epoch or growth.tree is None or not growth.is_below_root(place):
-                return
-            guesses = [
-                Guess(token_id, rank, confidence) for rank, (token_id, confidence) in enumerate(proposal.guesses)
-            ]
-            filed_nodes = [] if filed is None else [filed]
-            self._keep(held, [*filed_nodes, growth.evaluated(place, node, guesses, proposal.row)], timing)
-
-        self._sessions.submit(held, lane, path, 1, request, done, lambda error: self._make_room(held, error))
-
-    def _make_room(self, held: DraftedSession, error: SpecdecError) -> bool:
-        """A step found no block to copy into: the session starts again without branches once the step is over.
-
-        Its own path has room, which was reserved. False for any other error, and when there are no branches left.
+        The coordinator is the only truth: tokens that disagree replace what was held from there on.
         """
-        if not isinstance(error, CacheExhausted) or (held.is_cramped and held not in self._cramped):
-            return False
-        held.is_cramped = True
-        self._cramped[held] = None
-        return True
+        session.cells.give_back(session.growth.drop())
+        tokens, end = session.tokens, start_position + len(token_ids)
+        if tokens[start_position:end] != list(token_ids):
+            del tokens[start_position:]
+            tokens.extend(token_ids)
+            session.cells.truncate(start_position)
 
-    def _restart_cramped(self) -> None:
-        for held in self._cramped:
-            if held.lanes[0].table.is_released or held.growth.tree is None:
+    def next_step(self) -> Turn:
+        """A step of committed tokens that are not fed yet, and of the likeliest nodes of all sessions."""
+        self._step_began_s = time.perf_counter()
+        self._step = []
+        pieces: list[Piece] = []
+        chosen: list[tuple[float, DraftSession, GrownNode]] = []
+        row_count_max = self._engine.rows_max
+        for session in list(self._growing):
+            if session.growth.root is not None and len(session.cells.committed) < len(session.tokens):
+                if row_count_max > 0:
+                    pieces.append(self._feed(session, session.growth.root, row_count_max))
+                    row_count_max -= len(pieces[-1].token_ids)
+            elif taken := self._take(session):
+                chosen += taken
+            else:
+                del self._growing[session]
+        pieces += self._evaluate(chosen)
+        return Turn(pieces=pieces, done=self._on_step) if pieces else NOTHING
+
+    def _take(self, session: DraftSession) -> list[tuple[float, DraftSession, GrownNode]]:
+        """The nodes it would have evaluated next, with their likelihoods."""
+        growth, count = session.growth, min(session.nodes_per_step, session.cells.free_count)
+        if growth.root is None or not count:
+            return []
+        length_max = min(session.opened.length_max, self._description.positions_max)
+        reach = min(len(session.tokens) + session.window, length_max)
+        taken = growth.take(count, reach, is_chain=session.nodes_per_step == 1)
+        return [(growth.likelihood(node), session, node) for node in taken]
+
+    def _feed(self, session: DraftSession, root: GrownNode, row_count_max: int) -> Piece:
+        """Committed tokens that the cache lacks, no more than a chunk where others draft; the last one is the root."""
+        start = len(session.cells.committed)
+        chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
+        token_ids = session.tokens[start : start + min(row_count_max, chunk)]
+        cells = [session.cells.take(start + index) for index in range(len(token_ids))]
+        nodes = [[root]] if start + len(token_ids) == len(session.tokens) else []
+        return self._piece(session, nodes, cells, token_ids, session.cells.chain(cells), is_committed=True)
+
+    def _evaluate(self, chosen: list[tuple[float, DraftSession, GrownNode]]) -> list[Piece]:
+        """Pieces of the likeliest of these nodes, one for each session; the others go back to their trees."""
+        if len(chosen) > STEP_NODES_MAX:
+            chosen.sort(key=lambda entry: -entry[0])
+        for _, session, node in chosen[STEP_NODES_MAX:]:
+            if session.nodes_per_step > 1:  # a chain's node was never taken out of its tree
+                session.growth.give_back(node)
+        by_session: dict[DraftSession, list[list[GrownNode]]] = {}
+        for _, session, node in chosen[:STEP_NODES_MAX]:
+            by_session.setdefault(session, []).append(session.growth.path(node))
+        pieces = []
+        for session, paths in by_session.items():
+            cells = [session.cells.take(path[-1].length - 1) for path in paths]
+            seen = [[*(node.cell for node in path[:-1]), cell] for path, cell in zip(paths, cells)]
+            token_ids = [path[-1].token_id for path in paths]
+            pieces.append(self._piece(session, paths, cells, token_ids, session.cells.nodes(seen), is_committed=False))
+        return pieces
+
+    def _piece(
+        self,
+        session: DraftSession,
+        paths: Sequence[Sequence[GrownNode]],
+        cells: Sequence[int],
+        token_ids: Sequence[int],
+        rows: TreeRows,
+        is_committed: bool,
+    ) -> Piece:
+        """One session's rows of a step; `paths` end with the nodes whose logits are asked for, those of the last rows."""
+        growth, names, requests = session.growth, [], []
+        branch_count = 0 if session.nodes_per_step == 1 else BRANCH_COUNT
+        for path in paths:
+            filed = growth.file(path[-1])
+            if filed is not None:
+                session.grown.append(filed)
+            names.append(growth.reserve_name())
+            draft = () if is_committed else [node.token_id for node in path]
+            requests.append(
+                ProposalRequest(
+                    session.opened.law,
+                    TokenPath(session.tokens, len(session.tokens), draft),
+                    session.opened.vocabulary_size,
+                    uniform_bits(session.secret, Lane.DRAFT, growth.epoch, names[-1]),
+                    branch_count,
+                )
+            )
+        self._step.append(Evaluation(session, [path[-1] for path in paths], names, cells, is_committed))
+        return Piece(session.table, 0, token_ids, len(paths), requests, rows)
+
+    def _on_step(self, report: StepReport) -> None:
+        """Files what a step brought, and sends one item for each session; its time is all of the step's, until here."""
+        served = []
+        for own, outcome in zip(self._step, report.outcomes):
+            if isinstance(outcome, SpecdecError):
+                self._fail(own, outcome)
                 continue
-            held.leaves = 1
-            self._stop(held)
-            for lane in held.lanes[1:]:
-                drop(held, lane, self._sessions.engine.cache)
-            held.growth.restart(held.tokens)
-            self._growing[held] = None
-        self._cramped.clear()
+            if own.is_committed:
+                own.session.cells.commit(own.cells)
+            found: Sequence[Proposal] = outcome or ()  # type: ignore[assignment]
+            for index, (node, name, proposal) in enumerate(zip(own.nodes, own.names, found)):
+                cell = NO_CELL if own.is_committed else own.cells[index]
+                filed = own.session.growth.evaluated(node, name, proposal.guesses, proposal.row, cell)
+                own.session.grown.append(filed)
+            if own.session.grown:
+                served.append(own.session)
+        self._step_count += bool(served)
+        for session in served:
+            self._send(session, report.row_count, len(served))
 
-    def _keep(self, held: DraftedSession, nodes: list[DraftNode], timing: StepTiming) -> None:
-        """Keeps what one place brought until the step is over."""
-        if not held.grown:
-            self._in_step.append(held)
-        held.grown += nodes
-        self._step_row_count = timing.row_count
+    def _fail(self, own: Evaluation, error: SpecdecError) -> None:
+        """A session's part of a step failed: it drafts no more until the coordinator says so."""
+        session = own.session
+        get_logger().warning("work failed", **log_names(session.opened), reason=error.reason)
+        session.cells.give_back(own.cells)
+        session.cells.give_back(session.growth.drop())
+        session.grown.clear()
+        session.reply(failure_from_error(error, *name_of(session.opened)))
 
-    def _send(self) -> None:
-        """One item for each session the last step served; its time is all of the step's, until here."""
-        if not self._in_step:
-            return
-        self._step_count += 1
-        is_told = self._step_count % STEPS_PER_TIMING == 0
-        for held in self._in_step:
-            if held.grown:
-                self._send_grown(held, is_told)
-                held.grown = []
-        self._in_step.clear()
-
-    def _send_grown(self, held: DraftedSession, is_told: bool) -> None:
+    def _send(self, session: DraftSession, row_count: int, session_count: int) -> None:
         now_s = time.perf_counter()
-        is_traced = held.traced_step_count > 0
-        name = (*held.name, held.growth.epoch, held.growth.root_length)
-        nodes = Nodes(*name, tuple(held.grown))
-        if is_told or is_traced:
+        is_traced = session.traced_step_count > 0
+        name = (*name_of(session.opened), session.growth.epoch, session.growth.root_length)
+        step_us = began_us = 0
+        if is_traced or self._step_count % STEPS_PER_TIMING == 0:
             step_us = round((now_s - self._step_began_s) * 1e6)
             began_us = int(self._step_began_s * 1e6) if is_traced else 0
-            nodes = replace(nodes, step_us=step_us, step_rows=self._step_row_count, step_began_us=began_us)
-        held.reply(nodes)
+        nodes = Nodes(*name, tuple(session.grown), step_us, row_count if step_us else 0, step_began_us=began_us)
+        session.grown.clear()
+        session.reply(nodes)
         if is_traced:
-            held.traced_step_count -= 1
-            span = draft_span(held.opened.trace, nodes, self._step_began_s, now_s, len(self._in_step))
+            session.traced_step_count -= 1
+            span = draft_span(session.opened.trace, nodes, self._step_began_s, now_s, session_count)
             self._tracing.record((span,))

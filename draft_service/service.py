@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from draft_service.drafter import Drafter
+from draft_service.drafter import TREE_CELLS, Drafter
 from specdec.config import DraftSettings
-from specdec.decoding.proposal import propose
+from specdec.decoding.proposal import proposals
 from specdec.engine.scheduler import Engine
 from specdec.protocol.types import Description
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
-from specdec.replica.sessions import HeldSessions
 from specdec.replica.stream import StreamMessages
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import draft_service_pb2 as draft_pb
 
 
-def make_drafter(engine: Engine, description: Description, settings: DraftSettings) -> Drafter:
-    """The handler of a draft's items, with its sessions."""
-    return Drafter(HeldSessions(engine, description, settings.max_num_seqs))
+def make_drafter(engine: Engine, description: Description, settings: DraftSettings, tracing: Tracing) -> Drafter:
+    """What works for the sessions of a draft."""
+    return Drafter(engine, description, tracing)
 
 
 DRAFT = ReplicaKind(
@@ -23,8 +23,10 @@ DRAFT = ReplicaKind(
     service="specdec.v1.DraftService",
     stream_method="Draft",
     messages=StreamMessages(draft_pb.DraftRequest, draft_pb.DraftResponse, draft_pb.DraftResponseItem),
-    evidence=propose,
-    make_handler=make_drafter,
+    evidence=proposals,
+    make_service=make_drafter,
+    has_stable_rows=False,
+    extra_positions=TREE_CELLS,
 )
 
 

@@ -15,15 +15,14 @@ from specdec.protocol.types import Description
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.replica.stream import StreamMessages
 from specdec.telemetry.logs import configure_logs
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import target_service_pb2 as target_pb
-from target_service.room import GrowingSessions
 from target_service.verifier import Verifier
 
 
-def make_verifier(engine: Engine, description: Description, settings: TargetSettings) -> Verifier:
-    """The handler of a target's items, with its sessions."""
-    shares_prefixes = settings.enable_prefix_caching
-    return Verifier(GrowingSessions(engine, description, settings.max_num_seqs, shares_prefixes))
+def make_verifier(engine: Engine, description: Description, settings: TargetSettings, tracing: Tracing) -> Verifier:
+    """What works for the sessions of a target."""
+    return Verifier(engine, description, settings.enable_prefix_caching, tracing)
 
 
 TARGET = ReplicaKind(
@@ -32,7 +31,7 @@ TARGET = ReplicaKind(
     stream_method="Verify",
     messages=StreamMessages(target_pb.VerifyRequest, target_pb.VerifyResponse, target_pb.VerifyResponseItem),
     evidence=evidence,
-    make_handler=make_verifier,
+    make_service=make_verifier,
 )
 
 

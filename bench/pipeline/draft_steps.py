@@ -17,11 +17,11 @@ from bench.engine.steps import BLOCK_SIZE
 from bench.harness import DRAFT_MODEL, heldout_prompts
 from bench.pipeline.ranks import rule_of
 from draft_service.drafter import Drafter
-from specdec.decoding.proposal import propose
+from specdec.decoding.proposal import proposals
 from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Extend, Nodes, Open
 from specdec.protocol.types import Description, Law
-from specdec.replica.sessions import HeldSessions
+from specdec.replica.handler import ItemHandler
 
 STREAM = "benchmark"
 PROMPT_LENGTH, TEXT_LENGTH, WINDOW = 128, 256, 32
@@ -43,9 +43,9 @@ class DraftAlone:
     """One draft in this process. Its thread runs where the thread that made it may."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        model = load(folder, dtype)
+        model = load(folder, dtype, has_stable_rows=False)
         self._vocabulary_size = model.description.vocabulary_size
-        self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, propose)
+        self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, proposals)
         own = model.description
         description = Description(
             model_digest=own.model_digest,
@@ -58,15 +58,16 @@ class DraftAlone:
             device=own.device,
             libraries="",
         )
-        self._drafter = Drafter(HeldSessions(self._engine, description, 1))
+        drafter = Drafter(self._engine, description)
+        self._handler = ItemHandler(drafter, 1)
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._engine.start(self._drafter.before_step)
+        self._engine.start(drafter.next_step)
 
     def stop(self) -> None:
         self._engine.stop()
 
     def _tell(self, *items: object) -> None:
-        self._engine.post(lambda: self._drafter.handle(STREAM, list(items), self._answers.put, 0.0))
+        self._engine.post(lambda: self._handler.handle(STREAM, list(items), self._answers.put, 0.0))
 
     def steps_ms(self, rule: str, leaves: int, number: int) -> float:
         """Median milliseconds of a step that evaluates so many leaves for one session, named by its number."""

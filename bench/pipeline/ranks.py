@@ -69,7 +69,7 @@ def outcomes_along(text: Text, logits: Tensor, law: Law) -> list[tuple[int | Non
         ProposalRequest(law, text.before(index), width, chance.getrandbits(UNIFORM_BITS), BRANCH_COUNT)
         for index in range(len(text.output))
     ]
-    proposals = propose(requests, [1] * len(requests), logits)
+    proposals = propose(requests, logits)
     found: list[tuple[int | None, bool]] = []
     for index, (proposal, written) in enumerate(zip(proposals, text.output, strict=True)):
         came = written if law.rule is not Rule.REJECTION else None

@@ -1,8 +1,9 @@
 """The draft's side: from logits to one proposal per place.
 
-Under REJECTION the distribution is encoded first, and the token is drawn from what the encoding says, by integer
-arithmetic, so the row that travels is exactly the law the token came from. Under GREEDY and COUPLED the proposal is the
-token the target would take if it had these logits.
+A draft only has to guess: numbers are float32, of a large vocabulary the likeliest few hundred tokens are looked at,
+and a row may depend on its neighbours. Under REJECTION the distribution is encoded first, and the token is drawn from what the encoding says, by
+integer arithmetic, so the row that travels is exactly the law the token came from. Under GREEDY and COUPLED the
+proposal is the token the target would take if it had these logits.
 """
 
 from __future__ import annotations
@@ -12,29 +13,26 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from specdec.decoding.crossing import Crossing, crossed
-from specdec.decoding.distribution import (
-    Support,
-    first_argmax,
-    likeliest,
-    row_totals,
-    sampled_law,
-    taken,
-)
+from specdec.decoding.crossing import Crossing, crossed, sent
+from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.evidence import chunks, in_order, perturbed_scores
-from specdec.protocol.noise import UNIFORM_BITS
+from specdec.decoding.evidence import in_order
+from specdec.decoding.noise import gumbel_bits, gumbel_keys
+from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS
 from specdec.protocol.types import ROW_STEPS_PER_OCTAVE, ROW_WEIGHTS, Law, Row, Rule
 
 Guesses: TypeAlias = tuple[tuple[int, float], ...]  # (token id, confidence)
 
 PROPOSAL_ROW_TOKENS_MAX = 96  # 2 to 3 bytes each: the rows of 4 draft tokens stay near 1 KiB
+# Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens have a part; of
+# more than these the likeliest few hundred do, which for a model of many tokens are nearly all of its law.
+NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
+CODE_SCALE = -ROW_STEPS_PER_OCTAVE / math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Proposal:
     token already drawn is offered.
     """
 
-    guesses: tuple[tuple[int, float], ...]
+    guesses: Guesses
     row: Row | None = None
 
     @property
@@ -72,115 +70,170 @@ class Proposal:
         return self.guesses[0][0]
 
 
-def propose(requests: Sequence[ProposalRequest], row_counts: Sequence[int], logits: Tensor) -> list[Proposal]:
-    """One proposal per request, in order.  logits: [len(requests), vocabulary] float32; every row count is 1."""
-    if list(row_counts) != [1] * len(requests) or logits.shape[0] != len(requests):
-        raise ValueError(f"{list(row_counts)} rows for {len(requests)} proposals, and {logits.shape[0]} of logits")
+def proposals(
+    payloads: Sequence[Sequence[ProposalRequest]], row_counts: Sequence[int], logits: Tensor
+) -> list[list[Proposal]]:
+    """`propose` for payloads of several requests each: one list for each payload, in order.
+
+    logits: [sum(row_counts), vocabulary] float32. Raises ValueError where a payload's requests are not its rows.
+    """
+    if [len(requests) for requests in payloads] != list(row_counts):
+        raise ValueError(f"{list(row_counts)} rows for {[len(requests) for requests in payloads]} proposals")
+    made = iter(propose([request for requests in payloads for request in requests], logits))
+    return [list(itertools.islice(made, count)) for count in row_counts]
+
+
+def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposal]:
+    """One proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
+    if logits.shape[0] != len(requests):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
     groups: dict[tuple[Rule, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
         groups.setdefault((request.law.rule, width), []).append(index)
 
     def compute(crossing: Crossing) -> Callable[[], list[Proposal]]:
-        finishes: list[tuple[list[int], Callable[[], list[Proposal]]]] = []
+        finishes = []
         for (rule, width), indices in groups.items():
-            for chunk in chunks(indices, row_counts, logits):
-                chosen = [requests[index] for index in chunk]
-                finish = proposals_of_rule(rule, chosen, taken(logits, chunk)[:, :width], crossing)
-                finishes.append((chunk, finish))
+            chosen = [requests[index] for index in indices]
+            finishes.append((indices, WAYS[rule](chosen, taken(logits, indices)[:, :width], crossing)))
         return lambda: in_order(finishes)
 
     return crossed(logits.device, compute)
 
 
-def proposals_of_rule(
-    rule: Rule, requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+def greedy_proposals(
+    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
 ) -> Callable[[], list[Proposal]]:
-    """Proposals for requests that share a rule and a vocabulary; once crossed."""
-    contexts = [PathContext(request.law, request.path) for request in requests]
-    if rule is Rule.REJECTION:
-        rows = encoded_rows(sampled_law(logits, contexts, crossing), crossing)
-        return lambda: [Proposal(guesses_of_row(row, request), row) for row, request in zip(rows(), requests)]
-    if rule is Rule.GREEDY:
-        values = edited_logits(logits, contexts).to(torch.float64)
-        scored = [(Support(list(range(len(requests))), None, values), values)]
+    """The likeliest tokens, and their shares of the softmax; once crossed."""
+    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+    values, token_ids = edited.topk(guess_count(requests, edited.shape[1]), dim=1)
+    shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
+    return guesses_of(requests, crossing.bring(token_ids), crossing.bring(shares))
+
+
+def coupled_proposals(
+    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+) -> Callable[[], list[Proposal]]:
+    """The tokens of highest score log law + noise, and their shares of the softmax of these scores; once crossed.
+
+    With u the uniform number behind the noise G = -log(-log u), exp(score) is law / -log u: no score is ever made.
+    """
+    laws = [request.law for request in requests]
+    if logits.shape[1] > NOISED_TOKENS_MAX or any(law.top_k or law.top_p < 1 for law in laws):
+        scores, token_ids = likeliest_of_law(requests, logits, NOISED_LIKELIEST)
     else:
-        scored = list(perturbed_scores(sampled_law(logits, contexts, crossing), contexts, logits.device))
-    guesses = guesses_of(scored, requests, crossing)
-    return lambda: [Proposal(guess) for guess in guesses()]
+        scores, token_ids = tempered_law(requests, logits), None
+    ids = every_token_id(scores) if token_ids is None else token_ids
+    positions = [len(request.path) for request in requests]
+    raced = scores.exp_().div_(waits(gumbel_keys([law.seed for law in laws], positions, logits.device), ids))
+    values, columns = raced.topk(guess_count(requests, raced.shape[1]), dim=1)
+    shares = values / raced.sum(dim=1, keepdim=True)
+    chosen = columns if token_ids is None else token_ids.gather(1, columns)
+    return guesses_of(requests, crossing.bring(chosen), crossing.bring(shares))
 
 
-def guesses_of(
-    scored: Sequence[tuple[Support, Tensor]], requests: Sequence[ProposalRequest], crossing: Crossing
-) -> Callable[[], list[Guesses]]:
-    """The tokens of highest score in each row and their shares of the softmax; the first is the argmax, ties to the
-    lowest id; once crossed.  scores: [n, columns] float64"""
-    brought = []
-    for support, scores in scored:
-        weights = (scores - scores.amax(dim=1, keepdim=True)).exp_()
-        shares = weights.div_(row_totals(weights))
-        first = first_argmax(scores)
-        count = min(1 + max(requests[row].branch_count for row in support.rows), scores.shape[1])
-        others = scores.topk(count, dim=1).indices
-        columns = torch.cat([first.unsqueeze(1), others], dim=1)
-        token_ids = crossing.bring(support.ids.expand(scores.shape).gather(1, columns))
-        brought.append((support.rows, token_ids, crossing.bring(shares.gather(1, columns))))
-
-    def finish() -> list[Guesses]:
-        found: list[Guesses] = [()] * len(requests)
-        for rows, token_ids, confidences in brought:
-            for row, ids, values in zip(rows, token_ids(), confidences()):
-                found[row] = ordered_guesses(ids, values)[: 1 + requests[row].branch_count]
-        return found
-
-    return finish
+def waits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """-log u of the noise, as -log1p(u - 1): u near 1, which is what wins, keeps its digits.  # [n, columns] float32"""
+    rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
+    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_()
 
 
-def ordered_guesses(token_ids: list[int], confidences: list[float]) -> Guesses:
-    """The argmax, given first and once more among the others, then the others that have any confidence."""
-    guesses = dict(zip(token_ids[::-1], confidences[::-1]))
-    first = (token_ids[0], guesses.pop(token_ids[0]))
-    return first, *((token_id, guesses[token_id]) for token_id in token_ids[1:] if guesses.get(token_id, 0) > 0)
+def tempered_law(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
+    """Log-probabilities up to a constant, the likeliest at 0, of laws without top_k and top_p.  # [n, vocab] float32"""
+    laws = [request.law for request in requests]
+    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+    shifted = edited - edited.amax(dim=1, keepdim=True)
+    return without_improbable(shifted.div_(column([law.temperature for law in laws], shifted)).float(), laws)
 
 
-def guesses_of_row(row: Row, request: ProposalRequest) -> tuple[tuple[int, float], ...]:
-    """The token drawn from a row, and the likeliest others of it, with their probabilities in it."""
-    drawn = draw(row, request.draw_bits)
-    total = row.total
-    weights = dict(zip(row.token_ids, row.weights))
-    first = (drawn, weights.pop(drawn) / total)
-    others = sorted(weights.items(), key=itemgetter(1), reverse=True)[: request.branch_count]
-    return first, *((token_id, weight / total) for token_id, weight in others)
-
-
-def encoded_rows(supports: list[Support], crossing: Crossing) -> Callable[[], list[Row]]:
-    """Each row's law as it will be sent: its likeliest tokens, with the nearest of the weights a row can carry; once
-    crossed.
+def rejection_proposals(
+    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+) -> Callable[[], list[Proposal]]:
+    """The law as it will be sent, its likeliest tokens with the nearest of the weights a row can carry, and a draw from
+    it; once crossed.
 
     The likeliest weighs 65535. A token less likely than 1 in 65535 beside it is left out, of the row and so of what can
     be drawn.
     """
-    brought = []
-    for support in supports:
-        columns, used = likeliest(support.scores, [PROPOSAL_ROW_TOKENS_MAX] * len(support.rows), crossing)
-        scores = support.scores.gather(1, columns).masked_fill_(~used, -math.inf)
-        codes = (scores * (-ROW_STEPS_PER_OCTAVE / math.log(2))).clamp_(max=len(ROW_WEIGHTS)).round_().to(torch.int64)
-        token_ids = crossing.bring(support.ids.expand(support.scores.shape).gather(1, columns))
-        brought.append((support.rows, encoded(token_ids, crossing.bring(codes))))
-    return lambda: in_order(brought)
+    scores, token_ids = likeliest_of_law(requests, logits, PROPOSAL_ROW_TOKENS_MAX)
+    codes = scores.mul_(CODE_SCALE).clamp_(max=len(ROW_WEIGHTS)).round_().to(torch.int64)
+    its_ids, its_codes = crossing.bring(token_ids), crossing.bring(codes)
+    return lambda: [proposal_of_row(*line) for line in zip(requests, its_ids(), its_codes())]
 
 
-def encoded(token_ids: Callable[[], list[list[int]]], codes: Callable[[], list[list[int]]]) -> Callable[[], list[Row]]:
-    """The rows of lines of tokens and codes; once crossed."""
-    return lambda: [encoded_row(ids, line) for ids, line in zip(token_ids(), codes())]
+WAYS = {
+    Rule.GREEDY: greedy_proposals,
+    Rule.COUPLED: coupled_proposals,
+    Rule.REJECTION: rejection_proposals,
+}
 
 
-def encoded_row(token_ids: list[int], codes: list[int]) -> Row:
-    """The row of those tokens whose code stands for a weight."""
+def guess_count(requests: Sequence[ProposalRequest], width: int) -> int:
+    """Tokens to look for in each row: the proposal, and the most branches that any request asks for."""
+    return min(1 + max(request.branch_count for request in requests), width)
+
+
+def guesses_of(
+    requests: Sequence[ProposalRequest], token_ids: Callable[[], list[list[int]]], shares: Callable[[], list[list[float]]]
+) -> Callable[[], list[Proposal]]:
+    """Proposals of lines of tokens, best first, and their shares; those without any are left out. Once crossed."""
+
+    def finish() -> list[Proposal]:
+        made = []
+        for request, ids, values in zip(requests, token_ids(), shares()):
+            guesses = list(zip(ids, values))[: 1 + request.branch_count]
+            made.append(Proposal((guesses[0], *(guess for guess in guesses[1:] if guess[1] > 0))))
+        return made
+
+    return finish
+
+
+def likeliest_of_law(requests: Sequence[ProposalRequest], logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each request's law, likeliest first: log-probabilities up to a constant, the first at 0,
+    and ids.  # [n, columns] float32, -inf outside the law; [n, columns] int64
+
+    The steps are those of the sampled law (decoding/distribution.py): edits, temperature, min_p, top_k, top_p.
+    """
+    laws = [request.law for request in requests]
+    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+    values, token_ids = edited.topk(min(count, edited.shape[1]), dim=1)
+    temperatures = column([law.temperature for law in laws], edited)
+    scores = ((values - values[:, :1]) / temperatures).float()
+    without_improbable(scores, laws)
+    if any(law.top_k for law in laws):
+        ranks = torch.arange(scores.shape[1], device=scores.device)
+        kept = column([float(law.top_k or scores.shape[1]) for law in laws], scores)
+        scores.masked_fill_(ranks >= kept, -math.inf)
+    if any(law.top_p < 1 for law in laws):
+        weights = scores.exp()
+        every = ((edited - values[:, :1]) / temperatures).exp_().sum(dim=1, keepdim=True)
+        is_cut = column([float(bool(law.min_p or law.top_k)) for law in laws], scores) > 0
+        totals = torch.where(is_cut, weights.sum(dim=1, keepdim=True), every)
+        before = weights.cumsum(dim=1) - weights
+        limits = column([law.top_p if law.top_p < 1 else math.inf for law in laws], scores)
+        outside = before >= limits * totals
+        outside[:, 0] = False
+        scores.masked_fill_(outside, -math.inf)
+    return scores, token_ids
+
+
+def column(numbers: list[float], like: Tensor) -> Tensor:
+    """One number per row.  # [n, 1], of the type of `like`"""
+    return sent(numbers, like.device, like.dtype).unsqueeze(1)
+
+
+def proposal_of_row(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
+    """The row of those tokens, likeliest first, whose code stands for a weight; its draw, and the likeliest others."""
     code_count = len(ROW_WEIGHTS)
-    kept = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
-    ids, weights = zip(*kept)
-    return Row(ids, weights)
+    ranked = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
+    row = Row(*zip(*sorted(ranked)))
+    drawn = draw(row, request.draw_bits)
+    total = row.total
+    others = itertools.islice((one for one in ranked if one[0] != drawn), request.branch_count)
+    weight = next(weight for token_id, weight in ranked if token_id == drawn)
+    guesses = ((drawn, weight / total), *((token_id, weight / total) for token_id, weight in others))
+    return Proposal(guesses, row)
 
 
 def draw(row: Row, draw_bits: int) -> int:

@@ -74,6 +74,9 @@ class Backend(Protocol):
     def allocate(self, block_count: int, block_size: int) -> Storage:
         """See `CausalModel`."""
 
+    def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Of every row of both, rows of `hidden` first, whether all of it is finite.  # [rows + logits] bool"""
+
     def plan(self, batch: RaggedBatch) -> Any:
         """What `run` needs of a batch: whatever can be wrong with one is raised here."""
 
@@ -82,6 +85,11 @@ class Backend(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""
+
+
+def finite_rows(hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """See `Backend.finite`: found from the sum of each row."""
+    return torch.cat((torch.isfinite(hidden.sum(-1, dtype=torch.float32)), torch.isfinite(logits.sum(-1))))
 
 
 def segment_flags(batch: RaggedBatch, is_finite: Sequence[bool], logit_offset: int) -> tuple[bool, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy
 import torch
 
 
@@ -29,21 +30,46 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRows:
+    """Where the rows of a segment lie that are nodes of a tree, and what each of them sees.
+
+    A cell is one place in a sequence's blocks: cell c is offset c % block size of block_ids[c // block size]. Row i is
+    written to cell cells[i] and stands at position positions[i]; it attends to the cells of visible[i], its own
+    included, which stand at cell_positions. Cells that no row sees may hold anything.
+    """
+
+    cells: Sequence[int]
+    positions: Sequence[int]
+    visible: numpy.ndarray  # [rows, cells] bool
+    cell_positions: numpy.ndarray  # [cells] int64
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Tokens of one sequence to run at positions [start, start + len(token_ids)); logits of the last `logit_count`.
 
     `block_ids` cover at least those positions, in order. Positions [0, start) are read from the cache, those of the
-    segment are written to it; what the blocks hold beyond is ignored. `logit_count` is 0 inside a long prompt.
+    segment are written to it; what the blocks hold beyond is ignored. `logit_count` is 0 inside a long prompt. With
+    `tree` it says where the rows lie, and `start` has no meaning: for models whose rows may depend on each other.
     """
 
     block_ids: Sequence[int]
     start: int
     token_ids: Sequence[int]
     logit_count: int
+    tree: TreeRows | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    def rows_of_tree(self) -> TreeRows:
+        """Its rows as those of a tree: without one, a chain on the positions before it."""
+        if self.tree is not None:
+            return self.tree
+        places = numpy.arange(self.end)
+        own = places[self.start :]
+        return TreeRows(own.tolist(), own.tolist(), places[None] <= own[:, None], places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class KVCache:
         """An empty table with all blocks of its capacity. Raises CacheExhausted; then nothing was allocated."""
         table = self.open(capacity)
         try:
-            table.block_ids = self._take(self.blocks_for(capacity))
+            table.block_ids = self._take_run(self.blocks_for(capacity))
         except CacheExhausted:
             self.release(table)
             raise
@@ -259,6 +259,18 @@ class KVCache:
         for block_id in taken:
             self._holders[block_id] = 1
         return taken
+
+    def _take_run(self, count: int) -> list[int]:
+        """`count` blocks that lie one after another where some do, so that keys can be read where they are."""
+        run: list[int] = []
+        for block_id in sorted(self._free):
+            run = [*run, block_id] if run and block_id == run[-1] + 1 else [block_id]
+            if len(run) == count:
+                break
+        if len(run) == count and count <= self.free_block_count:
+            wanted = set(run)
+            self._free = [block_id for block_id in self._free if block_id not in wanted] + run[::-1]
+        return self._take(count)
 
     def _take_kept(self) -> int:
         """The least recently used block that is kept; nobody finds it from here on."""

@@ -33,12 +33,14 @@ def load_model(
     device: str = "cpu",
     progress: Progress | None = None,
     enforce_eager: bool = False,
+    has_stable_rows: bool = True,
 ) -> CausalModel:
     """Loads and describes a model; `progress(what, share)` is told how far it is.
 
     Raises ModelRefused for the folder's faults and ConfigError for the settings', each in one line. "auto" keeps the
     weights' own type, but for float16, which it widens to float32 on a CPU. `device`: see `find_device`; a table model
-    runs on a CPU wherever. `enforce_eager`: no captured graphs on a GPU.
+    runs on a CPU wherever. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`: as a target's must be, a
+    row's bits do not depend on its neighbours on a CPU; a model without takes segments of trees (`TreeRows`).
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -51,4 +53,4 @@ def load_model(
     from specdec.engine.transformers_model import load_transformers_model
 
     check_proven(path_or_hub_id, folder.config)
-    return load_transformers_model(path_or_hub_id, folder, dtype, progress, place, enforce_eager)
+    return load_transformers_model(path_or_hub_id, folder, dtype, progress, place, enforce_eager, has_stable_rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.interface import CausalModel, RaggedBatch, Segment
+from specdec.engine.interface import CausalModel, RaggedBatch, Segment, TreeRows
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import NumericsError, SpecdecError
 
@@ -25,13 +25,18 @@ Evidence = Callable[[list[object], list[int], torch.Tensor], list[object]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one sequence for one step; `logit_count` 0 means the sequence's feed goes on in a later step."""
+    """Rows of one sequence for one step; `logit_count` 0 means that more rows of it follow in a later step.
+
+    With `tree` it says where the rows lie, in blocks that are the table's alone, and the table's length is left as it is:
+    which cells are valid is its owner's to know.
+    """
 
     table: BlockTable
     start: int
     token_ids: Sequence[int]
     logit_count: int
     payload: object
+    tree: TreeRows | None = None
 
     @property
     def end(self) -> int:
@@ -78,7 +83,7 @@ class StepRunner:
         outcomes = self._judge(pieces, computed)
         evidence_s = time.perf_counter() - started_s - forward_s
         for piece, outcome in zip(pieces, outcomes):
-            if not isinstance(outcome, SpecdecError):
+            if piece.tree is None and not isinstance(outcome, SpecdecError):
                 self._cache.advance(piece.table, piece.end)
         row_count = sum(len(piece.token_ids) for piece in pieces)
         return StepReport(outcomes, forward_s, evidence_s, row_count)
@@ -109,8 +114,9 @@ class StepRunner:
 
     def _forward_together(self, pieces: list[Piece]) -> Computed:
         for piece in pieces:
-            self._cache.prepare_write(piece.table, piece.end)
-        segments = tuple(Segment(p.table.block_ids, p.start, p.token_ids, p.logit_count) for p in pieces)
+            if piece.tree is None:
+                self._cache.prepare_write(piece.table, piece.end)
+        segments = tuple(Segment(p.table.block_ids, p.start, p.token_ids, p.logit_count, p.tree) for p in pieces)
         output = self._model.forward(RaggedBatch(segments))
         split = output.logits.split([piece.logit_count for piece in pieces])
         logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
@@ -159,11 +165,16 @@ class StepRunner:
 
     def _not_finite(self, piece: Piece) -> NumericsError:
         self._scrub(piece)
-        return NumericsError(f"not-a-number or infinity at positions {piece.start} to {piece.end - 1}")
+        positions = range(piece.start, piece.end) if piece.tree is None else piece.tree.positions
+        return NumericsError(f"not-a-number or infinity at positions {min(positions)} to {max(positions)}")
 
     def _scrub(self, piece: Piece) -> None:
         """What a failed piece wrote is zeroed: not-a-number in a block would outlive its owner."""
         try:
+            if piece.tree is not None:
+                for cell in piece.tree.cells:
+                    self._cache.scrub(piece.table, cell, cell + 1)
+                return
             self._cache.prepare_write(piece.table, piece.end)
             self._cache.scrub(piece.table, piece.start, piece.end)
         except SpecdecError:

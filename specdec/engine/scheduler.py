@@ -10,25 +10,44 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import Evidence, StepRunner
+from specdec.engine.runner import Evidence, Piece, StepReport, StepRunner
 from specdec.engine.step_choice import choose
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-BeforeStep = Callable[[], float]
 Stepped = Callable[[int, int, float], None]
 
 CHUNK_SIZE_DEFAULT = 64
 ROWS_MAX_DEFAULT = 512  # rows of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a service wants of the engine next.
+
+    `pieces`: a step of these, whose report goes to `done`. Otherwise a step of the feeds that wait, `delay_s` later at
+    the earliest, so that more can come; where none waits, another turn `wake_s` later, None for when something is
+    posted.
+    """
+
+    delay_s: float = 0.0
+    wake_s: float | None = None
+    pieces: Sequence[Piece] = ()
+    done: Callable[[StepReport], None] = lambda report: None
+
+
+NOTHING = Turn()
+BeforeStep = Callable[[], Turn]
 
 
 class Engine:
@@ -47,6 +66,7 @@ class Engine:
         evidence: Evidence,
         chunk_size: int = CHUNK_SIZE_DEFAULT,
         rows_max: int = ROWS_MAX_DEFAULT,
+        stepped: Stepped = lambda row_count, feed_count, step_s: None,
     ):
         if not 1 <= chunk_size <= rows_max:
             raise ValueError(f"chunk_size is {chunk_size}; it must be from 1 to rows_max, {rows_max}")
@@ -54,20 +74,19 @@ class Engine:
         self.cache = KVCache(cache_block_count, block_size, model.allocate(cache_block_count, block_size))
         self.chunk_size = chunk_size
         self.rows_max = rows_max
-        self.stepped: Stepped = lambda row_count, feed_count, step_s: None
+        self._stepped = stepped
         self._runner = StepRunner(model, self.cache, evidence)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[Feed, None] = {}  # in order of age
         self._is_stopping = False
-        self._before_step: BeforeStep = lambda: 0.0
+        self._before_step: BeforeStep = lambda: NOTHING
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, before_step: BeforeStep = lambda: 0.0) -> None:
+    def start(self, before_step: BeforeStep = lambda: NOTHING) -> None:
         """Starts the thread and returns after one warm-up step on it; raises what that step raised.
 
         `before_step` is the service's turn on the engine thread, after everything posted and before every step: it may
-        submit feeds, and returns the seconds the step is to be held for more work, 0 for none; where nothing waits, the
-        seconds after which it wants its turn again, 0 for when something is posted.
+        submit feeds, and says what it wants next.
         """
         self._before_step = before_step
         self._thread.start()
@@ -121,11 +140,13 @@ class Engine:
             self._drain(timeout_s=0.0)
             if self._is_stopping:
                 break
-            hold_s = self._call(self._before_step) or 0.0
-            if not self._waiting:
-                self._drain(timeout_s=hold_s or None)
-            elif hold_s > 0:
-                self._drain(timeout_s=hold_s)
+            turn = self._call(self._before_step) or NOTHING
+            if turn.pieces:
+                self._run_pieces(turn)
+            elif not self._waiting:
+                self._drain(timeout_s=turn.wake_s)
+            elif turn.delay_s > 0:
+                self._drain(timeout_s=turn.delay_s)
             else:
                 self._step()
         for feed in list(self._waiting):
@@ -141,6 +162,18 @@ class Engine:
                 return
             timeout_s = 0.0
             self._call(function)
+
+    def _run_pieces(self, turn: Turn) -> None:
+        """One step of the pieces a service chose."""
+        started_s = time.perf_counter()
+        try:
+            report = self._runner.run(list(turn.pieces))
+        except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
+            logger.exception("a step failed")
+            failure = SpecdecError(f"{type(error).__name__}: {error}")
+            report = StepReport([failure] * len(turn.pieces), 0.0, 0.0, 0)
+        self._stepped(report.row_count, len(turn.pieces), time.perf_counter() - started_s)
+        self._call(turn.done, report)
 
     def _step(self) -> None:
         """Gather, run, hand back: the engine's loop."""
@@ -159,7 +192,7 @@ class Engine:
                 self._call(feed.failed, SpecdecError(f"{type(error).__name__}: {error}"))
             return
         ended_s = time.perf_counter()
-        self.stepped(report.row_count, len(chosen), ended_s - started_s)
+        self._stepped(report.row_count, len(chosen), ended_s - started_s)
         for (feed, piece), outcome in zip(chosen, report.outcomes):
             feed.step_count += 1
             feed.forward_s += report.forward_s

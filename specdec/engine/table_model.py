@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput
+from specdec.engine.interface import ModelDescription, RaggedBatch, Segment, StepOutput
 
 MODEL_TYPE = "specdec_table"
 MODEL_NAME = "table model (protocol tests only)"
@@ -62,20 +62,30 @@ class TableModel:
         block_size = cells.shape[1]
         tables = [numpy.asarray(segment.block_ids, dtype=numpy.int64) for segment in batch.segments]
         for segment, blocks in zip(batch.segments, tables):
-            positions = numpy.arange(segment.start, segment.end)
-            cells[blocks[positions // block_size], positions % block_size] = segment.token_ids
+            places = numpy.asarray(segment.tree.cells if segment.tree else range(segment.start, segment.end))
+            cells[blocks[places // block_size], places % block_size] = segment.token_ids
         previous: list[numpy.ndarray] = []
         last: list[numpy.ndarray] = []
         for segment, blocks in zip(batch.segments, tables):
-            positions = numpy.arange(segment.end - segment.logit_count, segment.end)
-            last.append(cells[blocks[positions // block_size], positions % block_size])
-            before = numpy.maximum(positions - 1, 0)
+            places, before, is_first = _last_two(segment)
+            last.append(cells[blocks[places // block_size], places % block_size])
             found = cells[blocks[before // block_size], before % block_size]
-            previous.append(numpy.where(positions == 0, self._before, found))
+            previous.append(numpy.where(is_first, self._before, found))
         # rows: [sum of logit counts, vocab] float32
         rows = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
         finite_rows = torch.isfinite(rows).all(-1).tolist()
         return StepOutput(rows, tuple(_per_segment(finite_rows, batch)))
+
+
+def _last_two(segment: Segment) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Of each row with logits its cell, the cell of the token before it, and whether it is the first of all."""
+    if segment.tree is None:
+        places = numpy.arange(segment.end - segment.logit_count, segment.end)
+        return places, numpy.maximum(places - 1, 0), places == 0
+    rows, first = segment.tree, len(segment.token_ids) - segment.logit_count
+    places, positions = numpy.asarray(rows.cells)[first:], numpy.asarray(rows.positions)[first:]
+    is_before = rows.visible[first:] & (rows.cell_positions[: rows.visible.shape[1]] == positions[:, None] - 1)
+    return places, is_before.argmax(axis=1), positions == 0
 
 
 def load_table_model(folder: Path, digest: str) -> TableModel:

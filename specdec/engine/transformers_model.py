@@ -98,11 +98,11 @@ class TransformersModel:
         hidden = self._base(
             input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
         ).last_hidden_state[0]  # [rows, hidden]
-        is_finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32))  # [rows] bool
-        if not len(step.logit_rows):
-            return StepResult(hidden.new_empty(0, self.description.vocabulary_size, dtype=torch.float32), is_finite)
-        logits = self._output(hidden.index_select(0, step.logit_rows))
-        return StepResult(logits, torch.cat((is_finite, torch.isfinite(logits.sum(-1)))))
+        if len(step.logit_rows):
+            logits = self._output(hidden.index_select(0, step.logit_rows))
+        else:
+            logits = hidden.new_empty(0, self.description.vocabulary_size, dtype=torch.float32)
+        return StepResult(logits, self.backend.finite(hidden, logits))
 
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""
@@ -130,6 +130,7 @@ def load_transformers_model(
     progress: Progress | None = None,
     device: torch.device = CPU,
     enforce_eager: bool = False,
+    has_stable_rows: bool = True,
 ) -> TransformersModel:
     """Loads the weights of a checked folder. Raises ModelRefused where they do not fit the architecture."""
     digest = folder.digest(progress)
@@ -154,17 +155,19 @@ def load_transformers_model(
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     model.eval().requires_grad_(False).to(device)
     description = describe(folder, model, dtype, digest, device)
-    backend = backend_for(device, dtype, description.positions_max, enforce_eager)
+    backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
     loaded = TransformersModel(model, description, dtype, backend=backend)
     if progress:
         progress("loading weights", 1.0)
     return loaded
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool) -> Backend:
+def backend_for(
+    device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+) -> Backend:
     """The parts of a device for one model; `enforce_eager`: no captured graphs where there could be."""
     if device.type == "cpu":
-        return CpuBackend(dtype, positions_max)
+        return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows)
     from specdec.engine.cuda.backend import DeviceBackend
 
     return DeviceBackend(device, dtype, positions_max, with_graphs=not enforce_eager)

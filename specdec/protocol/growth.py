@@ -1,8 +1,9 @@
-"""How the draft grows a session's tree: the likeliest places first, below whatever is committed by then.
+"""How the draft grows a session's tree: the likeliest nodes first, below whatever is committed by then.
 
-A place is evaluated when the draft model has run on its path: that gives its proposal child and guesses at other
-children. All of them become candidates, with the likelihood of their path, a product of calibrated probabilities.
-Likelihood decides what is evaluated next, never which child is offered. Pure: no model, no clock, no messages.
+A node is evaluated when the draft model has run on its path: that gives its proposal child and guesses at other
+children, with the likelihood of their paths, a product of calibrated probabilities. Likelihood decides what is
+evaluated next, never which child is offered. An evaluated node lies in a cell of the cache; a commit keeps the cells
+along its path and frees all others. Pure: no model, no clock, no messages.
 """
 
 from __future__ import annotations
@@ -11,181 +12,227 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree, Guess, Place
 from specdec.protocol.types import Row, Rule
 
 LIKELIHOOD_MIN = 0.003  # work on a path that comes true once in 300 rounds is better left undone
+CANDIDATES_MAX = 1024  # above, those that commits have passed are sorted out
+NO_CELL = -1
+
+
+@dataclass(slots=True, eq=False)
+class GrownNode:
+    """One token after one path; `length` is that of the path that ends with it.
+
+    `name`: as the coordinator knows it, 0 for the root of an epoch and for a guess that was not sent. `guesses`: what
+    the model said of its children, the proposal child first; none before it is evaluated. `score`: the logarithm of the
+    path's likelihood, up to a constant of the tree. `cell`: where its keys and values lie.
+    """
+
+    length: int
+    token_id: int
+    score: float
+    parent: GrownNode | None = None
+    name: int = 0
+    guesses: tuple[tuple[int, float], ...] = ()
+    children: dict[int, GrownNode] = field(default_factory=dict)
+    proposal: GrownNode | None = None
+    cell: int = NO_CELL
+    is_alive: bool = True
+
+    def below(self) -> Iterator[GrownNode]:
+        """This node and every node below it."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A place not evaluated yet: `place` where the tree holds it, else a guess at a child of `parent`.
+class Followed:
+    """What a commit came to: whether it stayed inside the tree; the cells of the tokens committed, from the first on,
+    as far as they were evaluated; and the cells that are free now."""
 
-    `score` is the logarithm of its path's likelihood, on the scale of the tree's scores. Lower `order` came first.
-    """
-
-    score: float
-    order: int
-    length: int
-    token_id: int
-    parent: Place | None = None
-    place: Place | None = None
-
-    def __lt__(self, other: Candidate) -> bool:
-        return (-self.score, self.order) < (-other.score, other.order)
+    is_inside: bool
+    kept_cells: tuple[int, ...]
+    freed_cells: tuple[int, ...]
 
 
 class Growth:
     """The tree of one session on the draft, epoch by epoch.
 
     `epoch` is the next of `epochs` at each restart, `root_length` is where it began, nodes are named from 1 in each.
+    `root` is the last committed token; None before the first commit and while committed tokens are missing.
+
+    Invariants, checked by `check()`:
+    1. a child is one longer than its parent and filed under its token; the proposal is one of the children;
+    2. nodes below the root are alive; only evaluated ones have children;
+    3. no two nodes below the root share a cell.
     """
 
     def __init__(self, rule: Rule, calibration: Calibration, epochs: Iterator[int] | None = None) -> None:
         self.rule = rule
         self.epoch = 0
         self.root_length = 0
+        self.root: GrownNode | None = None
         self._calibration = calibration
         self._epochs = epochs or itertools.count(1)
         self._order = itertools.count()
-        self._node_count = 0
-        self._tree: DraftTree | None = None
-        self._candidates: list[Candidate] = []
-        self._beyond: list[Candidate] = []  # candidates past the window, or beside a chain, until the next commit
+        self._name_count = 0
+        self._candidates: list[tuple[float, int, GrownNode]] = []  # by falling score; equal ones in order of arrival
+        self._beyond: list[GrownNode] = []  # past the window, until the next commit
 
-    @property
-    def tree(self) -> DraftTree | None:
-        """The tree of this epoch; None before the first commit and while committed tokens are missing."""
-        return self._tree
-
-    def drop(self) -> None:
-        """Stops growing until the next restart."""
-        self._tree = None
+    def drop(self) -> tuple[int, ...]:
+        """Stops growing until the next restart; the cells that are free now."""
+        freed = () if self.root is None else tuple(node.cell for node in self.root.below() if node.cell != NO_CELL)
+        self.root = None
         self._candidates, self._beyond = [], []
+        return freed
 
-    def restart(self, committed: list[int]) -> None:
-        """A new epoch, rooted at `committed`, which the tree shares from here on; its root is the one candidate."""
-        self.drop()
-        self._tree = DraftTree(committed)
+    def restart(self, committed: Sequence[int]) -> None:
+        """A new epoch after `drop`, rooted at the last committed token, which is the one candidate."""
         self.epoch = next(self._epochs)
         self.root_length = len(committed)
-        self._node_count = 0
-        root = self._tree.root
-        self._candidates = [Candidate(root.score, next(self._order), root.length, root.token_id, place=root)]
+        self._name_count = 0
+        self.root = GrownNode(len(committed), committed[-1], 0.0)
+        self._candidates, self._beyond = [], []
+        self.give_back(self.root)
 
-    def commit(self, token_ids: Sequence[int]) -> bool:
-        """Follows newly committed tokens; False when they left what was grown: then a restart is due."""
-        assert self._tree is not None
+    def commit(self, token_ids: Sequence[int]) -> Followed:
+        """Follows newly committed tokens. Where they leave the nodes sent, nothing is left: `restart` is due."""
+        assert self.root is not None
         self._learn(token_ids)
-        if not self._tree.commit(token_ids):
-            return False
-        for candidate in self._beyond:
-            heapq.heappush(self._candidates, candidate)
+        kept: list[int] = []
+        freed: list[int] = []
+        for token_id in token_ids:
+            child = self.root.children.pop(token_id, None)
+            freed += self._give_up(self.root)
+            if child is None or not child.name:  # the coordinator knows no name for what lies below a guess
+                self.root = None
+                return Followed(False, tuple(kept), tuple(freed))
+            if child.cell != NO_CELL:
+                kept.append(child.cell)
+            child.parent, child.cell = None, NO_CELL
+            self.root = child
+        for node in self._beyond:
+            self.give_back(node)
         self._beyond = []
-        return True
+        if len(self._candidates) > CANDIDATES_MAX:
+            self._candidates = [entry for entry in self._candidates if self._is_open(entry[2])]
+            heapq.heapify(self._candidates)
+        return Followed(True, tuple(kept), tuple(freed))
+
+    @staticmethod
+    def _give_up(root: GrownNode) -> list[int]:
+        """Ends a root and all that is left below it; the cells that are free now."""
+        cells = []
+        for node in root.below():
+            node.is_alive = False
+            if node.cell != NO_CELL:
+                cells.append(node.cell)
+        return cells
 
     def _learn(self, token_ids: Sequence[int]) -> None:
         """Tells the calibration which guesses along the committed path came true."""
-        place: Place | None = self._tree.root if self._tree else None
+        node = self.root
         for token_id in token_ids:
-            if place is None:
+            if node is None:
                 return
-            for guess in place.guesses:
-                self._calibration.record(self.rule, guess.rank, guess.confidence, guess.token_id == token_id)
-            place = place.children.get(token_id)
+            for rank, (guess, confidence) in enumerate(node.guesses):
+                self._calibration.record(self.rule, rank, confidence, guess == token_id)
+            node = node.children.get(token_id)
 
-    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[Candidate]:
-        """The likeliest candidates that may be evaluated, at most so many, best first; they are the caller's now.
+    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[GrownNode]:
+        """The likeliest nodes to evaluate, at most so many, best first; they are the caller's now.
 
-        A child of an evaluated place stays within `reach`, the longest path the tree may have. A chain goes
-        on along proposal children however unlikely they are, and leaves the branches of a tree grown before alone.
+        A child of an evaluated node stays within `reach`, the longest path the tree may have. A chain goes on along
+        proposal children however unlikely they are, and leaves the branches of a tree grown before alone.
         """
-        taken: list[Candidate] = []
+        if is_chain:
+            return self._take_chain(reach)
+        taken: list[GrownNode] = []
         while self._candidates and len(taken) < count_max:
-            candidate = heapq.heappop(self._candidates)
-            if not self._is_open(candidate):
+            entry = heapq.heappop(self._candidates)
+            node = entry[2]
+            if not self._is_open(node):
                 continue
-            if candidate.length >= reach or (is_chain and not self._is_on_chain(candidate)):
-                self._beyond.append(candidate)
-            elif is_chain or self.likelihood(candidate) >= LIKELIHOOD_MIN:
-                taken.append(candidate)
+            if node.length >= reach:
+                self._beyond.append(node)
+            elif self.likelihood(node) >= LIKELIHOOD_MIN:
+                taken.append(node)
             else:
-                heapq.heappush(self._candidates, candidate)  # likelier than this none is left
+                heapq.heappush(self._candidates, entry)  # likelier than this none is left
                 break
         return taken
 
-    def give_back(self, candidate: Candidate) -> None:
-        """Returns a candidate that was taken and not evaluated."""
-        heapq.heappush(self._candidates, candidate)
+    def _take_chain(self, reach: int) -> list[GrownNode]:
+        node = self.root
+        while node is not None and node.guesses:
+            node = node.proposal
+        return [node] if node is not None and node.length < reach else []
 
-    def likelihood(self, candidate: Candidate) -> float:
-        """P(the candidate's path is committed), as far as it is known, given what is committed now."""
-        assert self._tree is not None
-        return math.exp(candidate.score - self._tree.root.score)
+    def give_back(self, node: GrownNode) -> None:
+        """Returns a node that was taken and not evaluated."""
+        heapq.heappush(self._candidates, (-node.score, next(self._order), node))
 
-    def _is_open(self, candidate: Candidate) -> bool:
-        """Whether its path agrees with the committed tokens: it ends at the root or below."""
-        assert self._tree is not None
-        known = candidate.place or candidate.parent
-        return known is not None and self.is_below_root(known)
+    def likelihood(self, node: GrownNode) -> float:
+        """P(the node's path is committed), as far as it is known, given what is committed now."""
+        assert self.root is not None
+        return math.exp(node.score - self.root.score)
 
-    def _is_on_chain(self, candidate: Candidate) -> bool:
-        """Whether proposal children alone lead from the root to it."""
-        assert self._tree is not None
-        place = candidate.place
-        while place is not None and place is not self._tree.root:
-            place = place.parent if place.parent is not None and place.parent.proposal is place else None
-        return place is not None
+    def _is_open(self, node: GrownNode) -> bool:
+        """Whether it is still to be evaluated, and its path agrees with the committed tokens."""
+        return node.is_alive and not node.guesses
 
-    def is_below_root(self, place: Place) -> bool:
-        """Whether a place of this epoch still agrees with the committed tokens: it is the root, or lies below it."""
-        assert self._tree is not None
-        return place.alive and place.length >= self._tree.root.length
+    def path(self, node: GrownNode) -> list[GrownNode]:
+        """The nodes from below the root down to a node, itself the last; none for the root."""
+        nodes: list[GrownNode] = []
+        walker: GrownNode | None = node
+        while walker is not None and walker is not self.root:
+            nodes.append(walker)
+            walker = walker.parent
+        return nodes[::-1]
 
-    def path(self, candidate: Candidate) -> list[int]:
-        """The tokens of its path that are not committed yet."""
-        assert self._tree is not None
-        if candidate.place is not None:
-            return self._tree.tokens_to(candidate.place)
-        assert candidate.parent is not None
-        return [*self._tree.tokens_to(candidate.parent), candidate.token_id]
-
-    def reserve_node(self) -> int:
+    def reserve_name(self) -> int:
         """A name for a node to come: for its draw, which must be named before it is known."""
-        self._node_count += 1
-        return self._node_count
+        self._name_count += 1
+        return self._name_count
 
-    def place(self, candidate: Candidate) -> tuple[Place, DraftNode | None]:
-        """The candidate's place in the tree, and the node that filed it there if it was only a guess so far."""
-        if candidate.place is not None:
-            return candidate.place, None
-        assert candidate.parent is not None
-        node, place = self._add(DraftNode(self.reserve_node(), candidate.parent.node, candidate.token_id, False))
-        place.score = candidate.score
-        return place, node
+    def file(self, node: GrownNode) -> DraftNode | None:
+        """What the coordinator has to be sent of a node about to be evaluated: a guess that it does not know yet."""
+        if node.parent is None or node.name:
+            return None
+        node.name = self.reserve_name()
+        return DraftNode(node.name, node.parent.name, node.token_id, False)
 
-    def evaluated(self, place: Place, node: int, guesses: Sequence[Guess], row: Row | None) -> DraftNode:
-        """Files what the model said of a place below the root; the first guess is its proposal child, drawn from `row`.
+    def evaluated(
+        self, node: GrownNode, name: int, guesses: Sequence[tuple[int, float]], row: Row | None, cell: int = NO_CELL
+    ) -> DraftNode:
+        """Files what the model said of a node: (token, confidence) of its children. The first is its proposal child,
+        drawn from `row`; `name` was reserved for it. `cell`: where the node lies; none where it is committed."""
+        node.guesses, node.cell = tuple(guesses), cell
+        probability = self._calibration.probability
+        for rank, (token_id, confidence) in enumerate(guesses):
+            score = node.score + math.log(probability(self.rule, rank, confidence))
+            child = node.children[token_id] = GrownNode(node.length + 1, token_id, score, node)
+            self.give_back(child)
+            if rank == 0:
+                child.name, node.proposal = name, child
+        return DraftNode(name, node.name, guesses[0][0], True, row)
 
-        `node` is the name reserved for that child.
-        """
-        place.guesses = tuple(guesses)
-        filed, proposal = self._add(DraftNode(node, place.node, guesses[0].token_id, True, row))
-        for guess in guesses:
-            score = place.score + math.log(self._calibration.probability(self.rule, guess.rank, guess.confidence))
-            child = None
-            if guess is guesses[0]:
-                child, proposal.score = proposal, score
-            candidate = Candidate(score, next(self._order), place.length + 1, guess.token_id, place, child)
-            heapq.heappush(self._candidates, candidate)
-        return filed
-
-    def _add(self, node: DraftNode) -> tuple[DraftNode, Place]:
-        assert self._tree is not None
-        place = self._tree.add(self.epoch, self.root_length, node)
-        assert place is not None, "a place below the root takes children"
-        return node, place
+    def check(self) -> None:
+        """Raises AssertionError naming the broken invariant."""
+        cells: set[int] = set()
+        for node in () if self.root is None else self.root.below():
+            for token_id, child in node.children.items():
+                assert (child.length, child.token_id) == (node.length + 1, token_id), "1: a child follows its parent"
+                assert child.parent is node, "1: a child knows its parent"
+            assert node.proposal is None or node.proposal in node.children.values(), "1: a proposal is a child"
+            assert node.is_alive, "2: nodes below the root are alive"
+            assert node.guesses or not node.children, "2: only evaluated nodes have children"
+            assert node.cell == NO_CELL or node.cell not in cells, "3: a cell holds one node"
+            cells.add(node.cell)

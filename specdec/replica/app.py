@@ -31,7 +31,7 @@ from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import Description
 from specdec.replica.cache_size import choose_cache_size
 from specdec.replica.figures import ReplicaFigures
-from specdec.replica.handler import ItemHandler
+from specdec.replica.handler import ItemHandler, ReplicaService
 from specdec.replica.metrics import families, idle_families
 from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
@@ -51,14 +51,20 @@ OnReady = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind:
-    """What tells a draft from a target: its name, its service, its stream, its evidence and its handler of items."""
+    """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
+
+    `has_stable_rows`: its model's rows must not depend on their neighbours. `extra_positions`: of a session in the
+    cache, beyond its tokens.
+    """
 
     name: str
     service: str
     stream_method: str
     messages: StreamMessages
     evidence: Evidence
-    make_handler: Callable[[Engine, Description, Any], ItemHandler]  # with the settings of its own kind
+    make_service: Callable[[Engine, Description, Any, Tracing], ReplicaService]  # with the settings of its own kind
+    has_stable_rows: bool = True
+    extra_positions: int = 0
 
 
 class ReplicaApp:
@@ -110,7 +116,7 @@ class ReplicaApp:
                 await server.stop(self._settings.drain_grace_s, self._drain())
             if self._handler is not None:
                 of_device = getattr(self._model, "counters", dict)()
-                get_logger().info("stopped", **self._handler.counters(), **of_device)
+                get_logger().info("stopped", **self._handler.service.counters(), **of_device)
             if self._engine is not None:
                 self._engine.stop()
             page.close()
@@ -139,7 +145,7 @@ class ReplicaApp:
         handler = self._handler
         if self._engine is None or self._description is None or handler is None:
             return idle_families(self._kind.name)
-        counts = handler.session_counts(), handler.counters()
+        counts = handler.session_counts(), handler.service.counters()
         return families(self._kind.name, is_serving, self._description, self._engine, self._figures, *counts)
 
     def _log_serving(self, address: str) -> None:
@@ -161,7 +167,14 @@ class ReplicaApp:
     def _load_model(self, progress: Progress) -> CausalModel:
         settings = self._settings
         if self._place is None:
-            return load_model(settings.model, settings.dtype, settings.device, progress, settings.enforce_eager)
+            return load_model(
+                settings.model,
+                settings.dtype,
+                settings.device,
+                progress,
+                settings.enforce_eager,
+                self._kind.has_stable_rows,
+            )
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
 
@@ -181,7 +194,7 @@ class ReplicaApp:
             model = self._model = self._load_model(progress)
         settings = with_block_size(settings)
         description = describe(model, settings)
-        size = choose_cache_size(model, description.positions_max, settings)
+        size = choose_cache_size(model, description.positions_max + self._kind.extra_positions, settings)
         description = replace(description, cache=size)
         engine = Engine(
             model,
@@ -189,11 +202,11 @@ class ReplicaApp:
             settings.block_size,
             self._kind.evidence,
             rows_max=settings.max_num_batched_tokens,
+            stepped=self._figures.stepped,
         )
-        handler = self._kind.make_handler(engine, description, settings)
-        handler.trace_to(self._tracing)
-        engine.stepped = self._figures.stepped
-        engine.start(handler.before_step)
+        service = self._kind.make_service(engine, description, settings, self._tracing)
+        handler = ItemHandler(service, settings.max_num_seqs)
+        engine.start(service.next_step)
         self._engine, self._description, self._handler = engine, description, handler
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:

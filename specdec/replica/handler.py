@@ -1,4 +1,4 @@
-"""What a replica does with the items of a stream, as far as draft and target do the same.
+"""What a replica does with the items of a stream: finds the session each means and hands it to the replica's service.
 
 Items of one message are carried out in order; what goes wrong with one is answered and costs nobody else anything. All
 of it runs on the engine thread.
@@ -6,91 +6,134 @@ of it runs on the engine thread.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from specdec.errors import SpecdecError
-from specdec.protocol.items import Close, DraftAsk, Open, Short, TargetAsk
+from specdec.engine.scheduler import Turn
+from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import Close, DraftAsk, Extend, Open, Short, TargetAsk
 from specdec.protocol.types import Law, check_token_ids
 from specdec.replica.figures import SessionCounts
-from specdec.replica.sessions import HeldSessions, Reply
+from specdec.replica.sessions import Reply, SessionStore, log_names
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
-from specdec.telemetry.tracing import Tracing
+
+STOPPING = "the replica stops and takes no more sessions"
 
 
-class ItemHandler(ABC):
-    """All sessions of a replica. A subclass says how one is opened and what is done for it."""
+class ReplicaService(Protocol):
+    """What tells a draft from a target: what is done for a session. Every method is called on the engine thread."""
 
-    def __init__(self, sessions: HeldSessions) -> None:
-        self._sessions = sessions
-        self._description = sessions.description
-        self._arrived_s = 0.0  # when the message being handled arrived
+    def open(self, item: Open, reply: Reply) -> Any:
+        """A session, with the room it needs from the start. Raises SpecdecError; then nothing was allocated."""
+
+    def extend(self, session: Any, item: Extend) -> Short | None:
+        """Holds committed tokens; Short when tokens before them are missing. Raises SpecdecError."""
+
+    def work(self, session: Any, item: Any, arrived_s: float) -> Short | None:
+        """Does what any other item asks of a session; Short when tokens before it are missing. Raises SpecdecError."""
+
+    def close(self, session: Any) -> None:
+        """Releases what a session holds; what was asked for it is not answered any more."""
+
+    def next_step(self) -> Turn:
+        """Its turn before every step of the engine."""
+
+    def counters(self) -> Mapping[str, int]:
+        """What it has counted, by name; statistics for logs and metrics when read from another thread."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Sessions that wait for room in the cache."""
+
+
+class ItemHandler:
+    """The sessions of one replica, and the service that works for them."""
+
+    def __init__(self, service: ReplicaService, session_count_max: int) -> None:
+        self.service = service
+        self.sessions: SessionStore = SessionStore(session_count_max)
+        self._emptied: Callable[[], None] | None = None
 
     def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply, arrived_s: float = 0.0) -> None:
         """Carries out the items of one message in order; answers come through `reply`, some of them later."""
-        self._arrived_s = arrived_s
         for item in items:
             try:
-                short = self._handle(stream, item, reply)
+                short = self._handle(stream, item, reply, arrived_s)
                 if short is not None:
                     reply(short)
             except SpecdecError as error:
-                names = self._sessions.log_names(stream, item)
-                get_logger().info("item refused", **names, reason=error.reason)
+                get_logger().info("item refused", **self._log_names(stream, item), reason=error.reason)
                 reply(failure_from_error(error, item.session, item.incarnation))
             except Exception:
-                get_logger().exception("an item failed", **self._sessions.log_names(stream, item))
+                get_logger().exception("an item failed", **self._log_names(stream, item))
                 defect = SpecdecError("the replica failed at this item; its log says why")
                 reply(failure_from_error(defect, item.session, item.incarnation))
-        self._sessions.say_when_empty()
-
-    def before_step(self) -> float:
-        """Its turn before every step of the engine: it may submit feeds. Seconds to hold the step, 0 for none."""
-        return 0.0
-
-    def counters(self) -> dict[str, int]:
-        """What it has counted, by name; figures for logs and metrics when read from another thread."""
-        return {}
+        self._say_when_empty()
 
     def session_counts(self) -> SessionCounts:
-        """How many sessions there are; a figure for metrics when read from another thread."""
-        return self._sessions.counts()
+        """How many sessions there are; statistics for metrics when read from another thread."""
+        return SessionCounts(len(self.sessions), self.service.waiting_count, self.sessions.count_max)
 
     def drain(self, emptied: Callable[[], None]) -> None:
         """Takes no more sessions; those open go on, and `emptied` is called when the last has ended."""
-        self._sessions.drain(emptied)
-
-    @abstractmethod
-    def trace_to(self, tracing: Tracing) -> None:
-        """Spans of what is in detail go there from now on; told before the engine starts."""
+        self._emptied = emptied
+        self._say_when_empty()
 
     def close_stream(self, stream: object) -> None:
         """Ends all sessions of a stream that is gone."""
-        self._sessions.close_stream(stream)
-        self._sessions.say_when_empty()
+        for session in self.sessions.take_all(stream):
+            self.service.close(session)
+        self._say_when_empty()
 
-    def _handle(self, stream: object, item: Any, reply: Reply) -> Short | None:
+    def _handle(self, stream: object, item: Any, reply: Reply, arrived_s: float) -> Short | None:
         if isinstance(item, Open):
-            self.open(stream, item, reply)
+            self._open(stream, item, reply)
             return None
         if isinstance(item, Close):
-            self._sessions.close(stream, item)
+            if (ended := self.sessions.take(stream, item)) is not None:
+                self.service.close(ended)
             return None
-        held = self._sessions.find(stream, item)
-        return held if held is None or isinstance(held, Short) else self.work(held, item)
+        session = self.sessions.find(stream, item)
+        if session is None or isinstance(session, Short):
+            return session
+        if isinstance(item, Extend):
+            return self.service.extend(session, item)
+        return self.service.work(session, item, arrived_s)
 
-    @abstractmethod
-    def open(self, stream: object, item: Open, reply: Reply) -> None:
-        """Opens a session. Raises SpecdecError; then nothing was allocated."""
+    def _open(self, stream: object, item: Open, reply: Reply) -> None:
+        """Opens a session in place of an older incarnation; nothing for one that is open already, or older."""
+        known = self.sessions.get(stream, item.session)
+        if known is None and self._emptied is not None:
+            raise ReplicaUnavailable(STOPPING)
+        if (older := self.sessions.take(stream, item)) is not None:
+            self.service.close(older)
+        elif known is not None:
+            return
+        self.sessions.check_room()
+        self.sessions.add(stream, self.service.open(item, reply))
 
-    @abstractmethod
-    def work(self, held: Any, item: Any) -> Short | None:
-        """Does what any other item asks of an open session; Short when tokens before it are missing."""
+    def _log_names(self, stream: object, item: Any) -> dict[str, object]:
+        """What a line about an item carries: what its session does, where it is open."""
+        if isinstance(item, Open):
+            return log_names(item)
+        session = self.sessions.get(stream, item.session)
+        return {"session": item.session} if session is None else log_names(session.opened)
+
+    def _say_when_empty(self) -> None:
+        if self._emptied is not None and not self.sessions:
+            self._emptied()
 
 
 def check_law_tokens(law: Law, vocabulary_size: int) -> None:
     """Raises InvalidRequest for a token id in a law that the vocabulary does not have."""
     check_token_ids("law.stop_token_ids", law.stop_token_ids, vocabulary_size)
     check_token_ids("law.logit_bias", tuple(token_id for token_id, _ in law.logit_bias), vocabulary_size)
+
+
+def check_extend(item: Extend, opened: Open, vocabulary_size: int) -> None:
+    """Raises InvalidRequest for tokens that the vocabulary or the session's length does not hold."""
+    check_token_ids("token_ids", item.token_ids, vocabulary_size)
+    end = item.start_position + len(item.token_ids)
+    if end > opened.length_max:
+        raise InvalidRequest("start_position", end, f"with its tokens at most length_max {opened.length_max}")

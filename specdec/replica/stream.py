@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.items import Commit, DraftAsk, Failure, TargetAsk, Verification
-from specdec.replica.handler import ItemHandler
-from specdec.replica.sessions import STOPPING
+from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.server import Write, parse

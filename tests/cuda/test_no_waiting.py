@@ -128,7 +128,8 @@ def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     # Numbers that mean nothing make no rows, and no true presumptions.
     monkeypatch.setattr(Crossing, "was_wrong", lambda self: was_wrong(self) and False)
-    monkeypatch.setattr(proposal_module, "encoded_row", lambda token_ids, codes: Row((1,), (1,)))
+    nothing = proposal_module.Proposal(((1, 1.0),), Row((1,), (1,)))
+    monkeypatch.setattr(proposal_module, "proposal_of_row", lambda request, token_ids, codes: nothing)
     return counts
 
 
@@ -149,7 +150,7 @@ def test_evidence_comes_back_in_one_small_copy(name: str, read_counts: list[int]
         read_counts.clear()
         proposals = [proposal(policy, seed) for seed, policy in enumerate(policies)]
         logits = torch.empty(len(proposals), VOCABULARY, device="meta")
-        assert len(propose(proposals, [1] * len(proposals), logits)) == len(proposals)
+        assert len(propose(proposals, logits)) == len(proposals)
     assert len(read_counts) == 1 and read_counts[0] <= 200 * len(proposals)
 
 
@@ -168,7 +169,7 @@ def test_presuming_gives_what_asking_gives(are_tied: bool, monkeypatch: pytest.M
     logits = logits.round() if are_tied else logits
 
     def both() -> tuple[list, list]:
-        proposed = propose(proposals, [1] * len(proposals), logits[: len(proposals)])
+        proposed = propose(proposals, logits[: len(proposals)])
         return evidence(verifications, row_counts, logits), proposed
 
     asked = both()

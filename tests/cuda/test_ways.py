@@ -14,7 +14,7 @@ from specdec.engine.attention_calls import AttentionShape
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
-from specdec.engine.cuda.storage import DeviceStorage
+from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.cuda.ways import (
     TOLERANCE,
     TRIED_STEPS,

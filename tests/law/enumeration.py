@@ -92,7 +92,7 @@ class Setting:
         """What the real draft side proposes after `path` for each 53-bit draw."""
         requests = [ProposalRequest(self.law, path, self.vocabulary_size, bits) for bits in draws]
         logits = torch.tensor([self.draft(path)] * len(draws), dtype=torch.float32)
-        return proposal_module.propose(requests, [1] * len(draws), logits)
+        return proposal_module.propose(requests, logits)
 
     def offered_count(self, chain: tuple[Child, ...], count_max: int) -> int:
         """How many of the tokens at hand are offered: as many as allowed, whatever they are."""

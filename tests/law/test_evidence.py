@@ -102,7 +102,7 @@ def drafters(model: Callable, vocabulary_size: int) -> dict[str, Drafter]:
         for _ in range(round_index % 4):
             before = [*path, *tokens]
             logits = torch.tensor([other(before)])
-            tokens.append(propose([ProposalRequest(law, before, vocabulary_size)], [1], logits)[0].token_id)
+            tokens.append(propose([ProposalRequest(law, before, vocabulary_size)], logits)[0].token_id)
         return tuple(tokens)
 
     def perfect(law: Law, path: list[int], round_index: int) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def test_a_perfect_draft_is_always_accepted() -> None:
     law = Law(Rule.COUPLED, seed=17, prompt_length=1, temperature=0.9, top_p=0.95, frequency_penalty=0.5)
     path = [0]
     for _ in range(30):
-        proposal = propose([ProposalRequest(law, path, 40)], [1], torch.tensor([model(path)]))[0]
+        proposal = propose([ProposalRequest(law, path, 40)], torch.tensor([model(path)]))[0]
         assert proposal.token_id == verified(law, 0, path, (), model).replacement_token_ids[0]
         path.append(proposal.token_id)
 
@@ -180,7 +180,6 @@ def mixed_requests(width: int) -> tuple[list[EvidenceRequest], list[int], torch.
         length = index % 4
         proposed = propose(
             [ProposalRequest(law, [1, 2, 3], width, uniform_bits(5, Lane.DRAFT, 1, node)) for node in range(length)],
-            [1] * length,
             torch.randn(length, width, generator=generator),
         )
         rows = tuple(p.row for p in proposed if p.row is not None)

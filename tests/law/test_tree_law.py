@@ -92,7 +92,7 @@ class TreeWorld(Setting):
             draw_bits = -(-low * (1 << 53) // total)
             request = ProposalRequest(self.law, path, self.vocabulary_size, draw_bits, BRANCH_COUNT)
             logits = torch.tensor([self.draft(path)], dtype=torch.float32)
-            (proposal,) = propose([request], [1], logits)
+            (proposal,) = propose([request], logits)
             assert proposal.token_id == child.token_id and proposal.row == child.row
             self.cache[key] = [(t, rank, share) for rank, (t, share) in enumerate(proposal.guesses)]
         return self.cache[key]

@@ -89,9 +89,12 @@ class Ledger:
             results.append(found)
         return results
 
-    def propose(self, requests: Sequence[ProposalRequest], counts: Sequence[int], rows: CachedRows) -> list[Proposal]:
+    def propose(
+        self, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
+    ) -> list[list[Proposal]]:
         """The evidence function of the draft's engine. Every proposal is entered, and must be sent."""
         results = []
+        requests = [request for payload in payloads for request in payload]
         paths = cached_paths(rows, [request.path for request in requests])
         for request, path in zip(requests, paths):
             proposal = proposal_after(self.table, request, path)
@@ -102,24 +105,22 @@ class Ledger:
             self.proposals.setdefault(entry[:2], []).append(entry[2:])
             self.evaluated.append(entry)
             results.append(proposal)
-        return results
+        made = iter(results)
+        return [[next(made) for _ in range(count)] for count in counts]
 
-    def after_draft_step(self, held: Iterable[Any]) -> None:
-        """A draft step is over: whose tree, of which epoch, each proposal belongs to."""
+    def after_draft_step(self, held: Iterable[Any], answers: Sequence[tuple[Any, Any]]) -> None:
+        """A draft step is over: all it evaluated is sent, whatever was drawn."""
         for entry in self.evaluated:
             owners = [session for session in held if session.opened.law.seed == entry[0]]
             if len(owners) == 1:  # else a session that was lost and its successor are held: whose it is cannot be said
                 self.unsent[entry] = owners[0], owners[0].growth.epoch
         self.evaluated.clear()
-
-    def on_draft_turn(self, answers: Sequence[tuple[Any, Any]]) -> None:
-        """Between steps a draft sends all it evaluated, whatever was drawn, but what commits have overtaken."""
         for stream, answer in answers:
             if isinstance(answer, Nodes):
                 self._on_nodes(stream, answer)
         for (_, path, token, _), (held, epoch) in self.unsent.items():
             growth = held.growth
-            is_overtaken = growth.tree is None or growth.epoch != epoch or held.lanes[0].table.is_released
+            is_overtaken = growth.root is None or growth.epoch != epoch or held.table.is_released
             if not is_overtaken and path[: len(held.tokens)] == tuple(held.tokens):
                 raise Violation(f"token {token} was proposed after {path} and not sent")
         self.unsent.clear()

@@ -19,7 +19,7 @@ import torch
 
 from specdec.decoding.evidence import EvidenceRequest
 from specdec.decoding.proposal import Proposal, ProposalRequest
-from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.interface import RaggedBatch, Segment, StepOutput
 from specdec.protocol.noise import UNIFORM_BITS, Lane, gumbel, hash64, uniform_bits
 from specdec.protocol.types import Description, Evidence, Law, Row, Rule
 from tests.simulation.clock import Clock, Violation
@@ -164,10 +164,10 @@ class TokenStorage:
         self.cells[block_id] = self.cells[block_id].copy()
         self.cells[block_id][start:end] = self.empty[start:end]
 
-    def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
-        """Puts tokens at absolute positions from `start` on."""
+    def write(self, block_ids: Sequence[int], places: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Puts tokens at these places of a sequence."""
         size, cells = self.block_size, self.cells
-        for position, token in enumerate(token_ids, start):
+        for position, token in zip(places, token_ids):
             block_id = block_ids[position // size]
             if cells[block_id] is self.empty:
                 cells[block_id] = self.empty.copy()
@@ -217,13 +217,32 @@ class TableModel:
         storage = self.storage
         assert storage is not None
         for segment in batch.segments:
-            storage.write(segment.block_ids, segment.start, segment.token_ids)
+            places = segment.tree.cells if segment.tree else range(segment.start, segment.end)
+            storage.write(segment.block_ids, places, segment.token_ids)
         rows = CachedRows()
         for segment in batch.segments:
+            if segment.tree is not None:
+                rows += self._seen(segment)
+                continue
             tokens = storage.read(segment.block_ids, segment.end)
             rows += [tokens[: segment.end - offset] for offset in range(segment.logit_count - 1, -1, -1)]
         self.clock.in_step_s += self.step_s(batch.row_count)
         return StepOutput(rows, (True,) * len(batch.segments))
+
+
+    def _seen(self, segment: Segment) -> list[list[int]]:
+        """What each row of a tree with logits sees, in order of position; each must see one token at every position."""
+        assert self.storage is not None and segment.tree is not None
+        tokens = self.storage.read(segment.block_ids, segment.tree.visible.shape[1])
+        found = []
+        for row in range(len(segment.token_ids) - segment.logit_count, len(segment.token_ids)):
+            cells = segment.tree.visible[row].nonzero()[0].tolist()
+            ordered = sorted(cells, key=lambda cell: segment.tree.cell_positions[cell])
+            positions = [int(segment.tree.cell_positions[cell]) for cell in ordered]
+            if positions != list(range(segment.tree.positions[row] + 1)):
+                raise Violation(f"a row at {segment.tree.positions[row]} sees the positions {positions}")
+            found.append([tokens[cell] for cell in ordered])
+        return found
 
 
 def cached_paths(rows: CachedRows, wanted: Sequence[Sequence[int]]) -> CachedRows:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draft_service.drafter import Drafter
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduler import Engine, Turn
 from specdec.errors import CacheExhausted
+from specdec.protocol.growth import NO_CELL
 from specdec.protocol.items import Close, Failure, Short
 from specdec.protocol.types import Description
-from specdec.replica.sessions import HeldSessions
-from target_service.room import GrowingSessions
+from specdec.replica.handler import ItemHandler
+from specdec.replica.sessions import name_of
 from target_service.verifier import Verifier
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import TableModel
@@ -30,14 +31,17 @@ HOLD_S_MIN = 1e-6  # real time goes on by itself; what is left of a hold may be 
 class SimulatedEngine(Engine):
     """The engine without its thread: whoever drives it does what `Engine._run` does. An exception goes through."""
 
-    def prepare(self, before_step: Callable[[], float]) -> float:
-        """Runs what was posted, and the service's turn; the seconds to hold the step."""
+    def prepare(self, next_step: Callable[[], Turn]) -> Turn:
+        """Runs what was posted, and the service's turn."""
         self._drain(timeout_s=0.0)
-        return before_step()
+        return next_step()
 
-    def step(self) -> None:
+    def step(self, turn: Turn) -> None:
         """One step."""
-        self._step()
+        if turn.pieces:
+            self._run_pieces(turn)
+        else:
+            self._step()
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         return function(*arguments)
@@ -57,13 +61,13 @@ class ProcessTraits:
     rows_max: int = 512
 
 
-def fenced(work: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def fenced(work: Callable[[Any, Any, float], Any]) -> Callable[[Any, Any, float], Any]:
     """`work` that sees to it that an item belongs to the incarnation it is carried out for."""
 
-    def checked(held: Any, item: Any) -> Any:
+    def checked(held: Any, item: Any, arrived_s: float) -> Any:
         if held.opened.incarnation != item.incarnation:
             raise Violation(f"{item} is carried out for incarnation {held.opened.incarnation}")
-        return work(held, item)
+        return work(held, item, arrived_s)
 
     return checked
 
@@ -76,7 +80,6 @@ class Process:
     traits: ProcessTraits
     on_step: Callable[[Process], None]
     after_step: Callable[[Process], None]
-    on_turn: Callable[[Process], None]
     on_crash: Callable[[Process], None]
     life: int = 0
     is_alive: bool = False
@@ -88,6 +91,7 @@ class Process:
     streams: list = field(default_factory=list)
     answers: list = field(default_factory=list)
     engine: Any = None
+    service: Any = None
     handler: Any = None
     _held_back: list = field(default_factory=list)
 
@@ -101,16 +105,15 @@ class Process:
         self.engine = SimulatedEngine(
             model, traits.block_count, BLOCK_SIZE, traits.evidence, traits.chunk_size, traits.rows_max
         )
-        if traits.is_draft:
-            self.handler = Drafter(HeldSessions(self.engine, traits.description, SESSION_COUNT_MAX))
-        else:
-            self.handler = Verifier(GrowingSessions(self.engine, traits.description, SESSION_COUNT_MAX))
-        self.handler.work = fenced(self.handler.work)
+        kind = Drafter if traits.is_draft else Verifier
+        self.service = kind(self.engine, traits.description)
+        self.service.work = fenced(self.service.work)
+        self.handler = ItemHandler(self.service, SESSION_COUNT_MAX)
 
     @property
     def held(self) -> dict:
         """The sessions it holds, by (stream, number)."""
-        return self.handler._sessions._sessions
+        return self.handler.sessions._sessions
 
     def crash(self) -> None:
         """The process is gone, and its connections with it; nothing it computed leaves it."""
@@ -177,28 +180,29 @@ class Process:
         """Once round the loop of the engine's thread: what was posted, then a step, which keeps it busy to its end."""
         self.is_busy = True
         engine = self.engine
-        hold_s = engine.prepare(self.handler.before_step)
-        self.on_turn(self)
-        if engine.waiting_count and hold_s > 0:
+        turn = engine.prepare(self.service.next_step)
+        if not turn.pieces and engine.waiting_count and turn.delay_s > 0:
             self._send_answers()
             self.is_busy = False
-            self.later(max(hold_s, HOLD_S_MIN), self._wake)
-        elif engine.waiting_count:
+            self.later(max(turn.delay_s, HOLD_S_MIN), self._wake)
+        elif turn.pieces or engine.waiting_count:
             self._send_answers()
             self.on_step(self)
-            self.clock.in_step_s = 0.0
-            if self.is_alive and not self.is_frozen:
-                engine.step()
-                self.after_step(self)
-            step_s, self.clock.in_step_s = self.clock.in_step_s, 0.0
-            self.later(step_s, self._end_step)
+            self._run(lambda: self._step(turn))
         elif self.is_dying:
             self.crash()
         else:
             self.is_busy = False
             self._send_answers()
-            if hold_s > 0:
-                self.later(hold_s, self._wake)
+            if turn.wake_s is not None:
+                self.later(turn.wake_s, self._wake)
+
+    def _step(self, turn: Turn) -> None:
+        self.clock.in_step_s = 0.0
+        self.engine.step(turn)
+        self.after_step(self)
+        step_s, self.clock.in_step_s = self.clock.in_step_s, 0.0
+        self.later(step_s, self._end_step)
 
     def _wake(self) -> None:
         if not self.is_busy:
@@ -233,17 +237,20 @@ class Process:
         held = self.held.get((stream, number))
         if held is None:
             return
-        says_so = says_so or any(lane.feed is not None for lane in held.lanes)
-        self.handler.handle(stream, [Close(*held.name)], lambda _: None)
+        says_so = says_so or getattr(held, "feed", None) is not None
+        name = name_of(held.opened)
+        self.handler.handle(stream, [Close(*name)], lambda _: None)
         if says_so:
-            self._reply(stream, Short(*held.name, 0, unknown=True))
+            self._reply(stream, Short(*name, 0, unknown=True))
 
     def check(self) -> None:
         """The cache's own invariants, and those of every tree a draft grows."""
         self.engine.cache.check_integrity()
         for held in self.held.values():
-            if self.traits.is_draft and held.growth.tree is not None:
-                held.growth.tree.check()
+            if self.traits.is_draft:
+                held.growth.check()
+                nodes = () if held.growth.root is None else held.growth.root.below()
+                held.cells.check(node.cell for node in nodes if node.cell != NO_CELL)
 
     def check_idle(self) -> None:
         """Raises Violation unless everything that was ever taken is free again."""

@@ -68,7 +68,7 @@ class World:
             evidence,
             scenario.chunk_size,
         )
-        return Process(self.clock, traits, self.faults.on_step, self._after_step, self._on_turn, self._on_crash)
+        return Process(self.clock, traits, self.faults.on_step, self._after_step, self._on_crash)
 
     def _start_coordinator(self) -> None:
         links = []
@@ -103,12 +103,8 @@ class World:
         if self.faults.point % CHECK_EVERY == 0:
             process.check()
         if process.traits.is_draft:
-            self.ledger.after_draft_step(process.held.values())
+            self.ledger.after_draft_step(process.held.values(), process.answers)
         self.note("step of", process)
-
-    def _on_turn(self, process: Process) -> None:
-        if process.traits.is_draft:
-            self.ledger.on_draft_turn(process.answers)
 
     def crash(self, process: Process, in_s: float = 0.0) -> None:
         """A process dies."""
@@ -129,7 +125,7 @@ class World:
 
     def count_cache(self, process: Process) -> None:
         """Adds what a life of a process has counted, at its end."""
-        self.cache_counts.update(process.handler.counters())
+        self.cache_counts.update(process.service.counters())
 
     def freeze(self, process: Process, for_s: float) -> None:
         """A process stops for a while; when that is long its connections are given up."""

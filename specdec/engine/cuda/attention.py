@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.cuda.plan import StepTensors
-from specdec.engine.cuda.storage import DeviceStorage
+from specdec.engine.device_storage import DeviceStorage
 
 TABLE_BLOCK_MULTIPLE = 256  # the kernel behind varlen_attn reads pages of a multiple of this many positions only
 

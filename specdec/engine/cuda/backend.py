@@ -17,13 +17,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention_calls import AttentionShape
-from specdec.engine.backend import Compute, StepResult, segment_flags
+from specdec.engine.backend import Compute, StepResult, finite_rows, segment_flags
 from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Way
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
-from specdec.engine.cuda.storage import DeviceStorage
+from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.cuda.ways import choose_way
 from specdec.engine.interface import RaggedBatch, StepOutput
 
@@ -158,6 +158,9 @@ class DeviceBackend:
             output = self._step(batch, plan, compute)
             self.margins.look_at(output.logits)  # type: ignore[union-attr]
             return output
+
+    def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return finite_rows(hidden, logits)
 
     def counters(self) -> dict[str, float]:
         """How close decisions came to the drift: see `MarginCounter`."""

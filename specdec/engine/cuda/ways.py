@@ -25,7 +25,7 @@ from specdec.engine.cuda.attention import (
     varlen_parameters,
 )
 from specdec.engine.cuda.plan import StepBuffer, exact_shape
-from specdec.engine.cuda.storage import DeviceStorage
+from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, Segment
 
 logger = logging.getLogger("specdec.engine")

@@ -1,0 +1,155 @@
+"""Attention for a draft: every row sees the cells it is told to, by the library's own kernels.
+
+A draft's numbers decide no text, so nothing here keeps a row from depending on its neighbours: one product for as many
+rows as there are, one fused attention for each sequence, over the cached keys where they lie. The nodes of a tree are
+rows of one sequence that see their own ancestors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch.nn import functional
+
+from specdec.engine.attention import ScoreRule
+from specdec.engine.device_storage import DeviceStorage
+from specdec.engine.interface import RaggedBatch, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSegment:
+    """The rows [start, end) of one sequence and the cached keys they may see.
+
+    `first_slot`: where its cells lie one after another in the storage; else `slots` [cells] int64 lists them.
+    `visible`: by window, [rows, cells] bool; None where every row sees every cell.
+    """
+
+    start: int
+    end: int
+    cell_count: int
+    first_slot: int
+    slots: torch.Tensor | None
+    visible: dict[int | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """One step: `input_ids`, `position_ids` [1, rows], `logit_rows` [logits], `written` [rows] int64: slots.
+
+    It stands where modules expect an `AttentionPlan`.
+    """
+
+    storage: DeviceStorage
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    written: torch.Tensor
+    segments: tuple[TreeSegment, ...]
+
+    @property
+    def attention(self) -> TreePlan:
+        return self
+
+    @property
+    def logit_count(self) -> int:
+        return len(self.logit_rows)
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, then attends to it.
+
+        queries [rows, heads, head size]; returns the same shape and type.
+        """
+        self.storage.write(layer, self.written, keys, values)
+        cached = self.storage.slots[layer]
+        parts = [self._attend(queries[own.start : own.end], cached, own, rule) for own in self.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    def _attend(
+        queries: torch.Tensor, cached: tuple[torch.Tensor, ...], own: TreeSegment, rule: ScoreRule
+    ) -> torch.Tensor:
+        """queries [rows, heads, head size], cached keys and values [slots, kv heads, head size] -> the queries' shape."""
+        if own.slots is None:
+            keys, values = (part[own.first_slot : own.first_slot + own.cell_count] for part in cached)
+        else:
+            keys, values = (part.index_select(0, own.slots) for part in cached)
+        rows, seen = (each.transpose(0, 1)[None] for each in (queries, keys))
+        values, mask = values.transpose(0, 1)[None], own.visible[rule.window]
+        if rule.softcap is None:
+            output = functional.scaled_dot_product_attention(
+                rows, seen, values, mask, scale=rule.scaling, enable_gqa=True
+            )
+        else:
+            output = capped_attention(rows, seen, values, mask, rule)
+        return output[0].transpose(0, 1)
+
+
+def capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, rule: ScoreRule
+) -> torch.Tensor:
+    """Attention with scores softcap * tanh(score / softcap); queries [1, heads, rows, size], keys [1, kv heads, ...]."""
+    assert rule.softcap is not None
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    scores = torch.tanh(queries @ keys.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ values
+
+
+class TreePlanner:
+    """Plans steps of one model on one storage, for the windows its layers have. Holds no state between steps."""
+
+    def __init__(self, storage: DeviceStorage, windows: tuple[int | None, ...]):
+        self._storage = storage
+        self._windows = windows
+
+    def plan(self, batch: RaggedBatch) -> TreePlan:
+        """The index tensors of a step. Raises for cells that the blocks do not cover."""
+        ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        written: list[numpy.ndarray] = []
+        segments: list[TreeSegment] = []
+        for segment in batch.segments:
+            start, end = len(ids), len(ids) + len(segment.token_ids)
+            ids += segment.token_ids
+            logit_rows += range(end - segment.logit_count, end)
+            positions += segment.rows_of_tree().positions
+            own, slots = self._segment(segment, start, end)
+            segments.append(own)
+            written.append(slots)
+        return TreePlan(
+            self._storage,
+            torch.tensor([ids]),
+            torch.tensor([positions]),
+            torch.tensor(logit_rows, dtype=torch.int64),
+            torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written)),
+            tuple(segments),
+        )
+
+    def _segment(self, segment: Segment, start: int, end: int) -> tuple[TreeSegment, numpy.ndarray]:
+        """The segment, and the slots its rows are written to."""
+        rows, size = segment.rows_of_tree(), self._storage.block_size
+        blocks = numpy.asarray(segment.block_ids)
+        cell_count = rows.visible.shape[1]
+        is_run = bool((blocks[1:] - blocks[:-1] == 1).all())
+        cells = numpy.asarray(rows.cells)
+        slots = None
+        if not is_run:
+            every = numpy.arange(cell_count)
+            slots = torch.from_numpy(blocks[every // size] * size + every % size)
+        visible = {window: self._visible(rows.visible, rows, window) for window in self._windows}
+        own = TreeSegment(start, end, cell_count, int(blocks[0]) * size, slots, visible)
+        return own, blocks[cells // size] * size + cells % size
+
+    @staticmethod
+    def _visible(visible: numpy.ndarray, rows, window: int | None) -> torch.Tensor | None:
+        if window is not None:
+            distances = numpy.asarray(rows.positions)[:, None] - rows.cell_positions[None, : visible.shape[1]]
+            visible = visible & (distances < window)
+        return None if visible.all() else torch.from_numpy(visible)
