@@ -170,7 +170,7 @@ def backend_for(
         return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows)
     from specdec.engine.cuda.backend import DeviceBackend
 
-    return DeviceBackend(device, dtype, positions_max, with_graphs=not enforce_eager)
+    return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
 
 
 def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch.dtype:

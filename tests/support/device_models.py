@@ -20,14 +20,18 @@ from tests.support.engine_models import Driver
 GRAPH_SEQUENCES_MAX = 4  # captured steps of more sequences are many and slow to repeat on a CPU
 
 
-def load_on_device(folder: Path, with_graphs: bool, dtype: str = "float32") -> TransformersModel:
+def load_on_device(
+    folder: Path, with_graphs: bool, dtype: str = "float32", has_stable_rows: bool = True
+) -> TransformersModel:
     """A tiny model behind the device backend, with device "cpu"."""
 
-    def backend(device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool) -> DeviceBackend:
-        return DeviceBackend(device, dtype, positions_max, with_graphs, GRAPH_SEQUENCES_MAX)
+    def backend(
+        device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+    ) -> DeviceBackend:
+        return DeviceBackend(device, dtype, positions_max, with_graphs, GRAPH_SEQUENCES_MAX, not has_stable_rows)
 
     with mock.patch.object(transformers_model, "backend_for", backend):
-        model = load_model(str(folder), dtype)
+        model = load_model(str(folder), dtype, has_stable_rows=has_stable_rows)
     assert isinstance(model, TransformersModel)
     return model
 

@@ -1,4 +1,4 @@
-"""Attention over the paged storage of a device, in one of three ways that compute the same.
+"""Attention over the paged storage of a device, in one of three ways that compute the same, and one for trees.
 
 `block tables` and `gathered` run `torch.nn.attention.varlen.varlen_attn`, the first on the pages where they lie (torch
 from 2.13 on), the second on a packed copy of the keys. `plain` needs nothing but matrix products; it serves float32,
@@ -131,40 +131,72 @@ class PlainIndices:
     distances: torch.Tensor
 
 
+def rectangle(step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PlainIndices.rows` as [sequences, query_max], and `places`."""
+    shape, device = step.shape, step.tables.device
+    starts = step.query_starts.long()
+    inside = torch.arange(shape.query_max, device=device)
+    rows = (starts[:-1, None] + inside).clamp_(max=shape.row_count - 1)
+    every_row = torch.arange(shape.row_count, device=device)
+    sequences = torch.searchsorted(starts[1:], every_row, right=True).clamp_(max=shape.sequence_count - 1)
+    within = (every_row - starts[sequences]).clamp_(max=shape.query_max - 1)
+    return rows, sequences * shape.query_max + within
+
+
 class Plain:
     """Scores, softmax, sum: rectangular, masked, in float32. The other ways are held against this one."""
 
     name = "plain"
 
     def prepare(self, storage: DeviceStorage, step: StepTensors) -> PlainIndices:
-        shape, device = step.shape, step.tables.device
-        starts = step.query_starts.long()
-        inside = torch.arange(shape.query_max, device=device)
-        rows = (starts[:-1, None] + inside).clamp_(max=shape.row_count - 1)  # [sequences, query_max]
-        every_row = torch.arange(shape.row_count, device=device)
-        sequences = torch.searchsorted(starts[1:], every_row, right=True).clamp_(max=shape.sequence_count - 1)
-        within = (every_row - starts[sequences]).clamp_(max=shape.query_max - 1)
-        keys = torch.arange(step.tables.shape[1] * storage.block_size, device=device)
+        rows, places = rectangle(step)
+        keys = torch.arange(step.tables.shape[1] * storage.block_size, device=step.tables.device)
         distances = step.positions[rows][:, :, None] - keys
-        return PlainIndices(rows.view(-1), sequences * shape.query_max + within, distances)
+        return PlainIndices(rows.view(-1), places, distances)
 
     def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
-        shape = step.shape
-        head_count, size = queries.shape[1:]
-        count, rows = shape.sequence_count, shape.query_max
-        group = head_count // keys.shape[2]
-        blocks = step.tables.view(-1).long()
-        chosen = queries.index_select(0, prepared.rows).view(count, rows, -1, group, size)
-        # A group's query heads share their keys: [sequences, kv heads, group * rows, size].
-        chosen = chosen.permute(0, 2, 3, 1, 4).reshape(count, -1, group * rows, size)
-        cached = [c.index_select(0, blocks).view(count, -1, *c.shape[2:]).transpose(1, 2) for c in (keys, values)]
-        hidden = prepared.distances < 0
-        if rule.window is not None:
-            hidden = hidden | (prepared.distances >= rule.window)
-        hidden = hidden[:, None, None].expand(-1, -1, group, -1, -1).reshape(count, 1, group * rows, -1)
-        output = masked_attention(chosen.float(), cached[0].float(), cached[1].float(), ~hidden, rule)
-        output = output.view(count, -1, group, rows, size).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, size)
-        return output.index_select(0, prepared.places).to(queries.dtype)
+        return attend_rectangle(queries.float(), keys, values, step, prepared, rule).to(queries.dtype)
+
+
+class Trees:
+    """As the plain way, in the model's own type, for rows that say which cells they see: a draft's."""
+
+    name = "trees"
+
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> PlainIndices:
+        rows, places = rectangle(step)
+        distances = step.positions[rows][:, :, None] - step.cell_positions[:, None, :]
+        return PlainIndices(rows.view(-1), places, distances.masked_fill_(step.visible[rows] == 0, -1))
+
+    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+        return attend_rectangle(queries, keys, values, step, prepared, rule)
+
+
+def attend_rectangle(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: StepTensors,
+    prepared: PlainIndices,
+    rule: ScoreRule,
+) -> torch.Tensor:
+    """Attention over the rectangle of `prepared`, in the type of the queries; see `Way.attend`."""
+    shape = step.shape
+    head_count, size = queries.shape[1:]
+    count, rows = shape.sequence_count, shape.query_max
+    group = head_count // keys.shape[2]
+    blocks = step.tables.view(-1).long()
+    chosen = queries.index_select(0, prepared.rows).view(count, rows, -1, group, size)
+    # A group's query heads share their keys: [sequences, kv heads, group * rows, size].
+    chosen = chosen.permute(0, 2, 3, 1, 4).reshape(count, -1, group * rows, size)
+    cached = [c.index_select(0, blocks).view(count, -1, *c.shape[2:]).transpose(1, 2) for c in (keys, values)]
+    hidden = prepared.distances < 0
+    if rule.window is not None:
+        hidden = hidden | (prepared.distances >= rule.window)
+    hidden = hidden[:, None, None].expand(-1, -1, group, -1, -1).reshape(count, 1, group * rows, -1)
+    output = masked_attention(chosen, cached[0].to(chosen.dtype), cached[1].to(chosen.dtype), ~hidden, rule)
+    output = output.view(count, -1, group, rows, size).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, size)
+    return output.index_select(0, prepared.places)
 
 
 def masked_attention(
@@ -182,6 +214,7 @@ def masked_attention(
 
 
 PLAIN = Plain()
+TREES = Trees()
 
 
 @dataclass(slots=True)
@@ -204,7 +237,7 @@ class DevicePlan:
         queries [rows, heads, head size]; returns the same shape and type.
         """
         self.storage.write(layer, self.step.slots, keys, values)
-        way = self.way if rule.softcap is None else PLAIN
+        way = self.way if rule.softcap is None or self.way is TREES else PLAIN
         if way.name not in self._prepared:
             self._prepared[way.name] = way.prepare(self.storage, self.step)
         cached_keys, cached_values = self.storage.blocks[layer]

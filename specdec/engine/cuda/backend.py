@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention_calls import AttentionShape
 from specdec.engine.backend import Compute, StepResult, finite_rows, segment_flags
-from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Way
+from specdec.engine.cuda.attention import PLAIN, TREES, BlockTables, DevicePlan, Way
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
@@ -75,6 +75,7 @@ class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
+    `has_trees`: the model is a draft's, whose rows say which cells they see.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class DeviceBackend:
         positions_max: int,
         with_graphs: bool,
         graph_sequences_max: int = SEQUENCE_COUNTS[-1],
+        has_trees: bool = False,
     ):
         self.device = device
+        self._has_trees = has_trees
         self.way: Way = PLAIN
         self._dtype = dtype
         self._positions_max = positions_max
@@ -121,7 +124,7 @@ class DeviceBackend:
             shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
         )
         with self._current():
-            self.way = choose_way(shape, block_size, self._dtype, self.device)
+            self.way = TREES if self._has_trees else choose_way(shape, block_size, self._dtype, self.device)
         # A longer table than this holds no sequence of this cache.
         key_max = min(self._positions_max, (block_count - 1) * block_size)
         self._key_max = key_max
@@ -139,7 +142,7 @@ class DeviceBackend:
         """The shape of the step, smallest of the captured ones that hold it, or its own; its tensors are filled."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        needed = exact_shape(batch)
+        needed = exact_shape(batch, self._has_trees)
         shape = next((shape for shape in self._shapes if shape.holds(needed)), None)
         if shape is not None:
             self._fixed.fill(batch, shape)
@@ -153,10 +156,12 @@ class DeviceBackend:
         with self._current():
             if self._graphs is None:
                 self._capture(compute)
-                self.margins = MarginCounter(self._measured_drift(compute), self.device)
+                if not self._has_trees:  # a draft's drift decides nothing
+                    self.margins = MarginCounter(self._measured_drift(compute), self.device)
                 plan = self.plan(batch)  # the buffers were used
             output = self._step(batch, plan, compute)
-            self.margins.look_at(output.logits)  # type: ignore[union-attr]
+            if self.margins is not None:
+                self.margins.look_at(output.logits)
             return output
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -201,8 +206,11 @@ class DeviceBackend:
         """The shapes to capture: with block tables, room for the longest text costs nothing."""
         if isinstance(self.way, BlockTables):
             return graph_shapes([key_max], None, self._graph_sequences_max)
+        if self._has_trees:  # its sequences have cells beyond their positions
+            key_max = (self._storage.block_count - 1) * self._storage.block_size  # type: ignore[union-attr]
         key_maxes = [count for count in KEY_MAXES if count < key_max] or [key_max]
-        return graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max)
+        shapes = graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max)
+        return [replace(shape, has_trees=True) for shape in shapes] if self._has_trees else shapes
 
     def _capture(self, compute: Compute) -> None:
         started_s = time.perf_counter()

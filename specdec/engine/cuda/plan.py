@@ -20,7 +20,8 @@ class StepShape:
     """Room of a step's tensors.
 
     `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
-    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed.
+    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed. `has_trees`: each row
+    says which cells it sees.
     """
 
     row_count: int
@@ -28,6 +29,7 @@ class StepShape:
     logit_count: int
     query_max: int
     key_max: int
+    has_trees: bool = False
 
     def table_width(self, block_size: int) -> int:
         """Blocks in one sequence's table."""
@@ -38,6 +40,7 @@ class StepShape:
         is_single = self.query_max == 1
         return (
             is_single == (other.query_max == 1)
+            and self.has_trees == other.has_trees
             and self.row_count >= other.row_count
             and self.sequence_count >= other.sequence_count
             and self.logit_count >= other.logit_count
@@ -46,14 +49,16 @@ class StepShape:
         )
 
 
-def exact_shape(batch: RaggedBatch) -> StepShape:
+def exact_shape(batch: RaggedBatch, has_trees: bool = False) -> StepShape:
     """The shape a batch needs, without padding."""
+    ends = [s.rows_of_tree().visible.shape[1] if has_trees else s.end for s in batch.segments]
     return StepShape(
         row_count=batch.row_count,
         sequence_count=len(batch.segments),
         logit_count=sum(segment.logit_count for segment in batch.segments),
         query_max=max(len(segment.token_ids) for segment in batch.segments),
-        key_max=max(segment.end for segment in batch.segments),
+        key_max=max(ends),
+        has_trees=has_trees,
     )
 
 
@@ -63,7 +68,9 @@ class StepTensors:
 
     `input_ids`, `positions`, `slots` [rows] int64: token, position and place in the storage of every row.
     `logit_rows` [logits] int64. `query_starts`, `key_starts` [sequences + 1] int32: running sums of rows and of
-    positions up to each sequence's last row; `key_counts` [sequences] int32. `tables` [sequences, width] int32.
+    positions up to each sequence's last row; `key_counts` [sequences] int32. `tables` [sequences, width] int32. With
+    trees `visible` [rows, width * block size] uint8 says which cells a row sees, and `cell_positions` [sequences,
+    width * block size] int32 at which positions they stand; without, both are empty.
     """
 
     shape: StepShape
@@ -75,6 +82,8 @@ class StepTensors:
     key_starts: torch.Tensor
     key_counts: torch.Tensor
     tables: torch.Tensor
+    visible: torch.Tensor
+    cell_positions: torch.Tensor
 
 
 class StepBuffer:
@@ -119,23 +128,45 @@ class StepBuffer:
         host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and word_count > 0)
         return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
 
-    def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int]:
+    def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
         """Elements of the int32 fields."""
-        count = shape.sequence_count
-        return count + 1, count + 1, count, count * shape.table_width(self._block_size)
+        count, width = shape.sequence_count, shape.table_width(self._block_size)
+        return count + 1, count + 1, count, count * width, count * self._cell_count(shape)
+
+    def _cell_count(self, shape: StepShape) -> int:
+        """Cells of one sequence that rows of trees may see."""
+        return shape.table_width(self._block_size) * self._block_size if shape.has_trees else 0
+
+    def _sizes(self, shape: StepShape) -> tuple[int, int, int]:
+        """Words of the int64 fields, the int32 fields and the bytes."""
+        byte_count = shape.row_count * self._cell_count(shape)
+        return 3 * shape.row_count + shape.logit_count, -(-sum(self._half_counts(shape)) // 2), -(-byte_count // 8)
 
     def _word_count(self, shape: StepShape) -> int:
-        return 3 * shape.row_count + shape.logit_count + -(-sum(self._half_counts(shape)) // 2)
+        return sum(self._sizes(shape))
 
     def _views(self, buffer: torch.Tensor, shape: StepShape) -> StepTensors:
-        rows = shape.row_count
-        wide = buffer[: 3 * rows + shape.logit_count]
+        rows, count, cells = shape.row_count, shape.sequence_count, self._cell_count(shape)
+        wide, halves, octets = buffer[: self._word_count(shape)].split(self._sizes(shape))
         input_ids, positions, slots, logit_rows = wide.split([rows, rows, rows, shape.logit_count])
-        halves = buffer[3 * rows + shape.logit_count : self._word_count(shape)].view(torch.int32)
         counts = self._half_counts(shape)
-        query_starts, key_starts, key_counts, tables = halves[: sum(counts)].split(counts)
-        tables = tables.view(shape.sequence_count, shape.table_width(self._block_size))
-        return StepTensors(shape, input_ids, positions, slots, logit_rows, query_starts, key_starts, key_counts, tables)
+        fields = halves.view(torch.int32)[: sum(counts)].split(counts)
+        query_starts, key_starts, key_counts, tables, cell_positions = fields
+        tables = tables.view(count, shape.table_width(self._block_size))
+        visible = octets.view(torch.uint8)[: rows * cells].view(rows, cells)
+        return StepTensors(
+            shape,
+            input_ids,
+            positions,
+            slots,
+            logit_rows,
+            query_starts,
+            key_starts,
+            key_counts,
+            tables,
+            visible,
+            cell_positions.view(count, cells),
+        )
 
 
 def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot: int) -> None:
@@ -146,18 +177,25 @@ def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot
     ids[:], positions[:], slots[:], logit_rows[:] = 0, 0, scratch_slot, 0
     query_starts[0] = 0
     row = logit = 0
+    if tensors.shape.has_trees:
+        fill_trees(tensors, batch)
     for index, segment in enumerate(batch.segments):
         count, end = len(segment.token_ids), row + len(segment.token_ids)
-        blocks = numpy.asarray(segment.block_ids[: -(-segment.end // block_size)], dtype=numpy.int64)
-        its_positions = numpy.arange(segment.start, segment.end)
+        places = its_positions = numpy.arange(segment.start, segment.end)
+        key_count = segment.end
+        if tensors.shape.has_trees:
+            tree = segment.rows_of_tree()
+            places, its_positions = numpy.asarray(tree.cells), numpy.asarray(tree.positions)
+            key_count = tree.visible.shape[1]
+        blocks = numpy.asarray(segment.block_ids[: -(-key_count // block_size)], dtype=numpy.int64)
         ids[row:end] = segment.token_ids
         positions[row:end] = its_positions
-        slots[row:end] = blocks[its_positions // block_size] * block_size + its_positions % block_size
+        slots[row:end] = blocks[places // block_size] * block_size + places % block_size
         logit_rows[logit : logit + segment.logit_count] = range(end - segment.logit_count, end)
         tables[index, : len(blocks)] = blocks
         tables[index, len(blocks) :] = 0
         query_starts[index + 1] = end
-        key_counts[index] = segment.end
+        key_counts[index] = key_count
         row, logit = row + count, logit + segment.logit_count
     sequence_count = len(batch.segments)
     is_single = tensors.shape.query_max == 1
@@ -168,3 +206,18 @@ def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot
     tables[sequence_count:] = 0
     tensors.key_starts[0] = 0
     tensors.key_starts.numpy()[1:] = key_counts.cumsum()
+
+
+def fill_trees(tensors: StepTensors, batch: RaggedBatch) -> None:
+    """Writes what the rows of a batch see. A padding row sees the first cell of its table and nothing else, so that no
+    sum of weights is 0."""
+    visible, cell_positions = tensors.visible.numpy(), tensors.cell_positions.numpy()
+    visible[:], cell_positions[:] = 0, 0
+    visible[:, 0] = 1
+    row = 0
+    for index, segment in enumerate(batch.segments):
+        tree = segment.rows_of_tree()
+        count = tree.visible.shape[1]
+        visible[row : row + len(segment.token_ids), :count] = tree.visible
+        cell_positions[index, :count] = tree.cell_positions[:count]
+        row += len(segment.token_ids)

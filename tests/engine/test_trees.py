@@ -1,0 +1,122 @@
+"""The rows of a tree answer what `transformers` answers on each path, in every architecture, on both devices' code.
+
+A draft's numbers need not be stable, so logits are compared within a tolerance: as in tests/engine, logits have
+standard deviation 3, and sums in another order differ by about 1e-5.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from specdec.engine.interface import RaggedBatch, Segment, TreeRows
+from specdec.engine.model import load_model
+from specdec.engine.transformers_model import TransformersModel
+from tests.support.device_models import load_on_device
+from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
+
+TOLERANCE = 2e-4
+BLOCK_SIZE = 16
+PROMPT_LENGTHS = (5, 40)  # the second lies beyond the tiny models' windows, over block borders
+# Parents of the nodes of each tree, by index; -1 is the prompt's last token.
+TREES = ((-1, -1, 0, 0, 1, 2, 5), (-1, 0, 1, 2, 3, -1))
+
+
+def load(folder: Path, place: str) -> TransformersModel:
+    if place == "cpu":
+        model = load_model(str(folder), "float32", has_stable_rows=False)
+        assert isinstance(model, TransformersModel)
+        return model
+    return load_on_device(folder, with_graphs=place == "graphs", has_stable_rows=False)
+
+
+class Tree:
+    """A prompt and nodes below it, in cells drawn at random from a sequence's blocks."""
+
+    def __init__(self, blocks: list[int], prompt: list[int], parents: tuple[int, ...], rng: random.Random) -> None:
+        self.blocks, self.prompt, self.parents = blocks, prompt, parents
+        self.tokens = random_tokens(len(parents), len(prompt))
+        cells = rng.sample(range(len(blocks) * BLOCK_SIZE), len(prompt) + len(parents))
+        self.cells, self.node_cells = cells[: len(prompt)], cells[len(prompt) :]
+        self.positions = numpy.zeros(len(blocks) * BLOCK_SIZE, dtype=numpy.int64)
+        self.positions[self.cells] = range(len(prompt))
+        self.positions[self.node_cells] = [len(prompt) + len(self.path(node)) - 1 for node in range(len(parents))]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes down to one, itself the last."""
+        return [*(self.path(self.parents[node]) if self.parents[node] >= 0 else []), node]
+
+    def segment_of_prompt(self) -> Segment:
+        visible = numpy.zeros((len(self.prompt), len(self.positions)), dtype=bool)
+        for row in range(len(self.prompt)):
+            visible[row, self.cells[: row + 1]] = True
+        rows = TreeRows(self.cells, list(range(len(self.prompt))), visible, self.positions)
+        return Segment(self.blocks, 0, self.prompt, 1, rows)
+
+    def segment_of(self, nodes: list[int]) -> Segment:
+        visible = numpy.zeros((len(nodes), len(self.positions)), dtype=bool)
+        for row, node in enumerate(nodes):
+            visible[row, self.cells + [self.node_cells[own] for own in self.path(node)]] = True
+        cells = [self.node_cells[node] for node in nodes]
+        rows = TreeRows(cells, self.positions[cells].tolist(), visible, self.positions)
+        return Segment(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
+
+    def text(self, node: int) -> list[int]:
+        return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
+
+
+@pytest.mark.parametrize("place", ["cpu", "device", "graphs"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: str, tmp_path: Path) -> None:
+    """Claim: rows in any cells, level by level, of two sequences in one step, see their ancestors and nothing else:
+    their logits are those of `transformers` on the whole path. Prompts go through the same rows; a window hides by
+    position, not by cell. Blocks lie one after another in one sequence and scattered in the other. Conclusive: every
+    node of both trees, against the library run from nothing."""
+    folder = make_tiny_model(tmp_path / "model", architecture)
+    model, rng = load(folder, place), random.Random(7)
+    model.allocate(40, BLOCK_SIZE)
+    blocks = [list(range(1, 6)), rng.sample(range(6, 40), 5)]
+    trees = [
+        Tree(own, random_tokens(length, length), parents, rng)
+        for own, length, parents in zip(blocks, PROMPT_LENGTHS, TREES)
+    ]
+    expected_by = model_class(architecture).from_pretrained(folder, dtype=torch.float32).eval()
+
+    def expected(token_ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return expected_by(torch.tensor([token_ids])).logits[0, -1, : model.description.vocabulary_size]
+
+    output = model.forward(RaggedBatch(tuple(tree.segment_of_prompt() for tree in trees)))
+    for tree, logits in zip(trees, output.logits):
+        assert (logits - expected(tree.prompt)).abs().max() < TOLERANCE
+    for level in range(1, 6):
+        due = [[n for n in range(len(t.parents)) if len(t.path(n)) == level] for t in trees]
+        chosen = [(tree, nodes) for tree, nodes in zip(trees, due) if nodes]
+        if not chosen:
+            break
+        output = model.forward(RaggedBatch(tuple(tree.segment_of(nodes) for tree, nodes in chosen)))
+        assert all(output.is_finite)
+        found = iter(output.logits)
+        for tree, nodes in chosen:
+            for node in nodes:
+                assert (next(found) - expected(tree.text(node))).abs().max() < TOLERANCE, (level, node)
+
+
+def test_a_plain_segment_is_a_chain(tmp_path: Path) -> None:
+    """Claim: a model without stable rows takes segments without a tree too, chunk by chunk. Conclusive: against the
+    library at every position."""
+    folder = make_tiny_model(tmp_path / "model", "llama")
+    model, token_ids = load(folder, "cpu"), random_tokens(30, 3)
+    model.allocate(4, BLOCK_SIZE)
+    expected_by = model_class("llama").from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for start, end in ((0, 1), (1, 18), (18, 30)):
+        segment = Segment([2, 1], start, token_ids[start:end], end - start)
+        found.append(model.forward(RaggedBatch((segment,))).logits)
+    with torch.inference_mode():
+        expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]
+    assert (torch.cat(found) - expected).abs().max() < TOLERANCE
