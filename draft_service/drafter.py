@@ -159,11 +159,12 @@ class Drafter:
         The coordinator is the only truth: tokens that disagree replace what was held from there on.
         """
         session.cells.give_back(session.growth.drop())
-        tokens, end = session.tokens, start_position + len(token_ids)
-        if tokens[start_position:end] != list(token_ids):
-            del tokens[start_position:]
-            tokens.extend(token_ids)
+        known = session.tokens[start_position : start_position + len(token_ids)]
+        if known != list(token_ids[: len(known)]):
+            del session.tokens[start_position:]
             session.cells.truncate(start_position)
+            known = []
+        session.tokens += token_ids[len(known) :]
 
     def next_step(self) -> Turn:
         """A step of committed tokens that are not fed yet, and of the likeliest nodes of all sessions."""

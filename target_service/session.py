@@ -62,13 +62,13 @@ class TargetSession:
 
         The coordinator is the only truth: tokens that disagree replace what was held from there on.
         """
-        tokens, end = self.tokens, start_position + len(token_ids)
-        if start_position > len(tokens):
+        if start_position > len(self.tokens):
             return False
-        if tokens[start_position:end] != list(token_ids):
-            if start_position < len(tokens):
-                self.cut(start_position)
-            tokens.extend(token_ids)
+        known = self.tokens[start_position : start_position + len(token_ids)]
+        if known != list(token_ids[: len(known)]):
+            self.cut(start_position)
+            known = []
+        self.tokens += token_ids[len(known) :]
         return True
 
     def cut(self, length: int) -> None:

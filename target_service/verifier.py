@@ -97,12 +97,7 @@ class Verifier:
         session.feed = None
         start = min(session.agreement(item.draft_token_ids), session.wanted_length - session.work.logit_count)
         self._engine.cache.truncate(session.table, start)
-        try:
-            has_room = self._room.give(session)
-        except SpecdecError:
-            session.last = session.work = None
-            raise
-        if has_room:
+        if self._room.give(session):
             self._feed(session)
         else:
             self._gathering.left(session)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from specdec.engine.scheduler import Turn
-from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import Close, DraftAsk, Extend, Open, Short, TargetAsk
 from specdec.protocol.types import Law, check_token_ids
 from specdec.replica.figures import SessionCounts
@@ -31,7 +31,8 @@ class ReplicaService(Protocol):
         """Holds committed tokens; Short when tokens before them are missing. Raises SpecdecError."""
 
     def work(self, session: Any, item: Any, arrived_s: float) -> Short | None:
-        """Does what any other item asks of a session; Short when tokens before it are missing. Raises SpecdecError."""
+        """Does what any other item asks of a session; Short when tokens before it are missing. Raises SpecdecError;
+        CacheExhausted ends the session."""
 
     def close(self, session: Any) -> None:
         """Releases what a session holds; what was asked for it is not answered any more."""
@@ -99,7 +100,12 @@ class ItemHandler:
             return session
         if isinstance(item, Extend):
             return self.service.extend(session, item)
-        return self.service.work(session, item, arrived_s)
+        try:
+            return self.service.work(session, item, arrived_s)
+        except CacheExhausted:
+            self.sessions.take(stream, Close(item.session, item.incarnation))
+            self.service.close(session)
+            raise
 
     def _open(self, stream: object, item: Open, reply: Reply) -> None:
         """Opens a session in place of an older incarnation; nothing for one that is open already, or older."""

@@ -1,4 +1,4 @@
-"""The drafter on a real engine and a real (tiny) model: what branch lanes evaluate is what the model says of the path.
+"""The drafter on a real engine and a real (tiny) model: what it evaluates in a tree's cells is what the model says.
 
 The engine is stepped by hand, so that every schedule is repeatable. Greedy proposals are checked one by one against
 the same model run on the whole path in a cache of its own.
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_service.drafter import Drafter
-from draft_service.lanes import BRANCH_LANE_COUNT_MAX
-from specdec.decoding.proposal import propose
+from draft_service import drafter
+from draft_service.drafter import TREE_CELLS, Drafter
+from specdec.decoding.proposal import proposals
 from specdec.engine.interface import RaggedBatch, Segment
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, Nodes, Open
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Description, Law, Rule
-from specdec.replica.sessions import HeldSessions
+from specdec.replica.handler import ItemHandler
 from tests.support.engine_models import make_tiny_model
 
 VOCABULARY_SIZE = 288
@@ -38,22 +38,23 @@ class Draft:
     """A drafter whose steps are run by hand, and a coordinator's tree for every session."""
 
     def __init__(self, folder: Path, block_count: int = 400) -> None:
-        self.model = load_model(str(folder), "float32", "cpu", lambda *_: None)
-        self.engine = Engine(self.model, block_count, BLOCK_SIZE, propose)
+        self.model = load_model(str(folder), "float32", has_stable_rows=False)
+        self.engine = Engine(self.model, block_count, BLOCK_SIZE, proposals)
         own = self.model.description
         description = Description(
             own.model_digest, "", own.model_name, own.vocabulary_size, own.positions_max, (), own.dtype, "cpu", ""
         )
-        self.drafter = Drafter(HeldSessions(self.engine, description, 8))
+        self.drafter = Drafter(self.engine, description)
+        self.handler = ItemHandler(self.drafter, 8)
         self.trees: dict[int, DraftTree] = {}
         self.windows: dict[int, int] = {}
         self.failures: list[Failure] = []
         self.leaf_counts: list[int] = []
-        self.reference = load_model(str(folder), "float32", "cpu", lambda *_: None)
+        self.reference = load_model(str(folder), "float32")
         self.reference.allocate(LENGTH_MAX // BLOCK_SIZE + 2, BLOCK_SIZE)
 
     def tell(self, *items: object) -> None:
-        self.drafter.handle(self, list(items), self.take)
+        self.handler.handle(self, list(items), self.take)
 
     def open(self, session: int, prompt: list[int], window: int = 8, leaves: int = 8) -> None:
         law = Law(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
@@ -96,22 +97,31 @@ class Draft:
     def settle(self, steps_max: int = 1000) -> None:
         """Steps until the trees are grown."""
         for _ in range(steps_max):
-            self.drafter.before_step()
-            if not self.engine.waiting_count:
+            if not self.step():
                 self.engine.cache.check_integrity()
                 return
-            self.engine._step()
         raise AssertionError("growth has no end")
 
-    def step(self) -> None:
-        self.drafter.before_step()
-        self.engine._step()
+    def step(self) -> bool:
+        """One step; False where there is nothing to do."""
+        turn = self.drafter.next_step()
+        if turn.pieces:
+            self.engine._run_pieces(turn)
+        for session in self.sessions:
+            session.growth.check()
+            nodes = () if session.growth.root is None else session.growth.root.below()
+            session.cells.check(node.cell for node in nodes if node.cell != -1)
+        return bool(turn.pieces)
+
+    @property
+    def sessions(self) -> list[drafter.DraftSession]:
+        return list(self.handler.sessions.all())
 
 
 def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
-    """Claim: lanes, forks and copies give each place the cache of its own path: every proposal child that leaves is
-    the argmax of the model run from nothing on that path, over random commits along proposals, branches and strangers,
-    some of them in the middle of growth."""
+    """Claim: every node sees the cells of its own path and no other: every proposal child that leaves is the argmax of
+    the model run from nothing on that path, over random commits along proposals, branches and strangers, some of them
+    in the middle of growth."""
     rng = random.Random(3)
     draft = Draft(model_folder)
     draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(21)])
@@ -122,7 +132,6 @@ def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
         else:
             for _ in range(rng.randrange(1, 4)):
                 draft.step()
-            draft.drafter.before_step()  # what the last step made leaves first
         root = draft.trees[1].root
         branches = [token_id for token_id, child in root.children.items() if child is not root.proposal]
         kind = rng.choice(["proposal", "proposal", "branch", "stranger"])
@@ -138,34 +147,32 @@ def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
     assert min(kinds.values()) >= 5 and max(draft.leaf_counts) > 4 and not draft.failures
 
 
-def test_sessions_share_a_step_and_the_likeliest_places_go_first(model_folder: Path) -> None:
-    """Claim: one step serves all sessions, and when they ask for more leaves than a step takes, the likeliest of all
-    are taken: none that was left is likelier than one that was evaluated."""
+def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: one step serves all sessions, and when they ask for more nodes than a step takes, the likeliest of all are
+    taken: none that was left is likelier than one that was evaluated. Conclusive: all of both are compared."""
     draft = Draft(model_folder)
     for session in range(1, 8):
         draft.open(session, [session * 5 + i for i in range(9)], leaves=16)
     for _ in range(3):
         draft.step()
+    monkeypatch.setattr(drafter, "STEP_NODES_MAX", 40)
+    before = {own.opened.session: [n for n in own.growth.root.below() if not n.guesses] for own in draft.sessions}
+    draft.step()
     taken: list[float] = []
     left: list[float] = []
-    submit, give_back = draft.drafter._evaluate, type(held_growth(draft)).give_back
-    draft.drafter._evaluate = lambda held, candidate: (
-        taken.append(held.growth.likelihood(candidate)),
-        submit(held, candidate),
-    )[1]
-    for held in draft.drafter._sessions.all():
-        held.growth.give_back = lambda c, g=held.growth: (left.append(g.likelihood(c)), give_back(g, c))[1]
-    draft.drafter.before_step()
-    assert len(taken) > 30 and len({answer for answer in draft.trees}) == 7
-    assert not left or min(taken) >= max(left)
+    for own in draft.sessions:
+        for node in before[own.opened.session]:
+            (taken if node.guesses else left).append(own.growth.likelihood(node))
+    assert len(taken) == 40 and len(before) == 7
+    asked = [own for own in draft.sessions if sum(bool(n.guesses) for n in before[own.opened.session]) == 16]
+    assert not asked, "no session had all it may ask for, so nothing but likelihood decided"
+    assert min(taken) >= max(left)
 
 
-def held_growth(draft: Draft):
-    return next(iter(draft.drafter._sessions.all())).growth
-
-
-def test_a_chain_has_one_lane_and_no_branches(model_folder: Path) -> None:
-    """Claim: with one leaf a step the tree is the chain of proposal children, up to the window, without any fork."""
+def test_a_chain_has_no_branches(model_folder: Path) -> None:
+    """Claim: with one node a step the tree is the chain of proposal children, up to the window."""
     draft = Draft(model_folder)
     draft.open(1, list(range(2, 12)), window=6, leaves=1)
     draft.settle()
@@ -173,52 +180,68 @@ def test_a_chain_has_one_lane_and_no_branches(model_folder: Path) -> None:
     assert len(draft.trees[1].proposal_path(99)) == 6 and draft.trees[1].name_count == 6
 
 
-def test_branches_give_way_to_a_new_session(model_folder: Path) -> None:
-    """Claim: cache that branches hold never keeps a session from being opened; they are given up, and growth goes on
-    with right proposals afterwards. The cache holds two sessions and a little more."""
-    block_count = 1 + 2 * (LENGTH_MAX // BLOCK_SIZE) + 4
-    draft = Draft(model_folder, block_count)
-    draft.open(1, list(range(2, 12)))
+def test_nothing_is_fed_twice(model_folder: Path) -> None:
+    """Claim: a token goes through the model once: after commits along evaluated paths only nodes are evaluated, and a
+    commit beside the tree feeds the one new token. Conclusive: the rows of every step are counted."""
+    draft = Draft(model_folder)
+    rows: list[int] = []
+    draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
+    prompt = list(range(2, 23))
+    draft.open(1, prompt, window=4, leaves=1)
     draft.settle()
-    assert draft.engine.cache.table_count > 1
-    draft.open(2, list(range(3, 20)))
+    assert rows == [len(prompt), 1, 1, 1]
+    for _ in range(3):
+        proposal = draft.trees[1].root.proposal
+        assert proposal is not None
+        draft.commit(1, proposal.token_id, leaves=1)
+        draft.settle()
+    assert rows[4:] == [1, 1, 1]
+    draft.commit(1, 7, 8, leaves=1)
     draft.settle()
-    assert not draft.failures
-    draft.commit(1, draft.trees[1].root.proposal.token_id)
+    assert rows[7] == 2 and set(rows[8:]) == {1}
+
+
+def test_prompts_are_fed_in_chunks_beside_others(model_folder: Path) -> None:
+    """Claim: a long prompt does not keep others from drafting: beside a session that grows it is fed a chunk a step,
+    and both are right. Conclusive: rows of every step, and every proposal against the model from nothing."""
+    draft = Draft(model_folder)
+    draft.engine.chunk_size = 16
+    rows: list[int] = []
+    draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
+    draft.open(1, list(range(2, 12)), window=16, leaves=1)
+    draft.step()
+    draft.open(2, list(range(3, 53)), window=2, leaves=1)
+    draft.settle()
+    assert rows[1:5] == [17, 17, 17, 3] and not draft.failures
+    assert len(draft.trees[2].proposal_path(9)) == 2 and len(draft.trees[1].proposal_path(99)) == 16
+
+
+def test_branches_never_cost_a_session_its_own_room(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: however far branches grow, committed tokens always find cells, proposals stay right, and growth goes on
+    after each commit; that cells really run out is asserted. Conclusive: every proposal, over random walks to the end
+    of the session's length."""
+    monkeypatch.setattr(drafter, "TREE_CELLS", 8)
+    rng, full = random.Random(2), 0
+    draft = Draft(model_folder, 1 + (LENGTH_MAX + 8) // BLOCK_SIZE)
+    draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(LENGTH_MAX - 40)], window=16)
+    while len(draft.trees[1].committed) < LENGTH_MAX - 2:
+        draft.settle()
+        full += draft.sessions[0].cells.free_count == 0
+        root = draft.trees[1].root
+        assert root.proposal is not None, "growth goes on"
+        draft.commit(1, rng.choice([root.proposal.token_id, *root.children, rng.randrange(1, VOCABULARY_SIZE)]))
+    assert full and not draft.failures
+
+
+def test_a_session_takes_its_room_at_once_and_gives_it_back(model_folder: Path) -> None:
+    """Claim: what a session may need is reserved when it is opened, one that finds none is refused and leaves nothing
+    behind, and a closed one leaves all. Conclusive: free blocks are counted."""
+    each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
+    draft = Draft(model_folder, 1 + 2 * each)
+    for session in (1, 2, 3):
+        draft.open(session, list(range(2, 12)))
+    assert [failure.session for failure in draft.failures[:1]] == [3]
+    assert draft.engine.cache.free_block_count == 0
     draft.settle()
     draft.tell(Close(1, 1), Close(2, 1))
-    assert draft.engine.cache.table_count == 0 and draft.engine.cache.free_block_count == block_count - 1
-
-
-def test_lanes_are_bounded(model_folder: Path) -> None:
-    """Claim: a session never holds more lanes than the bound, however its tree branches."""
-    draft = Draft(model_folder)
-    draft.open(1, list(range(2, 12)), window=16, leaves=16)
-    for _ in range(30):
-        draft.drafter.before_step()
-        assert draft.engine.cache.table_count <= BRANCH_LANE_COUNT_MAX + 1
-        if not draft.engine.waiting_count:
-            break
-        draft.engine._step()
-
-
-def test_branches_never_cost_a_session_its_own_room(model_folder: Path) -> None:
-    """Claim: in a cache with hardly a block to spare, a step that finds none to copy into costs the session its
-    branches and nothing else: no Failure is sent, proposals stay right, and the tree goes on as a chain. Random walks
-    over several sizes; that the case really comes up is asserted."""
-    cramped = 0
-    for spare in (1, 3):
-        rng = random.Random(spare)
-        draft = Draft(model_folder, 1 + LENGTH_MAX // BLOCK_SIZE + spare)
-        draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(13)], window=4)
-        while len(draft.trees[1].committed) < LENGTH_MAX // 2:
-            draft.settle()
-            root = draft.trees[1].root
-            assert root.proposal is not None, "the chain goes on"
-            branches = [token_id for token_id, child in root.children.items() if child is not root.proposal]
-            choices = [root.proposal.token_id, *branches, rng.randrange(1, VOCABULARY_SIZE)]
-            draft.commit(1, rng.choice(choices))
-        draft.settle()
-        assert not draft.failures, spare
-        cramped += next(iter(draft.drafter._sessions.all())).is_cramped
-    assert cramped
+    assert draft.engine.cache.table_count == 0 and draft.engine.cache.free_block_count == 2 * each

@@ -17,9 +17,9 @@ import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import Candidate, Growth
+from specdec.protocol.growth import Growth, GrownNode
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree, Guess
+from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
 from tests.law.enumeration import PROMPT, Child, Path, Setting, base_two_law
 from tests.law.exactness import target_output_law
@@ -44,7 +44,7 @@ class Grown:
         for kind, what in history:
             if kind == "commit":
                 self.tree.commit(what)
-                assert self.growth.commit(what), "a history ends where the tree is left"
+                assert self.growth.commit(what).is_inside, "a history ends where the tree is left"
             else:
                 self.evaluate(what)
 
@@ -52,24 +52,24 @@ class Grown:
     def committed(self) -> Path:
         return tuple(self.tree.committed)
 
-    def next_candidate(self) -> Candidate | None:
+    def next_candidate(self) -> GrownNode | None:
         """The place the real growth takes next; asking does not change what it takes."""
         taken = self.growth.take(1, 99)
         if taken:
             self.growth.give_back(taken[0])
         return taken[0] if taken else None
 
-    def path_of(self, candidate: Candidate) -> Path:
-        return (*self.committed, *self.growth.path(candidate))
+    def path_of(self, candidate: GrownNode) -> Path:
+        return (*self.committed, *(node.token_id for node in self.growth.path(candidate)))
 
     def evaluate(self, child: Child) -> None:
         """Evaluates the next place with `child` as its draw, and sends what comes of it."""
         (candidate,) = self.growth.take(1, 99)
         path = self.path_of(candidate)
-        place, filed = self.growth.place(candidate)
-        guesses = [Guess(*guess) for guess in self.world.guesses(path, child)]
+        filed, name = self.growth.file(candidate), self.growth.reserve_name()
+        guesses = self.world.guesses(path, child)
         likelihood = self.growth.likelihood(candidate)
-        node = self.growth.evaluated(place, self.growth.reserve_node(), guesses, child.row)
+        node = self.growth.evaluated(candidate, name, guesses, child.row)
         for sent in ([] if filed is None else [filed]) + self.world.sent(node, guesses, likelihood):
             self.tree.add(self.growth.epoch, self.growth.root_length, sent)
 
@@ -80,8 +80,8 @@ class TreeWorld(Setting):
 
     evaluation_count: Callable[[Path], int] = lambda path: 3
 
-    def guesses(self, path: Path, child: Child) -> list[tuple[int, int, float]]:
-        """What the real draft side says of a place beside the draw: (token, rank, confidence)."""
+    def guesses(self, path: Path, child: Child) -> list[tuple[int, float]]:
+        """What the real draft side says of a place beside the draw: (token, confidence)."""
         key = ("guesses", path, child.token_id)
         if key not in self.cache:
             low, total = 0, child.row.total
@@ -94,10 +94,10 @@ class TreeWorld(Setting):
             logits = torch.tensor([self.draft(path)], dtype=torch.float32)
             (proposal,) = propose([request], logits)
             assert proposal.token_id == child.token_id and proposal.row == child.row
-            self.cache[key] = [(t, rank, share) for rank, (t, share) in enumerate(proposal.guesses)]
+            self.cache[key] = list(proposal.guesses)
         return self.cache[key]
 
-    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
+    def sent(self, node: DraftNode, guesses: list[tuple[int, float]], likelihood: float) -> list[DraftNode]:
         """What leaves of an evaluated place: its proposal child, always. Subclasses misbehave."""
         return [node]
 
@@ -120,7 +120,7 @@ class TreeWorld(Setting):
             places = tree.proposal_path(self.draft_length(path))
             tokens, rows = tuple(place.token_id for place in places), tree.proposal_rows(len(places))
             for part, committed in self.verdicts(path, tokens, rows):
-                stays = Grown(self, path, longer).growth.commit(committed)
+                stays = Grown(self, path, longer).growth.commit(committed).is_inside
                 outcome = committed, (*longer, ("commit", committed)) if stays else ()
                 outcomes[outcome] = outcomes.get(outcome, Fraction(0)) + share * part
         return outcomes
@@ -180,15 +180,15 @@ def test_the_worlds_grow_branches_and_hit_them() -> None:
 class KeepsBackUnlikely(TreeWorld):
     """A proposal whose token is unlikely is not sent: likelihood decides the offer."""
 
-    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
-        return [node] if guesses[0].confidence >= 0.3 else []
+    def sent(self, node: DraftNode, guesses: list[tuple[int, float]], likelihood: float) -> list[DraftNode]:
+        return [node] if guesses[0][1] >= 0.3 else []
 
 
 class OffersTheLikeliest(TreeWorld):
     """The likeliest child is offered with the row the drawn one came from."""
 
-    def sent(self, node: DraftNode, guesses: list[Guess], likelihood: float) -> list[DraftNode]:
-        best = max(guesses, key=lambda guess: guess.confidence).token_id
+    def sent(self, node: DraftNode, guesses: list[tuple[int, float]], likelihood: float) -> list[DraftNode]:
+        best = max(guesses, key=lambda guess: guess[1])[0]
         return [DraftNode(node.node, node.parent, best, True, node.row)]
 
 

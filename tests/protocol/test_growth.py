@@ -13,17 +13,17 @@ import pytest
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree, Guess
+from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
 
 DEPTH_MAX = 12
 
 
-def guesses_after(token_id: int) -> list[Guess]:
+def guesses_after(token_id: int) -> list[tuple[int, float]]:
     """Three children of any path that ends with `token_id`; the first, the proposal, is not always the likeliest."""
     shares = (0.35 + 0.031 * (token_id % 7), 0.2 + 0.013 * (token_id % 5), 0.07 + 0.0017 * (token_id % 3))
     first = 3 * token_id + 1
-    return [Guess(first + rank, rank, share) for rank, share in enumerate(shares)]
+    return [(first + rank, share) for rank, share in enumerate(shares)]
 
 
 class ConfidenceItself(Calibration):
@@ -39,9 +39,9 @@ def likeliest_paths(root_token_id: int, count: int) -> list[tuple[int, ...]]:
 
     def visit(path: tuple[int, ...], token_id: int, likelihood: float) -> None:
         found.append((likelihood, path))
-        for guess in guesses_after(token_id):
-            if likelihood * guess.confidence > LIKELIHOOD_MIN / 4 and len(path) < DEPTH_MAX:
-                visit((*path, guess.token_id), guess.token_id, likelihood * guess.confidence)
+        for guess, confidence in guesses_after(token_id):
+            if likelihood * confidence > LIKELIHOOD_MIN / 4 and len(path) < DEPTH_MAX:
+                visit((*path, guess), guess, likelihood * confidence)
 
     visit((), root_token_id, 1.0)
     return [path for _, path in sorted(found, reverse=True)[:count]]
@@ -53,7 +53,7 @@ def likelihoods(paths: list[tuple[int, ...]], root_token_id: int) -> list[float]
     for path in paths:
         likelihood, token_id = 1.0, root_token_id
         for step in path:
-            likelihood *= next(guess.confidence for guess in guesses_after(token_id) if guess.token_id == step)
+            likelihood *= next(confidence for guess, confidence in guesses_after(token_id) if guess == step)
             token_id = step
         found.append(round(likelihood, 12))
     return found
@@ -63,7 +63,7 @@ class Grower:
     """Grows a tree with the formula, and a coordinator's tree from the nodes that leave."""
 
     def __init__(self, committed: list[int], calibration: Calibration | None = None) -> None:
-        self.committed = committed
+        self.committed = list(committed)
         self.growth = Growth(Rule.COUPLED, calibration or ConfidenceItself())
         self.growth.restart(committed)
         self.evaluated: list[tuple[int, ...]] = []
@@ -71,18 +71,20 @@ class Grower:
 
     def grow(self, count: int, reach: int = 99, is_chain: bool = False) -> list[DraftNode]:
         sent: list[DraftNode] = []
-        for candidate in self.growth.take(count, reach, is_chain):
-            self.evaluated.append(tuple(self.growth.path(candidate)))
-            place, filed = self.growth.place(candidate)
-            node = self.growth.evaluated(place, self.growth.reserve_node(), guesses_after(place.token_id), None)
+        for taken in self.growth.take(count, reach, is_chain):
+            self.evaluated.append(tuple(node.token_id for node in self.growth.path(taken)))
+            filed, name = self.growth.file(taken), self.growth.reserve_name()
+            node = self.growth.evaluated(taken, name, guesses_after(taken.token_id), None)
             sent += [node] if filed is None else [filed, node]
+        self.growth.check()
         for node in sent:
             assert self.remote.add(self.growth.epoch, self.growth.root_length, node) is not None
         return sent
 
     def commit(self, *token_ids: int) -> bool:
         self.remote.commit(token_ids)
-        return self.growth.commit(token_ids)
+        self.committed += token_ids
+        return self.growth.commit(token_ids).is_inside
 
 
 def test_one_place_at_a_time_visits_the_likeliest_paths_in_order() -> None:
@@ -113,7 +115,7 @@ def test_the_proposal_child_is_sent_whatever_its_likelihood() -> None:
     assert len(proposals) == len(grower.evaluated) > 10
     assert any(not node.proposal for node in sent)
     place = grower.remote.root
-    assert place.proposal is not None and place.proposal.token_id == guesses_after(1)[0].token_id
+    assert place.proposal is not None and place.proposal.token_id == guesses_after(1)[0][0]
 
 
 def test_a_commit_inside_goes_on_with_what_is_likeliest_below_it() -> None:
@@ -123,7 +125,7 @@ def test_a_commit_inside_goes_on_with_what_is_likeliest_below_it() -> None:
         grower = Grower([2])
         for _ in range(12):
             grower.grow(3)
-        token_id = guesses_after(2)[rank].token_id
+        token_id = guesses_after(2)[rank][0]
         known = {path[1:] for path in grower.evaluated if path[:1] == (token_id,)}
         assert grower.commit(token_id) == bool(known)
         if not known:
@@ -155,7 +157,7 @@ def test_the_tree_stays_within_reach_and_goes_on_when_it_moves() -> None:
     while grower.grow(4, reach=3):
         pass
     assert {len(path) for path in grower.evaluated} == {0, 1}
-    token_id = guesses_after(3)[0].token_id
+    token_id = guesses_after(3)[0][0]
     assert grower.commit(token_id)
     grower.evaluated.clear()
     while grower.grow(4, reach=4):
@@ -173,17 +175,16 @@ def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
     chain = Growth(Rule.GREEDY, ConfidenceItself())
     chain.restart([1])
     for _ in range(40):
-        (candidate,) = chain.take(1, 99, is_chain=True)
-        place, _ = chain.place(candidate)
-        chain.evaluated(place, chain.reserve_node(), guesses_after(place.token_id)[:1], None)
-    assert chain.tree is not None and len(chain.tree.proposal_path(99)) == 40
+        (node,) = chain.take(1, 99, is_chain=True)
+        chain.evaluated(node, chain.reserve_name(), guesses_after(node.token_id)[:1], None)
+    assert [len(chain.path(node)) for node in chain.take(1, 99, is_chain=True)] == [40]
 
 
 def proposals_after(token_id: int, count: int) -> list[int]:
     """The proposal children below a token, one below the other."""
     tokens = []
     for _ in range(count):
-        token_id = guesses_after(token_id)[0].token_id
+        token_id = guesses_after(token_id)[0][0]
         tokens.append(token_id)
     return tokens
 
@@ -194,7 +195,7 @@ def test_a_chain_leaves_the_branches_of_a_tree_alone() -> None:
     grower = Grower([1])
     for _ in range(6):
         grower.grow(8)
-    branch = guesses_after(1)[1].token_id
+    branch = guesses_after(1)[1][0]
     assert (branch,) in grower.evaluated, "the tree has branches"
     for root in (1, branch):
         grower.evaluated.clear()
@@ -238,6 +239,44 @@ def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
     grower = Grower([2], Counting())
     for _ in range(20):
         grower.grow(2)
-    first = guesses_after(2)[0].token_id
+    first = guesses_after(2)[0][0]
     grower.commit(first, 998, 999)
     assert counted == [(0, True), (1, False), (2, False), (0, False), (1, False), (2, False)]
+
+
+def test_a_commit_keeps_the_cells_of_its_path_and_frees_all_others() -> None:
+    """Claim: of the cells that evaluated nodes lie in, a commit keeps those of the committed path, in order, and frees
+    the rest above the new root; what lies below it stays; dropping the tree frees all. Conclusive: every cell is given
+    once, and the three parts make up the whole, over random commits."""
+    rng = random.Random(11)
+    growth, next_cell, used = Growth(Rule.COUPLED, ConfidenceItself()), 0, set()
+    committed = [3]
+    growth.restart(committed)
+    for _ in range(60):
+        for node in growth.take(rng.randrange(1, 6), 99):
+            growth.file(node)
+            is_root = node is growth.root
+            cell = -1 if is_root else next_cell
+            growth.evaluated(node, growth.reserve_name(), guesses_after(node.token_id), None, cell)
+            used |= set() if is_root else {cell}
+            next_cell += not is_root
+        growth.check()
+        if rng.random() < 0.5:
+            path: list[int] = []
+            node = growth.root
+            while node.guesses and rng.random() < 0.8:
+                node = rng.choice(list(node.children.values()))
+                path.append(node.token_id)
+            path += [] if path else [999]
+            committed += path
+            followed = growth.commit(path)
+            kept, freed = list(followed.kept_cells), set(followed.freed_cells)
+            assert set(kept) | freed <= used and len(kept) <= len(path) and not freed & set(kept)
+            used -= freed | set(kept)
+            if not followed.is_inside:
+                growth.restart(committed)
+                assert not used
+            growth.check()
+            held = {node.cell for node in growth.root.below() if node.cell != -1}
+            assert held == used
+    assert set(growth.drop()) == used

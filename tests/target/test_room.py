@@ -19,8 +19,9 @@ from specdec.engine.scheduler import Engine
 from specdec.engine.table_model import write_table_model
 from specdec.protocol.items import Close, EvidenceAnswer, Extend, Failure, Open, Short, Verification
 from specdec.protocol.types import Description, Law, Rule
+from specdec.replica.handler import ItemHandler
 from target_service import room
-from target_service.room import GrowingSessions
+from target_service.session import TargetSession
 from target_service.verifier import Verifier
 
 VOCABULARY_SIZE = 6
@@ -50,8 +51,9 @@ class Target:
         description = Description(
             own.model_digest, "", own.model_name, own.vocabulary_size, own.positions_max, (), own.dtype, "cpu", ""
         )
-        self.sessions = GrowingSessions(self.engine, description, 64, shares_prefixes)
-        self.verifier = Verifier(self.sessions)
+        self.verifier = Verifier(self.engine, description, shares_prefixes)
+        self.handler = ItemHandler(self.verifier, 64)
+        self.room = self.verifier._room
         self.draft_length = draft_length
         self.tokens: dict[int, list[int]] = {}
         self.round_index: dict[int, int] = {}
@@ -60,7 +62,7 @@ class Target:
         self.ends: dict[int, int] = {}
 
     def tell(self, *items: object) -> None:
-        self.verifier.handle(self, list(items), self._take)
+        self.handler.handle(self, list(items), self._take)
 
     def open(self, session: int, prompt: list[int], salt: str = "", output_count: int = OUTPUT_COUNT) -> None:
         """Opens a session and asks its first round."""
@@ -99,7 +101,7 @@ class Target:
 
     def turn(self) -> None:
         """One turn of the engine's thread: the service's, then a step."""
-        self.verifier.before_step()
+        self.verifier.next_step()
         self.engine._step()
         self.check()
 
@@ -107,19 +109,19 @@ class Target:
         cache = self.engine.cache
         cache.check_integrity()
         cells = self.engine._runner._model._storage.token_ids
-        for held in self.sessions.all():
-            lane = held.lanes[0]
+        for held in self.handler.sessions.all():
             found = [
-                int(cells[lane.table.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE])
-                for position in range(lane.table.length)
+                int(cells[held.table.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE])
+                for position in range(held.table.length)
             ]
-            assert found == lane.fed[: lane.table.length], "the cache holds something else"
+            fed = [*held.tokens[: held.fed_length], *held.fed_draft]
+            assert found == fed[: held.table.length], "the cache holds something else"
 
-    def held(self, session: int) -> room.GrowingSession:
-        return next(held for held in self.sessions.all() if held.opened.session == session)
+    def held(self, session: int) -> TargetSession:
+        return next(held for held in self.handler.sessions.all() if held.opened.session == session)
 
     def has_blocks(self, session: int) -> bool:
-        return bool(self.held(session).lanes[0].table.block_ids)
+        return bool(self.held(session).table.block_ids)
 
     def run(self, *sessions: int, until: Callable[[], bool] = lambda: False) -> None:
         """Rounds of these sessions, all of them in each step, to their ends; each is closed at its own."""
@@ -182,14 +184,14 @@ def test_the_youngest_gives_way_and_all_texts_are_the_same(folder: Path, clock: 
     target = Target(folder, 9)
     for session in (1, 2, 3):
         target.open(session, prompt_of(session))
-    target.run(1, 2, 3, until=lambda: target.sessions.counters.evictions == 1)
+    target.run(1, 2, 3, until=lambda: target.room.counters.evictions == 1)
     assert [target.has_blocks(session) for session in (1, 2, 3)] == [True, True, False]
     target.run(1, 2, 3)
     assert {session: target.tokens[session] for session in (1, 2, 3)} == {
         session: plain_text(folder, prompt_of(session)) for session in (1, 2, 3)
     }
     evicted = {session: sum(answer.evictions for answer in target.answers[session]) for session in (1, 2, 3)}
-    counters = target.sessions.counters
+    counters = target.room.counters
     assert evicted[1] == 0 and evicted[3] >= 1 and sum(evicted.values()) == counters.evictions == counters.reopenings
     assert not target.failures and target.engine.cache.free_block_count == 9
 
@@ -206,10 +208,10 @@ def test_a_new_session_is_refused_while_it_does_not_fit_or_others_wait(folder: P
     free = target.engine.cache.free_block_count
     target.open(3, prompt_of(3))
     assert target.failures[3].reason == "CACHE_EXHAUSTED" and target.failures[3].retry_after_ms > 0
-    assert target.engine.cache.free_block_count == free and len(list(target.sessions.all())) == 2
-    target.run(1, 2, until=lambda: bool(target.sessions.counters.evictions))
+    assert target.engine.cache.free_block_count == free and len(list(target.handler.sessions.all())) == 2
+    target.run(1, 2, until=lambda: bool(target.room.counters.evictions))
     target.open(4, prompt_of(4, 1), output_count=2)
-    assert "wait" in target.failures[4].message and target.sessions.counters.refusals == 2
+    assert "wait" in target.failures[4].message and target.room.counters.refusals == 2
     target.run(1, 2)
     assert [target.tokens[s] for s in (1, 2)] == [plain_text(folder, prompt_of(s)) for s in (1, 2)]
 
@@ -241,15 +243,15 @@ def test_who_was_opened_again_runs_before_it_gives_way(folder: Path, clock: Cloc
     while len(target.tokens[1]) < 25:
         target.ask(1)
         target.turn()
-    assert older.lanes[0].table.length == 24 and younger.lanes[0].table.length == 9
+    assert older.table.length == 24 and younger.table.length == 9
     target.ask(1)  # the fourth block: none is free, the younger has its run before it
     target.turn()
-    assert older in target.sessions._waiting and target.has_blocks(1) and target.has_blocks(2)
-    assert target.sessions.take_turn() == room.IDLE_S
-    while younger.lanes[0].table.length < younger.run_end:
+    assert older in target.room._waiting and target.has_blocks(1) and target.has_blocks(2)
+    assert target.verifier.next_step().wake_s == room.IDLE_S
+    while younger.table.length < younger.run_end:
         target.ask(2)
         target.turn()
-        assert target.has_blocks(2) == (younger.lanes[0].table.length > 0)
+        assert target.has_blocks(2) == (younger.table.length > 0)
     target.turn()
     assert not target.has_blocks(2) and len(target.tokens[1]) == 26, "its run is over"
     idle = Target(folder, 6)
@@ -276,20 +278,20 @@ def test_what_happens_to_an_evicted_session(folder: Path, clock: Clock) -> None:
     target = Target(folder, 9)
     for session in (1, 2, 3):
         target.open(session, prompt_of(session))
-    target.run(1, 2, 3, until=lambda: len(target.sessions._waiting) == 1)
-    waits = next(iter(target.sessions._waiting)).opened.session
+    target.run(1, 2, 3, until=lambda: len(target.room._waiting) == 1)
+    waits = next(iter(target.room._waiting)).opened.session
     count = len(target.answers[waits])
     target.tell(target._round(waits, 1), target._round(waits, 2))
     target.tell(Extend(waits, 1, 0, tuple(target.tokens[waits])))
     target.turn()
     assert len(target.answers[waits]) == count and not target.failures
     target.tell(Close(waits, 1))
-    assert not target.sessions._waiting
+    assert not target.room._waiting
     others = [session for session in (1, 2, 3) if session != waits]
-    target.run(*others, until=lambda: bool(target.sessions._waiting))
-    target.verifier.close_stream(target)
+    target.run(*others, until=lambda: bool(target.room._waiting))
+    target.handler.close_stream(target)
     target.turn()
-    assert not list(target.sessions.all()) and target.engine.cache.free_block_count == 9
+    assert not list(target.handler.sessions.all()) and target.engine.cache.free_block_count == 9
     assert not target.engine.waiting_count
 
 
@@ -305,14 +307,14 @@ def test_prefixes_are_found_by_sessions_of_the_same_salt(folder: Path) -> None:
         found = []
         for session, salt in enumerate(("", "", "a", "a", "b"), 1):
             target.open(session, prompt, salt)
-            rows = target.held(session).lanes[0].feed.row_count
+            rows = target.held(session).feed.row_count
             target.run(session)
             found.append(target.answers[session][0].cached_prompt_tokens)
             assert rows == len(prompt) - found[-1]
             assert not any(answer.cached_prompt_tokens for answer in target.answers[session][1:])
             assert target.tokens[session] == plain_text(folder, prompt)
         assert found == ([0, 31, 0, 31, 0] if shares_prefixes else [0] * 5)
-        counters = target.sessions.counters
+        counters = target.room.counters
         assert counters.prefix_hit_tokens == sum(found)
         assert counters.prefix_query_tokens == (5 * 32 if shares_prefixes else 0)
 
