@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from draft_service.drafter import TREE_CELLS, Drafter
+from draft_service.cells import Cells
+from draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter
 from specdec.config import DraftSettings
-from specdec.decoding.proposal import proposals
+from specdec.decoding.paths import TokenPath
+from specdec.decoding.proposal import ProposalRequest, proposals
+from specdec.engine.block_table import BlockTable
+from specdec.engine.runner import Piece
 from specdec.engine.scheduler import Engine
-from specdec.protocol.types import Description
+from specdec.protocol.types import TOKENS_MAX, Description, Law, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
 from specdec.replica.stream import StreamMessages
 from specdec.telemetry.tracing import Tracing
@@ -18,6 +22,19 @@ def make_drafter(engine: Engine, description: Description, settings: DraftSettin
     return Drafter(engine, description, tracing)
 
 
+def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece:
+    """So many nodes below the committed tokens, or those tokens."""
+    cells = Cells(table.capacity)
+    context = [cells.take(position) for position in range(context_length)]
+    if not row_count:
+        return Piece(table, 0, [0] * context_length, 0, None, cells.chain(context))
+    cells.commit(context)
+    rows = cells.nodes([[cells.take(context_length)] for _ in range(row_count)])
+    path, law = TokenPath([0] * context_length, context_length, [0]), Law(Rule.GREEDY, 0, 1, 0.0)
+    requests = [ProposalRequest(law, path, TOKENS_MAX, 0, BRANCH_COUNT)] * row_count
+    return Piece(table, 0, [0] * row_count, row_count, requests, rows)
+
+
 DRAFT = ReplicaKind(
     name="draft",
     service="specdec.v1.DraftService",
@@ -25,6 +42,7 @@ DRAFT = ReplicaKind(
     messages=StreamMessages(draft_pb.DraftRequest, draft_pb.DraftResponse, draft_pb.DraftResponseItem),
     evidence=proposals,
     make_service=make_drafter,
+    sample_piece=sample_piece,
     has_stable_rows=False,
     extra_positions=TREE_CELLS,
 )

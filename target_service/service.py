@@ -8,10 +8,12 @@ import sys
 import torch
 
 from specdec.config import TargetSettings
-from specdec.decoding.evidence import evidence
+from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.engine.block_table import BlockTable
 from specdec.engine.parallel.place import RankPlace
+from specdec.engine.runner import Piece
 from specdec.engine.scheduler import Engine
-from specdec.protocol.types import Description
+from specdec.protocol.types import Description, Law, Rule
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.replica.stream import StreamMessages
 from specdec.telemetry.logs import configure_logs
@@ -25,6 +27,14 @@ def make_verifier(engine: Engine, description: Description, settings: TargetSett
     return Verifier(engine, description, settings.enable_prefix_caching, tracing)
 
 
+def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece:
+    """A verification of `row_count` - 1 draft tokens, or the context before it."""
+    if not row_count:
+        return Piece(table, 0, [0] * context_length, 0, None)
+    request = EvidenceRequest(Law(Rule.GREEDY, 0, 1, 0.0), 0, [0] * (context_length + 1), (0,) * (row_count - 1))
+    return Piece(table, context_length, [0] * row_count, row_count, request)
+
+
 TARGET = ReplicaKind(
     name="target",
     service="specdec.v1.TargetService",
@@ -32,6 +42,7 @@ TARGET = ReplicaKind(
     messages=StreamMessages(target_pb.VerifyRequest, target_pb.VerifyResponse, target_pb.VerifyResponseItem),
     evidence=evidence,
     make_service=make_verifier,
+    sample_piece=sample_piece,
 )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, StepTiming
@@ -26,6 +26,7 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 logger = logging.getLogger("specdec.engine")
 
 Stepped = Callable[[int, int, float], None]
+Result = TypeVar("Result")
 
 CHUNK_SIZE_DEFAULT = 64
 ROWS_MAX_DEFAULT = 512  # rows of one step
@@ -90,21 +91,28 @@ class Engine:
         """
         self._before_step = before_step
         self._thread.start()
-        warm: Future[None] = Future()
-
-        def warm_up() -> None:
-            try:
-                self._runner.warm_up()
-                warm.set_result(None)
-            except BaseException as error:  # handed to the caller of start, which decides
-                warm.set_exception(error)
-
-        self.post(warm_up)
         try:
-            warm.result()
+            self.call(self._runner.warm_up)
         except BaseException:
             self.stop()
             raise
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` on the engine thread, waits, and returns or raises what it does. Not from that thread."""
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # handed to the caller, which decides
+                outcome.set_exception(error)
+
+        self.post(run)
+        return outcome.result()
+
+    def run(self, pieces: Sequence[Piece]) -> StepReport:
+        """One step of these pieces, at once. Engine thread only. Never raises for what a piece did."""
+        return self._runner.run(list(pieces))
 
     def stop(self) -> None:
         """Ends the thread after the step in progress; feeds still waiting fail with ReplicaUnavailable. Idempotent."""
@@ -167,7 +175,7 @@ class Engine:
         """One step of the pieces a service chose."""
         started_s = time.perf_counter()
         try:
-            report = self._runner.run(list(turn.pieces))
+            report = self.run(turn.pieces)
         except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
             logger.exception("a step failed")
             failure = SpecdecError(f"{type(error).__name__}: {error}")

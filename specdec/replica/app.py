@@ -33,6 +33,7 @@ from specdec.replica.cache_size import choose_cache_size
 from specdec.replica.figures import ReplicaFigures
 from specdec.replica.handler import ItemHandler, ReplicaService
 from specdec.replica.metrics import families, idle_families
+from specdec.replica.step_times import SamplePiece, measure_step_times
 from specdec.replica.stream import ReplicaStream, StreamMessages
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
@@ -53,7 +54,7 @@ OnReady = Callable[[str], None]
 class ReplicaKind:
     """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
 
-    `has_stable_rows`: its model's rows must not depend on their neighbours. `extra_positions`: of a session in the
+    `sample_piece`: of a step to be timed. `has_stable_rows`: its model's rows must not depend on their neighbours. `extra_positions`: of a session in the
     cache, beyond its tokens.
     """
 
@@ -63,6 +64,7 @@ class ReplicaKind:
     messages: StreamMessages
     evidence: Evidence
     make_service: Callable[[Engine, Description, Any, Tracing], ReplicaService]  # with the settings of its own kind
+    sample_piece: SamplePiece
     has_stable_rows: bool = True
     extra_positions: int = 0
 
@@ -207,6 +209,8 @@ class ReplicaApp:
         service = self._kind.make_service(engine, description, settings, self._tracing)
         handler = ItemHandler(service, settings.max_num_seqs)
         engine.start(service.next_step)
+        times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
+        description = replace(description, step_times=times)
         self._engine, self._description, self._handler = engine, description, handler
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:
