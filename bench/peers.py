@@ -31,7 +31,7 @@ from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.engine_alone import EngineAlone
 from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.ranks import rule_of
+from bench.pipeline.variants import rule_of
 from bench.pipeline.samples import measure
 from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant
 from specdec.errors import SpecdecError
