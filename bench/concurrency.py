@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -42,11 +44,14 @@ RATIO_SUSPECT = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One generation as its reader saw it: when it was asked for, when deltas came and with how many tokens."""
+    """One generation as its reader saw it: when it was asked for, when deltas came and with how many tokens, and when
+    messages of all kinds came and with how many bytes."""
 
     asked_s: float
     deltas: tuple[tuple[float, int], ...]
     finished: pb.Finished
+    messages: tuple[tuple[float, int], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def first_s(self) -> float:
@@ -77,31 +82,44 @@ async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest
     """Runs one generation."""
     asked_s = time.perf_counter()
     deltas: list[tuple[float, int]] = []
+    messages: list[tuple[float, int]] = []
+    token_ids: list[int] = []
     finished = pb.Finished()
     async for response in stub.Generate(request, timeout=600):
+        now_s = time.perf_counter()
+        messages.append((now_s, response.ByteSize()))
         if response.HasField("delta"):
-            deltas.append((time.perf_counter(), len(response.delta.token_ids)))
+            deltas.append((now_s, len(response.delta.token_ids)))
+            token_ids += response.delta.token_ids
         elif response.HasField("finished"):
             finished = response.finished
-    return Stream(asked_s, tuple(deltas), finished)
+    return Stream(asked_s, tuple(deltas), finished, tuple(messages), tuple(token_ids))
 
 
 async def run_streams(
-    place: Placed, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
+    addresses: Sequence[str], variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
 ) -> list[Stream]:
-    """One stream per prompt, all at once."""
-    async with grpc.aio.insecure_channel(place.services.coordinator.address) as channel:
-        stub = pb_grpc.CoordinatorServiceStub(channel)
-        return await asyncio.gather(*(read(stub, request_of(variant, rule, prompt, max_tokens)) for prompt in prompts))
+    """One stream per prompt, all at once, dealt out to the coordinators."""
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(address)) for address in addresses]
+        stubs = itertools.cycle(map(pb_grpc.CoordinatorServiceStub, channels))
+        requests = [request_of(variant, rule, prompt, max_tokens) for prompt in prompts]
+        return await asyncio.gather(*(read(stub, request) for stub, request in zip(stubs, requests)))
+
+
+def run_block(
+    place: Placed, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
+) -> tuple[Block, list[Stream]]:
+    """Runs a block. Raises grpc.RpcError."""
+    coordinator = place.coordinator_of(variant)
+    before_s = cpu_seconds(coordinator.process.pid)
+    streams = asyncio.run(run_streams([coordinator.address], variant, rule, prompts, max_tokens))
+    return block_of(variant.name, streams, cpu_seconds(coordinator.process.pid) - before_s), streams
 
 
 def measure(place: Placed, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int) -> Block:
     """Runs a block. Raises grpc.RpcError."""
-    pid = place.services.coordinator.process.pid
-    before_s = cpu_seconds(pid)
-    streams = asyncio.run(run_streams(place, variant, rule, prompts, max_tokens))
-    cpu_s = cpu_seconds(pid) - before_s
-    return block_of(variant.name, streams, cpu_s)
+    return run_block(place, variant, rule, prompts, max_tokens)[0]
 
 
 def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) -> Block:

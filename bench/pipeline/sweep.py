@@ -119,7 +119,7 @@ class Sweep:
 
     def _measure(self, cell: Cell, variant: Variant, number: int) -> Sample:
         prompt = self._prompts[number % len(self._prompts)]
-        sample = measure(self._place.stub, variant, cell.rule, cell.rtt_ms, prompt, self._effort.max_tokens)
+        sample = measure(self._place.stub_of(variant), variant, cell.rule, cell.rtt_ms, prompt, self._effort.max_tokens)
         self._advance(weight(variant, cell.rtt_ms))
         return sample
 
