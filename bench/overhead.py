@@ -25,9 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import concurrency
 from bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
-from bench.bars import Bar, add_check_flag, as_json, conclude
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.harness import TARGET_MODEL, heldout_prompts, running
 from bench.pipeline.figures import Ratio, figures_of, ratio_of
@@ -36,6 +35,7 @@ from bench.pipeline.samples import Sample, measure
 from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
 from bench.processes import cpu_seconds
 from bench.rounds import table_models
+from bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -46,6 +46,7 @@ WIRE_RULES = (*RULES_DEFAULT, NUCLEUS)
 BARE_VARIANTS = (OFF, AUTO)
 STREAM_COUNT = 32
 ECHO = "echo"
+WIRE_BOUNDS = {("chain", False): 100, ("chain", True): 400, ("tree", False): 800, ("tree", True): 3500}
 ROUND_BOUNDS, CPU_BOUNDS = {"off": 5.0, "auto": 6.0}, {"off": 2.0, "auto": 2.3}
 TABLE_PROMPT = (0, "<1><2>")
 
@@ -86,23 +87,23 @@ def rounds_beyond(repeats: int, max_tokens: int) -> tuple[dict[str, float], dict
 def cpu_per_token(repeats: int, max_tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, Ratio]]:
     """Figures of blocks by variant, the coordinator's CPU per committed token among them; and that over the CPU of the
     bare server with the messages of the same block. The shipped pair."""
-    found: dict[str, list[concurrency.Block]] = {variant.name: [] for variant in STREAM_VARIANTS}
+    found: dict[str, list[Block]] = {variant.name: [] for variant in STREAM_VARIANTS}
     ratios: dict[str, list[float]] = {variant.name: [] for variant in BARE_VARIANTS}
-    prompts = [prompt[: concurrency.PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][:STREAM_COUNT]
+    prompts = [prompt[: PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][:STREAM_COUNT]
     with placed(TARGET_MODEL, "bfloat16", "float32") as place:
         with bare_server(place.network.machines["coordinator"].address) as server:
             for _ in track_quietly(range(repeats), f"{STREAM_COUNT} streams"):
                 for variant in STREAM_VARIANTS:
-                    block, streams = concurrency.run_block(place, variant, GREEDY, prompts, max_tokens)
+                    block, streams = run_block(place, variant, GREEDY, prompts, max_tokens)
                     found[variant.name].append(block)
                     if variant in BARE_VARIANTS:
                         bare_us = bare_us_per_token(server, streams)
                         ratios[variant.name].append(block.coordinator_us_per_token / bare_us)
-    figures = {name: concurrency.median_block(blocks) for name, blocks in found.items()}
+    figures = {name: median_block(blocks) for name, blocks in found.items()}
     return figures, {name: ratio_of(values) for name, values in ratios.items()}
 
 
-def bare_us_per_token(server: BareServer, streams: Sequence[concurrency.Stream]) -> float:
+def bare_us_per_token(server: BareServer, streams: Sequence[Stream]) -> float:
     """Microseconds of the bare server's CPU per token, with the messages these streams were sent."""
     began_s = min(stream.asked_s for stream in streams)
     schedules = [[(moment_s - began_s, size) for moment_s, size in stream.messages] for stream in streams]
@@ -120,6 +121,17 @@ def bars_of(round_ratios: dict[str, Ratio], cpu_ratios: dict[str, Ratio]) -> lis
         for claim, ratios, bounds in found
         for name, bound in bounds.items()
     ]
+
+
+def wire_bars(wire: dict[str, dict[str, dict[str, float]]]) -> list[Bar]:
+    """Bytes per committed token on the draft link, of a chain and of a tree, ids alone and with rows."""
+    bars = []
+    for (variant, is_drawn), bound in WIRE_BOUNDS.items():
+        rules = [rule for rule in wire if (rule == NUCLEUS if is_drawn else "REJECTION" not in rule)]
+        claim = f"bytes a token on the draft link, {variant}, {NUCLEUS if is_drawn else 'ids'}"
+        values = {rule: wire[rule][variant]["bytes_per_token"] for rule in rules}
+        bars.append(worst_of(claim, bound, values, is_limit=True, stretch=bound / 2))
+    return bars
 
 
 def on_the_wire(place: Placed, rtt_ms: float, prompt_count: int, max_tokens: int) -> dict[str, dict[str, Any]]:
@@ -209,7 +221,7 @@ def main() -> int:
     except SpecdecError as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    bars = bars_of(round_ratios, cpu_ratios)
+    bars = [*bars_of(round_ratios, cpu_ratios), *wire_bars(wire)]
     written = {
         "cpu": processor_name(),
         "round_ms": round_ms,
