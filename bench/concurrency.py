@@ -199,7 +199,9 @@ def main() -> int:
     console.print(table_of(found["cells"], asked.rtt_ms))
     for own in found["coordinators"]:
         rates = ", ".join(f"{used}: {rate:.0f}" for used, rate in own["tokens_per_s"].items())
-        console.print(f"{own['rule']}, {own['streams']} streams, tokens/s by coordinators: {rates}; {Ratio(**own['ratio'])}")
+        console.print(
+            f"{own['rule']}, {own['streams']} streams, tokens/s by coordinators: {rates}; {Ratio(**own['ratio'])}"
+        )
     bars = bars_of(found)
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / "concurrency.json").write_text(json.dumps(found | {"bars": as_json(bars)}, indent=2) + "\n", "utf-8")

@@ -89,7 +89,7 @@ def cpu_per_token(repeats: int, max_tokens: int) -> tuple[dict[str, dict[str, fl
     bare server with the messages of the same block. The shipped pair."""
     found: dict[str, list[Block]] = {variant.name: [] for variant in STREAM_VARIANTS}
     ratios: dict[str, list[float]] = {variant.name: [] for variant in BARE_VARIANTS}
-    prompts = [prompt[: PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][:STREAM_COUNT]
+    prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][:STREAM_COUNT]
     with placed(TARGET_MODEL, "bfloat16", "float32") as place:
         with bare_server(place.network.machines["coordinator"].address) as server:
             for _ in track_quietly(range(repeats), f"{STREAM_COUNT} streams"):
@@ -114,7 +114,10 @@ def bare_us_per_token(server: BareServer, streams: Sequence[Stream]) -> float:
 
 def bars_of(round_ratios: dict[str, Ratio], cpu_ratios: dict[str, Ratio]) -> list[Bar]:
     """Of plain decoding and of the policy's own choice."""
-    claims = ("round beyond forward and evidence / echo of a message", "coordinator CPU a token / bare server, 32 streams")
+    claims = (
+        "round beyond forward and evidence / echo of a message",
+        "coordinator CPU a token / bare server, 32 streams",
+    )
     found = zip(claims, (round_ratios, cpu_ratios), (ROUND_BOUNDS, CPU_BOUNDS), strict=True)
     return [
         Bar(f"{claim}, {name}", bound, ratios[name].median, str(ratios[name]), is_limit=True)

@@ -27,16 +27,15 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.assisted import Assistance, Assisted
+from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.engine_alone import EngineAlone
 from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from bench.pipeline.figures import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.variants import rule_of
 from bench.pipeline.samples import measure
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant
+from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
 from specdec.errors import SpecdecError
 from specdec.protocol.types import Law
 
@@ -56,9 +55,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def ours(
-    place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic: set[int]
-) -> dict[str, Contender]:
+def ours(place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic: set[int]) -> dict[str, Contender]:
     """The services, and the engine alone. Prompts whose plain text ends in a cycle are added to `cyclic`."""
     tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
     kind, temperature = rule_of(rule)

@@ -133,7 +133,17 @@ def bars_of(figures: Sequence[DraftFigure]) -> list[Bar]:
 def table_of(figures: Sequence[DraftFigure]) -> Table:
     """A line per cell and type."""
     table = Table(title="the draft, one thread; medians over turns, milliseconds of all sessions together")
-    numbers = ("context", "sessions", "nodes", "bare", "step", "step / bare [95 %]", "bar", "nodes/s arriving", "of steps")
+    numbers = (
+        "context",
+        "sessions",
+        "nodes",
+        "bare",
+        "step",
+        "step / bare [95 %]",
+        "bar",
+        "nodes/s arriving",
+        "of steps",
+    )
     for name in ("type", "rule", *numbers):
         table.add_column(name, justify="left" if name in ("type", "rule") else "right")
     for own in figures:

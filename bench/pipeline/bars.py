@@ -35,7 +35,14 @@ def against_fixed(ratios: Mapping[str, Ratio]) -> list[Bar]:
     shown = f"{len(ratios)} cells; medians below {OF_BEST_FIXED}: {', '.join(below) or 'none'}"
     highs = {name: ratio.high for name, ratio in ratios.items()}
     return [
-        Bar("auto / best fixed, chosen on other pairs: geometric mean over cells", OF_BEST_FIXED, mean, shown, False, 1.0),
+        Bar(
+            "auto / best fixed, chosen on other pairs: geometric mean over cells",
+            OF_BEST_FIXED,
+            mean,
+            shown,
+            False,
+            1.0,
+        ),
         Bar("auto / best fixed: least upper end of an interval", OF_BEST_FIXED, min(highs.values(), default=None)),
     ]
 
@@ -88,9 +95,7 @@ def predictions(cells: Sequence[Cell], simulated: Sequence[Mapping[str, float]])
     ]
 
 
-def bars_of(
-    cells: Sequence[Cell], simulated: Sequence[Mapping[str, float]], half_step_ms: float | None
-) -> list[Bar]:
+def bars_of(cells: Sequence[Cell], simulated: Sequence[Mapping[str, float]], half_step_ms: float | None) -> list[Bar]:
     """All bars of a run."""
     against_best = {name_of(cell): ratio for cell in cells if (ratio := cell.over_best_fixed)}
     return [

@@ -61,7 +61,9 @@ def ends_in_cycle(token_ids: Sequence[int]) -> bool:
     length = len(token_ids)
     for period in range(1, length // CYCLE_REPEATS + 1):
         count = max(CYCLE_REPEATS * period, CYCLE_TOKENS_MIN, length // 6)
-        if count <= length and all(token_ids[i] == token_ids[i - period] for i in range(length - count + period, length)):
+        if count <= length and all(
+            token_ids[i] == token_ids[i - period] for i in range(length - count + period, length)
+        ):
             return True
     return False
 
