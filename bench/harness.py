@@ -18,7 +18,7 @@ TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Running services; `coordinator` is the first of all, `settings` are theirs, so that another can be started too."""
+    """Running services; `settings` are the coordinators', so that another one can be started beside them."""
 
     target: Child
     draft: Child | None

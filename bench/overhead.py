@@ -2,9 +2,10 @@
 
 Three counts: what a round takes beyond the target's forward and evidence, with models that compute nothing, on
 loopback, beside the echo of one stream message; the coordinator's CPU per committed token with many streams, beside a
-bare grpc.aio server that streams messages of the same sizes at the same times to as many readers; bytes on the draft link and nodes the draft
-evaluates per committed token, by rule, for a streamed chain and a streamed tree, on the shipped pair and held-out
-prompts. The last on a target as slow as one worth speculating for, since a slow target lets the draft run farther.
+bare grpc.aio server that streams messages of the same sizes at the same times to as many readers; bytes on the draft
+link and nodes the draft evaluates per committed token, by rule, for a streamed chain and a streamed tree, on the
+shipped pair and held-out prompts. The last on a target as slow as one worth speculating for, since a slow target lets
+the draft run farther.
 """
 
 from __future__ import annotations

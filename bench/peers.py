@@ -2,9 +2,9 @@
 
 Same weights, same two cores, same prompts, in turns prompt by prompt. Ours is three services on loopback delays, the
 target with one thread on one core, draft and coordinator on the other; theirs is one process that may use both cores,
-with one thread, as our target has, or as many as are asked for. Assisted generation runs at the best of a grid of its own settings,
-found on other prompts. The engine alone is plain decoding in one process without services: what `off` is held against.
-Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the others.
+with one thread, as our target has, or as many as are asked for. Assisted generation runs at the best of a grid of its
+own settings, found on other prompts. The engine alone is plain decoding in one process without services: what `off` is
+held against. Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the others.
 """
 
 from __future__ import annotations

@@ -9,19 +9,18 @@ of its own, the target made deeper by layers that add nothing.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -34,15 +33,16 @@ from bench.harness import DRAFT_MODEL, heldout_prompts
 from bench.pipeline.bars import never_slower
 from bench.pipeline.figures import Ratio
 from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.samples import measure
+from bench.pipeline.samples import TIMEOUT_S, measure
 from bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
-from bench.streams import ADAPTED_S, rate_between, read
+from bench.streams import ADAPTED_S, rate_between
 from specdec.cli.processes import Child
 from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.errors import SpecdecError
+from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-Trouble = Callable[[Child], Coroutine[Any, Any, None]]
+Trouble = Callable[[Child, threading.Event], None]
 BEFORE_S = 1.5  # a text is under way for so long before its draft changes
 AWAKE_S, ASLEEP_S = 0.002, 0.2  # one step in a hundred times as long
 RECOVERY_S = 3.0  # until a link that was given up is there again
@@ -62,41 +62,43 @@ def write_always_wrong(folder: Path) -> Path:
     return folder
 
 
-async def silent(draft: Child) -> None:
+def silent(draft: Child, is_over: threading.Event) -> None:
     """The draft does nothing at all, and its connections stay open."""
     draft.signal(signal.SIGSTOP)
-    await asyncio.Event().wait()
+    is_over.wait()
 
 
-async def hundred_times_slower(draft: Child) -> None:
+def hundred_times_slower(draft: Child, is_over: threading.Event) -> None:
     """The draft runs for two milliseconds in two hundred."""
-    while True:
+    while not is_over.wait(AWAKE_S):
         draft.signal(signal.SIGSTOP)
-        await asyncio.sleep(ASLEEP_S)
+        is_over.wait(ASLEEP_S)
         draft.signal(signal.SIGCONT)
-        await asyncio.sleep(AWAKE_S)
 
 
 TROUBLES: dict[str, Trouble] = {"silent": silent, "a hundred times slower": hundred_times_slower}
 
 
-async def rate_in_trouble(
-    address: str, draft: Child, variant: Variant, rule: str, prompt: str, trouble: Trouble
+def rate_in_trouble(
+    stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, draft: Child, trouble: Trouble
 ) -> float:
     """Tokens a second of a text whose draft changes while it is under way, from two seconds after the change."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = pb_grpc.CoordinatorServiceStub(channel)
-        reading = asyncio.create_task(read(stub, request_of(variant, rule, prompt, CHANGED_TOKENS)))
-        await asyncio.sleep(BEFORE_S)
-        changed_s = time.perf_counter()
-        troubling = asyncio.create_task(trouble(draft))
-        try:
-            stream = await reading
-        finally:
-            troubling.cancel()
-            await asyncio.gather(troubling, return_exceptions=True)
-            draft.signal(signal.SIGCONT)
-    return rate_between([stream], changed_s + ADAPTED_S, stream.last_s)
+    is_over = threading.Event()
+    changing = threading.Timer(BEFORE_S, trouble, (draft, is_over))
+    asked_s = time.perf_counter()
+    changing.start()
+    try:
+        deltas = [
+            (time.perf_counter(), len(response.delta.token_ids))
+            for response in stub.Generate(request, timeout=TIMEOUT_S)
+            if response.HasField("delta")
+        ]
+    finally:
+        changing.cancel()
+        is_over.set()
+        changing.join()
+        draft.signal(signal.SIGCONT)
+    return rate_between(deltas, asked_s + BEFORE_S + ADAPTED_S, deltas[-1][0])
 
 
 def cells_in_trouble(place: Placed, rule: str, asked: argparse.Namespace, done: Callable[[], None]) -> dict[str, Ratio]:
@@ -112,8 +114,8 @@ def cells_in_trouble(place: Placed, rule: str, asked: argparse.Namespace, done: 
             if variant == AUTO:  # back at what the draft is worth when it is well
                 time.sleep(RECOVERY_S)
                 measure(place.stub_of(variant), variant, rule, 0.0, prompt, asked.max_tokens)
-            address = place.coordinator_of(variant).address
-            return asyncio.run(rate_in_trouble(address, draft, variant, rule, prompt[1], trouble))
+            request = request_of(variant, rule, prompt[1], CHANGED_TOKENS)
+            return rate_in_trouble(place.stub_of(variant), request, draft, trouble)
 
         found[f"{rule}, {name}"] = ratio_in_turns(rate, asked, done)[0]
     return found
@@ -156,9 +158,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--target-rtt-ms", type=float, default=0.2, help="coordinator-target (%(default)s)")
     parser.add_argument("--pairs", type=int, default=9, help="of off and auto in a cell (%(default)s)")
     parser.add_argument("--pairs-max", type=int, default=60, help="where auto is below 0.98 of off (%(default)s)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, help="of a text whose draft does not change (%(default)s)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=64, help="where the draft does not change (%(default)s)")
     parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of the target (%(default)s)")
     parser.add_argument("--draft-dtype", default="float32", help="of the draft (%(default)s)")
@@ -174,11 +174,12 @@ def main() -> int:
     asked = options()
     console = Console(width=170)
     found: dict[str, Ratio] = {}
-    hardware: Any = None
+    hardware: list[Any] = []
     try:
         with tempfile.TemporaryDirectory() as scratch, Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task("measuring", total=len(asked.rules) * (2 + len(TROUBLES)) * asked.pairs)
-            for ratios, hardware in cells(asked, Path(scratch), lambda: bar.advance(task)):
+            for ratios, described in cells(asked, Path(scratch), lambda: bar.advance(task)):
+                hardware.append(described)
                 for name, ratio in ratios.items():
                     console.print(f"{name}: auto/off {ratio}", highlight=False)
                 found |= ratios
@@ -187,7 +188,7 @@ def main() -> int:
         return 1
     bars = never_slower(found)[:1]
     asked.out.mkdir(parents=True, exist_ok=True)
-    written = {"hardware": hardware, "rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers}
+    written = {"hardware": hardware[-1], "rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers}
     written |= {"cells": {name: asdict(ratio) for name, ratio in found.items()}, "bars": as_json(bars)}
     (asked.out / "poor_drafts.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return conclude(bars, console, asked.check)

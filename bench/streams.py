@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -114,15 +114,15 @@ async def jump_rate(
         jumped_s = time.perf_counter()
         streams = [*await asyncio.gather(*others), await first]
     ended_s = min(stream.last_s for stream in streams)
-    return rate_between(streams, jumped_s + ADAPTED_S, ended_s)
+    deltas = [delta for stream in streams for delta in stream.deltas]
+    return rate_between(deltas, jumped_s + ADAPTED_S, ended_s)
 
 
-def rate_between(streams: Sequence[Stream], began_s: float, ended_s: float) -> float:
-    """Tokens a second of all streams between two moments. SpecdecError where the second does not come after the first."""
+def rate_between(deltas: Iterable[tuple[float, int]], began_s: float, ended_s: float) -> float:
+    """Tokens a second between two moments; SpecdecError where there is no time between them."""
     if ended_s <= began_s:
         raise SpecdecError("a text ended before the time that counts: give it more tokens")
-    moments = [moment for stream in streams for moment in stream.deltas]
-    return sum(count for moment_s, count in moments if began_s < moment_s <= ended_s) / (ended_s - began_s)
+    return sum(count for moment_s, count in deltas if began_s < moment_s <= ended_s) / (ended_s - began_s)
 
 
 def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) -> Block:
@@ -130,7 +130,8 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
     began_s, ended_s = max(stream.first_s for stream in streams), min(stream.last_s for stream in streams)
     if ended_s <= began_s:  # too few tokens for all to run together: from the first token of all to the last
         began_s, ended_s = min(stream.first_s for stream in streams), max(stream.last_s for stream in streams)
-    tokens = sum(count for stream in streams for _, count in stream.deltas)
+    deltas = [delta for stream in streams for delta in stream.deltas]
+    tokens = sum(count for _, count in deltas)
     gaps_s = [b - a for stream in streams for (a, _), (b, _) in zip(stream.deltas, stream.deltas[1:])]
     counts = [stream.finished.statistics for stream in streams]
     rounds = sum(own.rounds for own in counts)
@@ -139,7 +140,7 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
     ]
     return Block(
         variant=variant,
-        tokens_per_s=rate_between(streams, began_s, ended_s),
+        tokens_per_s=rate_between(deltas, began_s, ended_s),
         first_token_ms=statistics.median(stream.first_s - stream.asked_s for stream in streams) * 1e3,
         per_token_ms=statistics.median(per_token_s) * 1e3,
         gap_p99_ms=sorted(gaps_s)[int(0.99 * (len(gaps_s) - 1))] * 1e3,

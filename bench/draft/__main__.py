@@ -93,7 +93,7 @@ def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], consol
         bare_ms: dict[tuple[int, int], list[float]] = {}
         found: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in cells}
         with Delivery(asked.model, draft.dtype, draft.vocabulary_size) as delivery:
-            for turn in track(range(asked.turns + 1), draft.dtype, console=console):
+            for _ in track(range(asked.turns + 1), draft.dtype, console=console):
                 for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
                     texts = texts_of(sessions, context + ROOM)
                     loop_ms = bare.step_ms([text[:context] for text in texts], asked.steps)

@@ -31,8 +31,8 @@ class Delivery:
     """A draft process and a link to it. Use it in a `with` statement; `rate` may be called again and again."""
 
     def __init__(self, folder: Path, dtype: str, vocabulary_size: int) -> None:
-        settings = DraftSettings(model=str(folder), port=0, threads=1, dtype=dtype, log_level="error")
-        self._child = start("draft", settings)
+        own: dict[str, Any] = {"dtype": dtype, "threads": 1, "port": 0, "log_level": "error"}
+        self._child = start("draft", DraftSettings(model=str(folder), **own))
         self._child.wait_ready()
         self._vocabulary_size = vocabulary_size
         self._loop = new_event_loop()
