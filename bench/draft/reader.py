@@ -18,8 +18,8 @@ from specdec.protocol.types import Law
 
 WINDOW = 32
 ROOM = 400  # tokens of a text beyond its context: what may be committed while it is measured
-NODES_A_COMMIT = {1: 12, 2: 20}  # by leaves
-NODES_A_COMMIT_MAX = 24  # of wider trees: hardly more places are likely enough to be evaluated
+NODES_A_COMMIT = {1: 12, 2: 12}  # by leaves
+NODES_A_COMMIT_MAX = 16  # of wider trees: often hardly more places are likely enough to be evaluated
 
 
 def texts_of(count: int, length: int) -> list[tuple[int, ...]]:
