@@ -39,13 +39,17 @@ test-long: install  ## Run the longer suites too: large samples, sweeps, 1,000 p
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
 
-bench: $(VENV)/.bench-installed  ## All of it: overhead, concurrency, peers, the pipeline over round trips; about 90 minutes.
+bench: $(VENV)/.bench-installed  ## All of it, then every bar beside what was reached; some four hours.
+	@$(BIN)/python -m bench.draft
 	@$(BIN)/python -m bench.overhead
-	@$(BIN)/python -m bench.concurrency
 	@$(BIN)/python -m bench.peers
+	@$(BIN)/python -m bench.poor_drafts
+	@$(BIN)/python -m bench.concurrency --jump --coordinators
 	@$(BIN)/python -m bench.pipeline
+	@$(BIN)/python -m bench.goals
 
-bench-quick: $(VENV)/.bench-installed  ## The pipeline over a few round trips, in minutes.
+bench-quick: $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.
+	@$(BIN)/python -m bench.draft --quick
 	@$(BIN)/python -m bench.pipeline --quick
 
 $(VENV)/.bench-installed: $(VENV)/.installed

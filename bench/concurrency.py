@@ -3,7 +3,8 @@
 Throughput is counted while all streams are past their first token and none has ended, so that every step could be full.
 Beside it: time to first token, time per output token, gaps between deltas, and how full the target's steps were:
 sessions in a step beside sessions that had work then. Prompts are held-out ones, cut short so that what is measured is
-decoding.
+decoding. `--jump` lets one stream run and then begins the others at once: what counts is the time from two seconds
+after. `--coordinators` deals the streams out to two coordinators that share target and draft.
 """
 
 from __future__ import annotations
@@ -11,156 +12,70 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.bars import Bar, add_check_flag, as_json, conclude
 from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
 from bench.harness import heldout_prompts
+from bench.pipeline.bars import OF_OFF, never_slower
 from bench.pipeline.figures import Ratio, ratio_of
 from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, request_of
-from bench.processes import cpu_seconds
+from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
+from bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
 from specdec.errors import SpecdecError
-from specdec.v1 import coordinator_service_pb2 as pb
-from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
-PROMPT_CHARACTERS = 200
-RATIO_SUSPECT = 0.98
+JUMP_TOKENS_FIRST = 4  # the first stream's, in tokens of the others: it outlasts them
+QUICK = {"streams": [1, 8], "pairs": 3, "pairs_max": 0, "max_tokens": 32}
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One generation as its reader saw it: when it was asked for, when deltas came and with how many tokens."""
-
-    asked_s: float
-    deltas: tuple[tuple[float, int], ...]
-    finished: pb.Finished
-
-    @property
-    def first_s(self) -> float:
-        return self.deltas[0][0]
-
-    @property
-    def last_s(self) -> float:
-        return self.deltas[-1][0]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """So many streams of one variant, begun together. Times in milliseconds."""
-
-    variant: str
-    tokens_per_s: float
-    first_token_ms: float
-    per_token_ms: float
-    gap_p99_ms: float
-    step_sessions: float
-    active_sessions: float
-    acceptance: float
-    rounds_off: float
-    coordinator_us_per_token: float
-
-
-async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest) -> Stream:
-    """Runs one generation."""
-    asked_s = time.perf_counter()
-    deltas: list[tuple[float, int]] = []
-    finished = pb.Finished()
-    async for response in stub.Generate(request, timeout=600):
-        if response.HasField("delta"):
-            deltas.append((time.perf_counter(), len(response.delta.token_ids)))
-        elif response.HasField("finished"):
-            finished = response.finished
-    return Stream(asked_s, tuple(deltas), finished)
-
-
-async def run_streams(
-    place: Placed, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int
-) -> list[Stream]:
-    """One stream per prompt, all at once."""
-    async with grpc.aio.insecure_channel(place.services.coordinator.address) as channel:
-        stub = pb_grpc.CoordinatorServiceStub(channel)
-        return await asyncio.gather(*(read(stub, request_of(variant, rule, prompt, max_tokens)) for prompt in prompts))
-
-
-def measure(place: Placed, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: int) -> Block:
-    """Runs a block. Raises grpc.RpcError."""
-    pid = place.services.coordinator.process.pid
-    before_s = cpu_seconds(pid)
-    streams = asyncio.run(run_streams(place, variant, rule, prompts, max_tokens))
-    cpu_s = cpu_seconds(pid) - before_s
-    return block_of(variant.name, streams, cpu_s)
-
-
-def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) -> Block:
-    """The figures of streams begun together."""
-    began_s, ended_s = max(stream.first_s for stream in streams), min(stream.last_s for stream in streams)
-    if ended_s <= began_s:  # too few tokens for all to run together: from the first token of all to the last
-        began_s, ended_s = min(stream.first_s for stream in streams), max(stream.last_s for stream in streams)
-    moments = [(moment_s, count) for stream in streams for moment_s, count in stream.deltas]
-    together = sum(count for moment_s, count in moments if began_s < moment_s <= ended_s)
-    gaps_s = [b - a for stream in streams for (a, _), (b, _) in zip(stream.deltas, stream.deltas[1:])]
-    counts = [stream.finished.statistics for stream in streams]
-    rounds = sum(own.rounds for own in counts)
-    tokens = sum(count for _, count in moments)
-    per_token_s = [
-        (stream.last_s - stream.first_s) / sum(count for _, count in stream.deltas[1:]) for stream in streams
-    ]
-    return Block(
-        variant=variant,
-        tokens_per_s=together / (ended_s - began_s),
-        first_token_ms=statistics.median(stream.first_s - stream.asked_s for stream in streams) * 1e3,
-        per_token_ms=statistics.median(per_token_s) * 1e3,
-        gap_p99_ms=sorted(gaps_s)[int(0.99 * (len(gaps_s) - 1))] * 1e3,
-        step_sessions=sum(own.step_sessions for own in counts) / rounds,
-        active_sessions=sum(own.active_sessions for own in counts) / rounds,
-        acceptance=sum(own.num_accepted_draft_tokens for own in counts)
-        / max(1, sum(own.num_draft_tokens for own in counts)),
-        rounds_off=sum(own.num_rounds_off for own in counts) / rounds,
-        coordinator_us_per_token=coordinator_cpu_s / tokens * 1e6,
-    )
-
-
-def median_block(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Medians over blocks of one variant."""
-    names = [name for name in asdict(blocks[0]) if name != "variant"]
-    return {name: statistics.median(getattr(block, name) for block in blocks) for name in names}
-
-
-def cell(
-    place: Placed, stream_count: int, rule: str, asked: argparse.Namespace, progress: Progress, task: Any
-) -> dict[str, Any]:
-    """Pairs of blocks at one concurrency; more of them where auto seems slower."""
+def chosen_prompts(number: int, count: int) -> list[str]:
+    """The prompts of one turn."""
     prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()]
-    blocks: dict[str, list[Block]] = {OFF.name: [], AUTO.name: []}
+    return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
+
+
+def ratio_in_turns(
+    rate: Callable[[Variant, int], float], asked: argparse.Namespace, advance: Callable[[], None]
+) -> tuple[Ratio, Ratio | None]:
+    """Auto / off over pairs, and the first ratio where it was below the bar: that is measured again, with more."""
 
     def pairs(numbers: range) -> Ratio:
         ratios = []
         for number in numbers:
-            chosen = [prompts[(number * stream_count + index) % len(prompts)] for index in range(stream_count)]
-            for variant in (OFF, AUTO) if number % 2 else (AUTO, OFF):
-                blocks[variant.name].append(measure(place, variant, rule, chosen, asked.max_tokens))
-            progress.advance(task)
-            ratios.append(blocks[AUTO.name][-1].tokens_per_s / blocks[OFF.name][-1].tokens_per_s)
+            own = {variant: rate(variant, number) for variant in ((OFF, AUTO) if number % 2 else (AUTO, OFF))}
+            ratios.append(own[AUTO] / own[OFF])
+            advance()
         return ratio_of(ratios)
 
-    measure(place, AUTO, rule, prompts[:stream_count], asked.max_tokens)
     ratio = pairs(range(asked.pairs))
-    first_ratio = None
-    if ratio.median < RATIO_SUSPECT and asked.again:
-        first_ratio, ratio = ratio, pairs(range(asked.pairs, asked.pairs + asked.again))
+    if ratio.median >= OF_OFF or not asked.pairs_max:
+        return ratio, None
+    return pairs(range(asked.pairs, asked.pairs + asked.pairs_max)), ratio
+
+
+def cell(
+    place: Placed, stream_count: int, rule: str, asked: argparse.Namespace, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Pairs of blocks at one concurrency; more of them where auto seems slower."""
+    blocks: dict[str, list[Block]] = {OFF.name: [], AUTO.name: []}
+
+    def rate(variant: Variant, number: int) -> float:
+        block, _ = run_block(place, variant, rule, chosen_prompts(number, stream_count), asked.max_tokens)
+        blocks[variant.name].append(block)
+        return block.tokens_per_s
+
+    run_block(place, AUTO, rule, chosen_prompts(0, stream_count), asked.max_tokens)
+    ratio, first_ratio = ratio_in_turns(rate, asked, advance)
     return {
         "streams": stream_count,
         "rule": rule,
@@ -170,29 +85,50 @@ def cell(
     }
 
 
+def jump(place: Placed, rule: str, asked: argparse.Namespace, advance: Callable[[], None]) -> Ratio:
+    """Auto / off after the load jumped from one stream to the most that are asked for."""
+    count = max(asked.streams)
+    tokens = (JUMP_TOKENS_FIRST * asked.max_tokens, asked.max_tokens)
+
+    def rate(variant: Variant, number: int) -> float:
+        address = place.coordinator_of(variant).address
+        return asyncio.run(jump_rate(address, variant, rule, chosen_prompts(number, count), tokens))
+
+    return ratio_in_turns(rate, asked, advance)[0]
+
+
+def coordinators(place: Placed, rule: str, asked: argparse.Namespace, advance: Callable[[], None]) -> dict[str, Any]:
+    """Auto's tokens a second through one coordinator and through all of them, and whether each prompt's text is one."""
+    count = max(asked.streams)
+    addresses = [child.address for child in place.services.coordinators]
+    rates: dict[int, list[float]] = {1: [], len(addresses): []}
+    is_same = True
+    for number in range(asked.pairs):
+        texts = []
+        for used in rates:
+            run = run_streams(addresses[:used], AUTO, rule, chosen_prompts(number, count), asked.max_tokens)
+            streams = asyncio.run(run)
+            rates[used].append(block_of(AUTO.name, streams, 0.0).tokens_per_s)
+            texts.append([stream.token_ids for stream in streams])
+        is_same = is_same and (texts[0] == texts[1] or not is_reproducible(rule))
+        advance()
+    ratio = ratio_of([both / one for one, both in zip(*rates.values(), strict=True)])
+    medians = {str(used): ratio_of(own).median for used, own in rates.items()}
+    return {"rule": rule, "streams": count, "tokens_per_s": medians, "ratio": asdict(ratio), "is_same_text": is_same}
+
+
 def table_of(cells: Sequence[dict[str, Any]], rtt_ms: float) -> Table:
     """Two lines per concurrency."""
     table = Table(title=f"many streams; round trip to the draft {rtt_ms:g} ms")
-    numbers = (
-        "tok/s",
-        "first tok ms",
-        "ms/tok",
-        "gap p99 ms",
-        "in step",
-        "with work",
-        "accept",
-        "off rounds",
-        "CPU µs/tok",
-    )
+    times = ("tok/s", "first tok ms", "ms/tok", "gap p99 ms")
+    numbers = (*times, "in step", "with work", "accept", "off rounds", "CPU µs/tok")
     for name in ("rule", "streams", "", *numbers, "auto/off [95 %]"):
         table.add_column(name, justify="left" if name in ("rule", "") else "right")
     for own in cells:
         for name, block in own["figures"].items():
-            values = list(block.values())
-            ratio = own["ratio"]
-            shown = f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" if name == AUTO.name else ""
+            shown = str(Ratio(**own["ratio"])) if name == AUTO.name else ""
             formats = (".0f", ".0f", ".1f", ".0f", ".1f", ".1f", ".2f", ".2f", ".0f")
-            columns = [format(value, form) for value, form in zip(values, formats, strict=True)]
+            columns = [format(value, form) for value, form in zip(block.values(), formats, strict=True)]
             table.add_row(own["rule"], str(own["streams"]), name, *columns, shown)
         table.add_section()
     return table
@@ -205,37 +141,71 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rtt-ms", type=float, default=5.0, help="coordinator-draft (%(default)s)")
     parser.add_argument("--target-rtt-ms", type=float, default=0.2, help="coordinator-target (%(default)s)")
     parser.add_argument("--pairs", type=int, default=9, help="blocks of each, in turns (%(default)s)")
-    parser.add_argument("--again", type=int, default=30, help="pairs where auto is below 0.98 of off (%(default)s)")
+    parser.add_argument("--pairs-max", type=int, default=60, help="where auto is below 0.98 of off (%(default)s)")
+    parser.add_argument("--jump", action="store_true", help="also a load that jumps from 1 stream to the most")
+    parser.add_argument("--coordinators", action="store_true", help="also two coordinators beside one, most streams")
     parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of the target (%(default)s)")
     parser.add_argument("--draft-dtype", default="float32", help="of the draft (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="about two minutes: 1 and 8 streams, three pairs")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
+    add_check_flag(parser)
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**QUICK)
     return parser.parse_args()
+
+
+def bars_of(found: dict[str, Any]) -> list[Bar]:
+    """Auto / off at every concurrency and after a jump, and texts that do not depend on the number of coordinators."""
+    ratios = {f"{own['rule']}, {own['streams']} streams": Ratio(**own["ratio"]) for own in found["cells"]}
+    ratios |= {f"{rule}, load jumped": Ratio(**own) for rule, own in found["jumps"].items()}
+    same = [
+        Bar(f"texts through two coordinators equal, {own['rule']}", 1.0, float(own["is_same_text"]))
+        for own in found["coordinators"]
+    ]
+    return [*never_slower(ratios), *same]
+
+
+def measure(asked: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """Everything that is asked for. Raises SpecdecError."""
+    rules = [RULES_DEFAULT[number] for number in asked.rules]
+    found: dict[str, Any] = {"rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers, "cells": [], "jumps": {}}
+    found["coordinators"] = []
+    with placed(model, asked.dtype, asked.draft_dtype) as place, Progress(console=Console(stderr=True)) as bar:
+        pieces = len(asked.streams) + asked.jump + asked.coordinators
+        task = bar.add_task("measuring", total=len(rules) * pieces * asked.pairs)
+        found["hardware"] = description(place)
+        place.set_rtt(asked.rtt_ms, asked.target_rtt_ms)
+        for rule in rules:
+            for stream_count in asked.streams:
+                found["cells"].append(cell(place, stream_count, rule, asked, lambda: bar.advance(task)))
+            if asked.jump:
+                found["jumps"][rule] = asdict(jump(place, rule, asked, lambda: bar.advance(task)))
+            if asked.coordinators:
+                found["coordinators"].append(coordinators(place, rule, asked, lambda: bar.advance(task)))
+    return found
 
 
 def main() -> int:
     asked = options()
-    cells: list[dict[str, Any]] = []
-    rules = [RULES_DEFAULT[number] for number in asked.rules]
+    console = Console(width=170)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            model = write_deepened(Path(scratch), asked.extra_layers)
-            with placed(model, asked.dtype, asked.draft_dtype) as place, Progress(console=Console(stderr=True)) as bar:
-                task = bar.add_task("measuring", total=len(rules) * len(asked.streams) * asked.pairs)
-                hardware = description(place)
-                place.set_rtt(asked.rtt_ms, asked.target_rtt_ms)
-                for rule in rules:
-                    for stream_count in asked.streams:
-                        cells.append(cell(place, stream_count, rule, asked, bar, task))
+            found = measure(asked, write_deepened(Path(scratch), asked.extra_layers))
     except SpecdecError as error:
         print(f"concurrency: {error}", file=sys.stderr)
         return 1
-    Console(width=170).print(table_of(cells, asked.rtt_ms))
+    console.print(table_of(found["cells"], asked.rtt_ms))
+    for own in found["coordinators"]:
+        rates = ", ".join(f"{used}: {rate:.0f}" for used, rate in own["tokens_per_s"].items())
+        console.print(
+            f"{own['rule']}, {own['streams']} streams, tokens/s by coordinators: {rates}; {Ratio(**own['ratio'])}"
+        )
+    bars = bars_of(found)
     asked.out.mkdir(parents=True, exist_ok=True)
-    written = {"hardware": hardware, "rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers, "cells": cells}
-    (asked.out / "concurrency.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return 0
+    (asked.out / "concurrency.json").write_text(json.dumps(found | {"bars": as_json(bars)}, indent=2) + "\n", "utf-8")
+    return conclude(bars, console, asked.check)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from bench.bars import Bar, add_check_flag, conclude, worst_of
 from bench.harness import heldout_prompts, running
 from specdec.cli.colors import LEGEND, colored
 from specdec.errors import SpecdecError
@@ -139,6 +140,18 @@ def check_equal(runs: list[Run]) -> str:
     return "on and off: the same tokens, every time" if same else "on and off: DIFFERENT TOKENS, this is a defect"
 
 
+def bars_of(runs: list[Run]) -> list[Bar]:
+    """On / off on a service that has just started: of all texts together, and of each."""
+    of_text = {
+        f"prompt {prompt_id}": figures_of([run for run in runs if run.prompt_id == prompt_id])["ratio"]
+        for prompt_id in dict.fromkeys(run.prompt_id for run in runs)
+    }
+    return [
+        Bar("on / off after start: median", 1.25, figures_of(runs)["ratio"], stretch=1.5),
+        worst_of("on / off after start: every text", 1.0, of_text),
+    ]
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=56, help="output tokens of each generation (56)")
@@ -148,6 +161,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="times each prompt is measured on and off (1)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_check_flag(parser)
     return parser.parse_args()
 
 
@@ -171,7 +185,7 @@ def main() -> int:
         console.print(check_equal(runs))
     if asked.json:
         asked.json.write_text(json.dumps(figures_of(runs), indent=2) + "\n", encoding="utf-8")
-    return 0
+    return conclude(bars_of(runs), console, True) if asked.check else 0
 
 
 if __name__ == "__main__":

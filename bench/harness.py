@@ -18,12 +18,17 @@ TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Running services; `settings` are the coordinator's, so that another one can be started beside it."""
+    """Running services; `settings` are the coordinators', so that another one can be started beside them."""
 
     target: Child
     draft: Child | None
-    coordinator: Child
+    coordinators: tuple[Child, ...]
     settings: CoordinatorSettings
+
+    @property
+    def coordinator(self) -> Child:
+        """The first."""
+        return self.coordinators[0]
 
 
 def heldout_prompts() -> dict[int, str]:
@@ -40,10 +45,12 @@ def running(
     draft: dict[str, Any] | None = None,
     target: dict[str, Any] | None = None,
     network: Network | None = None,
+    coordinator_count: int = 1,
     **engine: Any,
 ) -> Iterator[Services]:
     """Starts the services and stops them at the end, whatever happens. `engine`: settings of both replicas;
-    `draft`, `target` and `coordinator`: of these alone. With a network each runs on the machine of its name.
+    `draft`, `target` and `coordinator`: of these alone. With a network each runs on the machine of its name. Several
+    coordinators use the same target and draft, and know nothing of each other.
 
     Raises ConfigError with a service's own sentence when one cannot start.
     """
@@ -71,9 +78,11 @@ def running(
         guess = begin("draft", DraftSettings, model=str(draft_model))[0] if draft_model is not None else None
         wait_all_ready(children)
         addresses = {"target": reached("target", main), "draft": reached("draft", guess) if guess else None}
-        child, settings = begin("coordinator", CoordinatorSettings, tokenizer=str(target_model), **addresses)
-        child.wait_ready()
+        own_values = {"tokenizer": str(target_model), **addresses}
+        begun = [begin("coordinator", CoordinatorSettings, **own_values) for _ in range(coordinator_count)]
+        wait_all_ready([child for child, _ in begun])
+        settings = begun[0][1]
         assert isinstance(settings, CoordinatorSettings)
-        yield Services(main, guess, child, settings)
+        yield Services(main, guess, tuple(child for child, _ in begun), settings)
     finally:
         stop_all(reversed(children))

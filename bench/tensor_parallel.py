@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.harness import TARGET_MODEL
 from specdec.engine.interface import CausalModel, RaggedBatch, Segment
 from specdec.engine.kv_cache import KVCache
@@ -249,12 +251,20 @@ def show(steps: list[StepFigure], memory: list[MemoryFigure], weights_mib: float
     console.print(table)
 
 
+def bars_of(steps: Sequence[StepFigure]) -> list[Bar]:
+    """A step of two ranks, one thread each, against one rank's with one thread."""
+    two = [step for step in steps if step.variant == Variant(2, 1).name]
+    shapes = {f"{step.sequence_count} x {step.row_count} rows": step.ratio for step in two}
+    return [worst_of("a step of two ranks / of one, one thread each", 0.7, shapes, is_limit=True, stretch=0.6)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", help="element type (default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=9, help="interleaved blocks of ten steps (default: %(default)s)")
     parser.add_argument("--ranks", default="1,2,4", help="counts to measure memory for (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("out/tensor_parallel.json"), help="file (%(default)s)")
+    add_check_flag(parser)
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
@@ -268,11 +278,13 @@ def main() -> int:
         steps = measure_steps(folder, (Variant(1, 1), Variant(1, 2), Variant(2, 1)), asked.blocks)
         memory = measure_memory(folder, tiny_folder, [int(count) for count in asked.ranks.split(",")])
     show(steps, memory, weights_mib, Console())
+    bars = bars_of(steps)
     hardware = {"cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__, "dtype": asked.dtype}
-    figures = {"hardware": hardware, "steps": [asdict(s) for s in steps], "memory": [asdict(m) for m in memory]}
+    figures: dict[str, Any] = {"hardware": hardware, "steps": [asdict(s) for s in steps]}
+    figures |= {"memory": [asdict(m) for m in memory], "bars": as_json(bars)}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return conclude(bars, Console(), asked.check)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from bench.rounds import table_models
 from coordinator.figures import Figures
 from coordinator.request_trace import RequestTrace
 from coordinator.tracing import GenerationTrace
-from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.policy.policy import FixedPolicy
+from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.report import Finished, Statistics
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict

@@ -2,7 +2,7 @@
 
 One process, no services. For the shipped pair and the target made deeper (bench/deepened.py): time of a step and its
 share of what memory allows, what neighbour-independence costs, plain decoding of many streams with the time outside
-the forward, and evidence and noise by vocabulary. Prints tables and the goals, writes JSON and a picture.
+the forward, and evidence and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import deepened, goals, plot
+from bench import deepened, plot
+from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from bench.engine import tables
 from bench.engine.bandwidth import LARGE_BYTES, Reader
 from bench.engine.evidence import VOCABULARIES, EvidenceFigure, measure_evidence
@@ -58,6 +59,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="about two minutes: one model, few shapes, few rounds")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of JSON and picture (%(default)s)")
+    add_check_flag(parser)
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**QUICK)
     return parser.parse_args(arguments)
@@ -116,9 +118,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "limit: the bytes of a step's weights and cached positions, read as fast as a buffer of the weights' size was "
         f"in the same rounds; from a buffer of {LARGE_BYTES >> 20} MiB memory gave {large_gb_per_s:.1f} GB/s."
     )
-    save(asked, steps, streams, of_evidence, large_gb_per_s)
-    console.print(goals.table_of(goals.engine(goals.read(asked.out / "engine.json"))))
-    return 0
+    bars = bars_of(streams)
+    save(asked, steps, streams, of_evidence, large_gb_per_s, bars)
+    return conclude(bars, console, asked.check)
+
+
+def bars_of(streams: Sequence[StreamFigure]) -> list[Bar]:
+    """Streams decoding at once, for every model and type."""
+    rates: dict[str, dict[int, float]] = {}
+    for own in streams:
+        rates.setdefault(f"{own.model} {own.dtype}", {})[own.streams] = own.tokens_per_s
+    gains = {name: own[16] / own[1] for name, own in rates.items() if 1 in own and 16 in own}
+    return [worst_of("plain decoding, 16 streams / 1, the engine alone", 5.0, gains, stretch=8.0)]
 
 
 def save(
@@ -127,6 +138,7 @@ def save(
     streams: Sequence[StreamFigure],
     of_evidence: Sequence[EvidenceFigure],
     large_gb_per_s: float,
+    bars: Sequence[Bar],
 ) -> None:
     """The JSON, and the picture where it can be drawn."""
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -141,6 +153,7 @@ def save(
         "steps": [asdict(step) for step in steps],
         "streams": [asdict(stream) for stream in streams],
         "evidence": [asdict(one) for one in of_evidence],
+        "bars": as_json(bars),
     }
     (asked.out / "engine.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     if plot.is_possible():

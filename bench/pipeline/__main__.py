@@ -4,7 +4,8 @@ Three services on three emulated machines, the target on one core, draft and coo
 deeper by layers that add nothing (bench/deepened.py), so that a step costs what steps cost while acceptance stays real;
 held-out prompts. The round trip changes while the services run. Variants take turns on every prompt: plain decoding
 (off), synchronous rounds at fixed draft lengths, a streamed chain, a streamed tree, and the policy's own choice (auto).
-Prints tables, writes JSON and a picture. Co-located is synchronous rounds at round trip 0.
+Prints tables and bars, writes JSON and a picture. Co-located is synchronous rounds at round trip 0. Drafts that are of
+no use are measured by `bench.poor_drafts`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench import deepened, goals, plot
+from bench import deepened, plot
+from bench.bars import add_check_flag, conclude
+from bench.bars import as_json as bars_as_json
 from bench.harness import heldout_prompts
 from bench.pipeline import ranks, simulated
+from bench.pipeline.bars import bars_of
 from bench.pipeline.placement import OTHERS, description, placed
 from bench.pipeline.sweep import Cell, Effort, Sweep, cells
 from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
@@ -38,11 +42,11 @@ OTHERS_MAX = 0.1  # of a core; more disturbs what is measured
 RANK_PROMPTS, RANK_TOKENS = 6, 64
 QUICK = {  # instead of the defaults; flags that are given count all the same
     "rtt_ms": [0.0, 20.0],
-    "rules": [0, 1],
-    "draft_lengths": [1, 3, 6],
-    "pairs": 3,
-    "full": 3,
-    "again": 0,
+    "rules": [0, 1, 4],
+    "draft_lengths": [1, 3],
+    "pairs": 4,
+    "full": 4,
+    "pairs_max": 0,
     "max_tokens": 32,
     "far_target_rtt_ms": 0.0,
 }
@@ -61,15 +65,16 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=list(DRAFT_LENGTHS), help="synchronous rounds")
     parser.add_argument("--without", nargs="+", default=[], metavar="VARIANT", help="variants to leave out, by name")
     parser.add_argument("--pairs", type=int, default=9, help="of auto and off in a cell (%(default)s)")
-    parser.add_argument("--full", type=int, default=5, help="of these with all variants (%(default)s)")
-    parser.add_argument("--again", type=int, default=30, help="pairs where auto is below 0.98 of off (%(default)s)")
+    parser.add_argument("--full", type=int, default=6, help="of these with all variants (%(default)s)")
+    parser.add_argument("--pairs-max", type=int, default=60, help="where auto is below 0.98 of off (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--extra-layers", type=int, default=deepened.EXTRA_LAYERS_DEFAULT, help="of the target")
     parser.add_argument("--dtype", default="bfloat16", help="of the target (%(default)s)")
     parser.add_argument("--draft-dtype", default="float32", help="of the draft (%(default)s)")
     parser.add_argument("--proxies", action="store_true", help="delay proxies although namespaces could be made")
-    parser.add_argument("--quick", action="store_true", help="about three minutes: few cells, few pairs")
+    parser.add_argument("--quick", action="store_true", help="about five minutes: few cells, few pairs")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of JSON and picture (%(default)s)")
+    add_check_flag(parser)
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**QUICK)
     asked = parser.parse_args(arguments)
@@ -99,7 +104,7 @@ def measure(asked: argparse.Namespace, variants: list[Variant], model: Path, con
     console.print(step_table(steps))
     half_step = [round(steps.target_ms[1] / 2, 1)] if asked.half_step else []
     rtts_ms = sorted({*asked.rtt_ms, *half_step})
-    effort = Effort(asked.pairs, asked.full, asked.again, WARM_UPS, asked.max_tokens)
+    effort = Effort(asked.pairs, asked.full, asked.pairs_max, WARM_UPS, asked.max_tokens)
     services = placed(model, asked.dtype, asked.draft_dtype, namespaces_allowed=not asked.proxies)
     with services as place, progress_bar(Console(stderr=True)) as (bar, task):
         hardware = description(place)
@@ -145,7 +150,8 @@ def line_of(cell: Cell) -> str:
     differing = f"  DIFFERENT TEXTS, prompts {cell.differing_prompts}: a defect" if cell.differing_prompts else ""
     others = cell.cpu_shares[OTHERS]
     disturbed = f"  DISTURBED: others used {others:.0%} of a core" if others > OTHERS_MAX else ""
-    return f"{cell.rule}, RTT {cell.rtt_ms:g} ms: {rates}{ratio}{differing}{disturbed}"
+    best = f"  auto/best fixed {cell.over_best_fixed}" if cell.over_best_fixed else ""
+    return f"{cell.rule}, RTT {cell.rtt_ms:g} ms: {rates}{ratio}{best}{differing}{disturbed}"
 
 
 def over_best(cell: Cell, variant: str) -> float | None:
@@ -165,6 +171,7 @@ def as_json(run: dict[str, Any]) -> dict[str, Any]:
             "measured_rtt_ms": cell.measured_rtt_ms,
             "ratio": asdict(cell.ratio) if cell.ratio else None,
             "first_ratio": asdict(cell.first_ratio) if cell.first_ratio else None,
+            "over_best_fixed": asdict(cell.over_best_fixed) if cell.over_best_fixed else None,
             "differing_prompts": cell.differing_prompts,
             "cpu_shares": cell.cpu_shares,
             "figures": {name: asdict(own) for name, own in cell.figures.items()},
@@ -206,12 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     show(run, variants, console)
     asked.out.mkdir(parents=True, exist_ok=True)
+    bars = bars_of(run["cells"], run["simulated"], run["half_step_ms"])
     written = as_json(run) | {"command": ["python", "-m", "bench.pipeline", *(arguments or sys.argv[1:])]}
+    written["bars"] = bars_as_json(bars)
     (asked.out / "pipeline.json").write_text(json.dumps(written) + "\n", encoding="utf-8")
     plot.picture(written, asked.out / "pipeline.png")
     console.print(f"{asked.out / 'pipeline.json'}  {asked.out / 'pipeline.png'}")
-    console.print(goals.table(asked.out))
-    return 1 if any(cell.differing_prompts for cell in run["cells"]) else 0
+    code = conclude(bars, console, asked.check)
+    return 1 if any(cell.differing_prompts for cell in run["cells"]) else code
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.pipeline.samples import Sample
@@ -98,14 +98,42 @@ def by_variant(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     return grouped
 
 
-def paired_gain(samples: Sequence[Sample], over: Sequence[Sample]) -> float:
-    """Median over prompts of tokens/s over tokens/s; a prompt measured several times counts once, by its median."""
+def gains_by_prompt(samples: Sequence[Sample], over: Sequence[Sample]) -> list[float]:
+    """Tokens/s over tokens/s of every prompt; one measured several times counts once, by its median."""
 
     def rates(of: Sequence[Sample], prompt_id: int) -> float:
         return statistics.median(sample.tokens_per_s for sample in of if sample.prompt_id == prompt_id)
 
     prompt_ids = {sample.prompt_id for sample in samples}
-    return statistics.median(rates(samples, prompt_id) / rates(over, prompt_id) for prompt_id in prompt_ids)
+    return [rates(samples, prompt_id) / rates(over, prompt_id) for prompt_id in prompt_ids]
+
+
+def paired_gain(samples: Sequence[Sample], over: Sequence[Sample]) -> float:
+    """Median over prompts of tokens/s over tokens/s."""
+    return statistics.median(gains_by_prompt(samples, over))
+
+
+def over_best_other(samples: Mapping[str, Sequence[Sample]], name: str) -> Ratio | None:
+    """One variant's tokens/s over those of the best other: chosen on one half of the prompts, compared on the other,
+    and the other way round, since the fastest in hindsight is so by luck too. None with fewer than two prompts.
+
+    All variants were given the same prompts.
+    """
+    prompt_ids = sorted({sample.prompt_id for sample in samples[name]})
+    others = [variant for variant in samples if variant != name]
+    if len(prompt_ids) < 2 or not others:
+        return None
+
+    def gains(variant: str, over: str, among: Sequence[int]) -> list[float]:
+        halves = [[sample for sample in samples[own] if sample.prompt_id in among] for own in (variant, over)]
+        return gains_by_prompt(*halves)
+
+    ratios: list[float] = []
+    halves = prompt_ids[::2], prompt_ids[1::2]
+    for chosen_on, compared_on in (halves, halves[::-1]):
+        best = max(others, key=lambda other: statistics.median(gains(other, name, chosen_on)))
+        ratios += gains(name, best, compared_on)
+    return ratio_of(ratios)
 
 
 def hazards(samples: Sequence[Sample], length_max: int) -> tuple[float, ...]:

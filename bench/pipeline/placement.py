@@ -1,7 +1,8 @@
-"""Where everything runs while it is measured: three services on three emulated machines, pinned, and a client.
+"""Where everything runs while it is measured: the services on three emulated machines, pinned, and a client.
 
-Core 0 is the target's; core 1 has the coordinator, with priority, the draft, the network and the client. With fewer
-than two cores all share one, and the figures say so.
+Core 0 is the target's; core 1 has the coordinators, with priority, the draft, the network and the client. With fewer
+than two cores all share one, and the figures say so. `auto` runs on a coordinator of its own: what it knows it has
+learned from its own rounds, never from those of fixed variants.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import grpc
 from bench.harness import DRAFT_MODEL, Services, running
 from bench.network.echo import median_rtt_ms
 from bench.network.machines import Network, emulated
+from bench.pipeline.variants import AUTO, Variant
 from bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
+from specdec.cli.processes import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-COORDINATOR_NICE = -10
+COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2
 OTHERS = "others"
 SETTLE_S = 0.2  # after a change of delay: what was under way arrives, and a ping or two have measured the new one
 
@@ -48,8 +51,19 @@ class Placed:
 
     network: Network
     services: Services
-    stub: pb_grpc.CoordinatorServiceStub
+    stubs: tuple[pb_grpc.CoordinatorServiceStub, ...]  # of the coordinators, the first of which is for `auto`
     has_priority: bool
+
+    def _place_of(self, variant: Variant) -> int:
+        return 0 if variant == AUTO else len(self.stubs) - 1
+
+    def stub_of(self, variant: Variant) -> pb_grpc.CoordinatorServiceStub:
+        """Where a variant is asked for."""
+        return self.stubs[self._place_of(variant)]
+
+    def coordinator_of(self, variant: Variant) -> Child:
+        """The coordinator that serves a variant."""
+        return self.services.coordinators[self._place_of(variant)]
 
     def set_rtt(self, draft_rtt_ms: float, target_rtt_ms: float) -> None:
         """Round trips from the coordinator; services stay up."""
@@ -62,8 +76,9 @@ class Placed:
         return {name: median_rtt_ms(self.network, "coordinator", name, 9) for name in ("draft", "target")}
 
     def _cpu_seconds(self) -> dict[str, float]:
-        children = (self.services.coordinator, self.services.target, self.services.draft)
-        used = {child.command: cpu_seconds(child.process.pid) for child in children if child}
+        used = {"coordinator": sum(cpu_seconds(child.process.pid) for child in self.services.coordinators)}
+        replicas = (self.services.target, self.services.draft)
+        used |= {child.command: cpu_seconds(child.process.pid) for child in replicas if child}
         used |= {"network": self.network.cpu_seconds(), "client": time.process_time()}
         return {**used, OTHERS: machine_cpu_seconds() - sum(used.values())}
 
@@ -86,20 +101,23 @@ def placed(
     draft_dtype: str,
     coordinator: dict[str, Any] | None = None,
     namespaces_allowed: bool = True,
+    draft_model: Path = DRAFT_MODEL,
 ) -> Iterator[Placed]:
-    """Starts machines and services, all delays 0, and stops them at the end. The calling thread is the client then.
+    """Starts machines and services, two coordinators among them, all delays 0, and stops them at the end. The calling
+    thread is the client then.
 
     Raises ConfigError with a service's own sentence when one cannot start.
     """
     cores, shared = cores_of_machines()
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(emulated(cores, shared, namespaces_allowed))
-        models = (target_model, DRAFT_MODEL, coordinator, {"dtype": draft_dtype})
-        services = stack.enter_context(running(*models, network=network, threads=1, dtype=dtype))
-        has_priority = set_priority(services.coordinator.process.pid, COORDINATOR_NICE)
+        models = (target_model, draft_model, coordinator, {"dtype": draft_dtype})
+        own: dict[str, Any] = {"network": network, "coordinator_count": COORDINATOR_COUNT, "threads": 1, "dtype": dtype}
+        services = stack.enter_context(running(*models, **own))
+        has_priority = all([set_priority(child.process.pid, COORDINATOR_NICE) for child in services.coordinators])
         stack.enter_context(network.machines["coordinator"].inside())
-        channel = stack.enter_context(grpc.insecure_channel(services.coordinator.address))
-        yield Placed(network, services, pb_grpc.CoordinatorServiceStub(channel), has_priority)
+        channels = [stack.enter_context(grpc.insecure_channel(child.address)) for child in services.coordinators]
+        yield Placed(network, services, tuple(map(pb_grpc.CoordinatorServiceStub, channels)), has_priority)
 
 
 def description(place: Placed) -> dict[str, Any]:

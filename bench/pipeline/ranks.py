@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from bench.harness import DRAFT_MODEL, TARGET_MODEL
-from bench.pipeline.variants import RULES
+from bench.pipeline.variants import rule_of
 from models.agreement import Text, draft_logits, law_at, write_text
 from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
@@ -34,14 +34,6 @@ class Ranks:
     acceptance: float
     branches: tuple[float, ...]
     bonus_match: float
-
-
-def rule_of(rule: str) -> tuple[Rule, float]:
-    """(rule, temperature) of a name in RULES."""
-    temperature = RULES[rule]["temperature"]
-    if temperature == 0:
-        return Rule.GREEDY, 0.0
-    return (Rule.COUPLED if "seed" in RULES[rule] else Rule.REJECTION), temperature
 
 
 def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int) -> dict[str, Ranks]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from bench.pipeline.variants import Variant, request_of
@@ -10,13 +11,15 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 TIMEOUT_S = 600.0
+CYCLE_REPEATS, CYCLE_TOKENS_MIN = 3, 12
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One generation. Times of a round are means in milliseconds; counts are as in Statistics on the wire.
 
-    `tokens_per_s` is by the coordinator's clock, after the first token. `text_digest` is of the token ids.
+    `tokens_per_s` is by the coordinator's clock, after the first token. `text_digest` is of the token ids. `is_cyclic`:
+    the text ends in a cycle, which is easy to guess.
     """
 
     rule: str
@@ -47,9 +50,22 @@ class Sample:
     predicted_tokens_per_s: float
     policy_reason: str
     text_digest: str
+    is_cyclic: bool
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+def ends_in_cycle(token_ids: Sequence[int]) -> bool:
+    """Whether the last tokens repeat with some period: at least three times, and over a sixth of a long text."""
+    length = len(token_ids)
+    for period in range(1, length // CYCLE_REPEATS + 1):
+        count = max(CYCLE_REPEATS * period, CYCLE_TOKENS_MIN, length // 6)
+        if count <= length and all(
+            token_ids[i] == token_ids[i - period] for i in range(length - count + period, length)
+        ):
+            return True
+    return False
 
 
 def measure(
@@ -108,4 +124,5 @@ def sample_of(
         predicted_tokens_per_s=counts.predicted_tokens_per_s,
         policy_reason=counts.policy_reason,
         text_digest=hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16],
+        is_cyclic=ends_in_cycle(token_ids),
     )

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from bench.deepened import load, step_times_ms
+from bench.draft.alone import draft_steps_ms
 from bench.event_simulation import Scenario, simulate
 from bench.harness import DRAFT_MODEL
-from bench.pipeline.draft_steps import draft_steps_ms
 from bench.pipeline.figures import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant
+from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
 from specdec.policy.plan import PLAIN, Plan
+from specdec.protocol.types import Law
 from specdec.rpc.process import set_startup_objects_aside
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
 LEAF_COUNTS = (1, 2, 4, 8)
+DRAFT_CONTEXT = 128  # about a held-out prompt and half its text
 SIMULATED_TOKENS = 3000
 CEILING_WINDOWS, CEILING_LEAVES, CEILING_WAITS = (4, 8, 16, 32), (1, 8), (1, 2, 3)
 CEILING_SYNCHRONOUS, CEILING_WAIT_S = (1, 2, 3, 4, 6, 8), 2.0
@@ -52,11 +54,12 @@ def measure_steps(target_model: Path, dtype: str, draft_dtype: str, rules: Seque
     torch.set_num_threads(1)
     target = step_times_ms(load(target_model, dtype), [(1, rows) for rows in ROW_COUNTS], repeats)
     set_startup_objects_aside()  # as services do
+    laws = [Law(rule, 1, DRAFT_CONTEXT, temperature) for rule, temperature in map(rule_of, rules)]
     forward = step_times_ms(load(DRAFT_MODEL, draft_dtype), [(leaves, 1) for leaves in LEAF_COUNTS], repeats)
     return Steps(
         {rows: ms for (_, rows), ms in target.items()},
         {leaves: ms for (leaves, _), ms in forward.items()},
-        draft_steps_ms(DRAFT_MODEL, draft_dtype, rules, LEAF_COUNTS),
+        dict(zip(rules, draft_steps_ms(DRAFT_MODEL, draft_dtype, laws, LEAF_COUNTS), strict=True)),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from bench.pipeline.figures import Figures, Ratio, by_variant, figures_of, paired_gain, ratio_of
+from bench.pipeline.figures import Figures, Ratio, by_variant, figures_of, over_best_other, paired_gain, ratio_of
 from bench.pipeline.placement import Placed
 from bench.pipeline.samples import Sample, measure
 from bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
@@ -21,11 +21,12 @@ Advance = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: pairs of off and auto, of them with all variants, pairs again in a suspect cell."""
+    """How much is measured: pairs of off and auto, of them with all variants, and the pairs a suspect cell is measured
+    again with, fresh ones."""
 
     pair_count: int
     full_count: int
-    again_count: int
+    pair_count_max: int
     warm_up_count: int
     max_tokens: int
 
@@ -60,6 +61,12 @@ class Cell:
         """Median over prompts of one variant's tokens/s over another's on the same prompt."""
         return paired_gain(self.comparable[variant], self.comparable[over])
 
+    @property
+    def over_best_fixed(self) -> Ratio | None:
+        """Auto over the best of the others, chosen on other prompts; None where there is too little to say so."""
+        grouped = self.comparable
+        return over_best_other(grouped, AUTO.name) if AUTO.name in grouped and len(grouped) > 2 else None
+
     def best_synchronous(self) -> str | None:
         """The fastest fixed draft length in hindsight, the strongest baseline there is; None where there is none."""
         names = [name for name in self.comparable if name.startswith("sync")]
@@ -91,9 +98,9 @@ class Sweep:
         ratios = list(self._pairs(cell, range(self._effort.pair_count), self._effort.full_count))
         if ratios:
             cell.ratio = ratio_of(ratios)
-            if cell.ratio.median < RATIO_SUSPECT and self._effort.again_count:
+            if cell.ratio.median < RATIO_SUSPECT and self._effort.pair_count_max:
                 cell.first_ratio = cell.ratio
-                numbers = range(self._effort.pair_count, self._effort.pair_count + self._effort.again_count)
+                numbers = range(self._effort.pair_count, self._effort.pair_count + self._effort.pair_count_max)
                 cell.ratio = ratio_of(list(self._pairs(cell, numbers, 0)))
         cell.differing_prompts = differing_prompts(cell)
         cell.cpu_shares = shares.so_far()
@@ -119,7 +126,7 @@ class Sweep:
 
     def _measure(self, cell: Cell, variant: Variant, number: int) -> Sample:
         prompt = self._prompts[number % len(self._prompts)]
-        sample = measure(self._place.stub, variant, cell.rule, cell.rtt_ms, prompt, self._effort.max_tokens)
+        sample = measure(self._place.stub_of(variant), variant, cell.rule, cell.rtt_ms, prompt, self._effort.max_tokens)
         self._advance(weight(variant, cell.rtt_ms))
         return sample
 

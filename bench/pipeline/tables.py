@@ -21,6 +21,7 @@ def rate_table(rule: str, cells: Sequence[Cell], variants: Sequence[Variant]) ->
         "best sync",
         "tree/best sync",
         "auto/best sync",
+        "auto/best fixed",
         "tree/co-located",
         "auto/co-located",
     )
@@ -52,7 +53,8 @@ def comparisons(cell: Cell, colocated: float | None) -> list[str]:
         ratio = f"{cell.ratio.median:.2f}"
     else:
         ratio = f"{cell.first_ratio.median:.2f}; again {cell.ratio}"
-    return [ratio, best or "", *against_best, *against_near]
+    against_fixed = "" if cell.over_best_fixed is None else f"{cell.over_best_fixed.median:.2f}"
+    return [ratio, best or "", *against_best, against_fixed, *against_near]
 
 
 def speculation_table(cells: Sequence[Cell], variants: Sequence[Variant]) -> Table:

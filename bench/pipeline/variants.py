@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import rounds
+from specdec.protocol.types import Rule
 from specdec.v1 import coordinator_service_pb2 as pb
 
 WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
@@ -70,6 +71,14 @@ def request_of(variant: Variant, rule: str, prompt: str, max_tokens: int) -> pb.
     """A generation of exactly `max_tokens` tokens."""
     sampling = pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
     return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative_policy(variant))
+
+
+def rule_of(rule: str) -> tuple[Rule, float]:
+    """(rule, temperature) of a name in RULES."""
+    temperature = RULES[rule]["temperature"]
+    if temperature == 0:
+        return Rule.GREEDY, 0.0
+    return (Rule.COUPLED if "seed" in RULES[rule] else Rule.REJECTION), temperature
 
 
 def is_reproducible(rule: str) -> bool:

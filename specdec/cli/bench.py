@@ -13,9 +13,11 @@ from specdec.errors import ConfigError
 BENCHMARKS = {
     "pipeline": ("bench.pipeline", "Three services on emulated machines, round trips from 0 to 100 ms, every variant."),
     "concurrency": ("bench.concurrency", "1 to 32 streams at once, on against off."),
-    "overhead": ("bench.overhead", "What a token costs beside the models: time, CPU, bytes, leaves."),
+    "draft": ("bench.draft", "The draft's step beside the bare loop of its model, and tokens that arrive."),
+    "poor-drafts": ("bench.poor_drafts", "Drafts that are slow, wrong, silent or grow slow, against plain decoding."),
+    "overhead": ("bench.overhead", "Time, CPU and bytes of a token beside the models, an echo and a bare server."),
     "peers": ("bench.peers", "transformers' own generation and assisted generation, and the engine alone."),
-    "goals": ("bench.goals", "Each goal beside what the last runs reached."),
+    "goals": ("bench.goals", "Each bar beside what the last runs reached."),
     "ceiling": ("bench.ceiling", "An event simulation, and the cost model beside it."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),

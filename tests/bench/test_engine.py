@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine.__main__ import main
+from bench.engine.__main__ import bars_of, main
 from bench.engine.bandwidth import limit_ms, step_bytes
 from bench.engine.evidence import LAWS, made_up_logits, noise_of, request_of
 from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepFigure, independence_shapes, shapes_of
 from bench.engine.streams import Block, StreamFigure, Streams, figure_of, gain
-from bench.goals import engine
 from bench.harness import DRAFT_MODEL
 from specdec.decoding.evidence import evidence
 from specdec.engine.model import load_model
@@ -118,14 +117,14 @@ def test_evidence_is_of_a_real_request_and_noise_is_part_of_it(rule: str) -> Non
 
 def test_the_goal_is_judged_by_the_worst_model() -> None:
     """Claim: one model below the bar misses the goal; without figures nothing counts as met."""
-    lines = [
-        {"model": model, "dtype": "bfloat16", "streams": streams, "tokens_per_s": rate}
+    figures = [
+        StreamFigure(model, "bfloat16", streams, rate, 0, 0, 0, 0)
         for model, rates in (("a", (10.0, 90.0)), ("b", (10.0, 49.0)))
         for streams, rate in zip((1, 16), rates)
     ]
-    assert [line.state for line in engine({"streams": lines})] == ["missed"]
-    assert [line.state for line in engine({"streams": lines[:2]})] == ["stretch"]
-    assert [line.state for line in engine(None)] == ["not measured"]
+    assert [bar.state for bar in bars_of(figures)] == ["missed"]
+    assert [bar.state for bar in bars_of(figures[:2])] == ["stretch"]
+    assert [bar.state for bar in bars_of([])] == ["not measured"]
 
 
 def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,5 +139,5 @@ def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.Capture
     assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in run["steps"])
     assert len(run["evidence"]) == 2 * len(LAWS)
     printed = capsys.readouterr().out
-    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "Evidence, of which noise", "goals"):
+    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "Evidence, of which noise", "bars"):
         assert title in printed

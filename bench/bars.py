@@ -1,0 +1,84 @@
+"""Bars: what a benchmark is to reach, in one form for all of them, and the exit code of `--check`.
+
+A benchmark makes its bars from what it measured, shows them with `conclude` and writes `as_json` of them among its
+results, where `bench.goals` finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One thing to reach. `reached` counts, the worst of what is `shown`; None where nothing was measured.
+
+    It is met at or above `bound`, at or below it where `is_limit`.
+    """
+
+    claim: str
+    bound: float
+    reached: float | None
+    shown: str = ""
+    is_limit: bool = False
+    stretch: float | None = None
+
+    @property
+    def state(self) -> str:
+        """`not measured`, `missed`, `met` or `stretch`."""
+        if self.reached is None:
+            return "not measured"
+        if self.stretch is not None and self._passes(self.stretch):
+            return "stretch"
+        return "met" if self._passes(self.bound) else "missed"
+
+    def _passes(self, bound: float) -> bool:
+        assert self.reached is not None
+        return self.reached <= bound if self.is_limit else self.reached >= bound
+
+
+def worst_of(
+    claim: str, bound: float, values: Mapping[str, float], is_limit: bool = False, stretch: float | None = None
+) -> Bar:
+    """A bar of several values by name: the worst counts."""
+    if not values:
+        return Bar(claim, bound, None, "", is_limit, stretch)
+    worst = max(values.values()) if is_limit else min(values.values())
+    shown = "; ".join(f"{name} {value:.3g}" for name, value in values.items())
+    return Bar(claim, bound, worst, shown, is_limit, stretch)
+
+
+def table_of(bars: Iterable[Bar]) -> Table:
+    """One line per bar."""
+    table = Table(title="bars", show_lines=True)
+    for name in ("bar", "to reach", "stretch", "reached", "", "of"):
+        table.add_column(name, justify="right" if name in ("to reach", "stretch", "reached") else "left")
+    for bar in bars:
+        sign = "≤" if bar.is_limit else "≥"
+        reached = "" if bar.reached is None else f"{bar.reached:.3g}"
+        stretch = "" if bar.stretch is None else f"{sign} {bar.stretch:g}"
+        table.add_row(bar.claim, f"{sign} {bar.bound:g}", stretch, reached, bar.state, bar.shown)
+    return table
+
+
+def as_json(bars: Iterable[Bar]) -> list[dict[str, Any]]:
+    """For a benchmark's results, under `bars`."""
+    return [asdict(bar) for bar in bars]
+
+
+def add_check_flag(parser: argparse.ArgumentParser) -> None:
+    """`--check`, the same in every benchmark that has bars."""
+    parser.add_argument("--check", action="store_true", help="exit 1 where a bar is missed")
+
+
+def conclude(bars: Iterable[Bar], console: Console, is_checked: bool) -> int:
+    """Shows bars; the exit code: 1 where they are checked and one is missed. What was not measured is not missed."""
+    shown = list(bars)
+    console.print(table_of(shown))
+    return int(is_checked and any(bar.state == "missed" for bar in shown))

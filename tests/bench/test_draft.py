@@ -1,0 +1,52 @@
+"""The draft's benchmark: what counts as a step, and a run of each of its parts on the shipped draft."""
+
+from __future__ import annotations
+
+from bench.draft.alone import Arrival, draft_steps_ms, steps_in
+from bench.draft.bare import BareLoop
+from bench.draft.delivery import Delivery
+from bench.draft.reader import ROOM, texts_of
+from bench.harness import DRAFT_MODEL
+from bench.pipeline.variants import RULES_DEFAULT, rule_of
+from specdec.protocol.types import Law
+from tests.support.threads import one_thread  # noqa: F401
+
+CONTEXT = 64
+LAWS = [Law(rule, 1, CONTEXT, temperature) for rule, temperature in map(rule_of, RULES_DEFAULT[:3])]
+
+
+def test_a_step_lasts_from_the_end_of_one_to_the_end_of_the_next() -> None:
+    """Claim: answers of different sessions are one step until one has a second; steps of fewer nodes are left out, and
+    so is the first after a pause; nodes of several steps at once count as so many steps."""
+    full = [Arrival(1.0, 1, 4), Arrival(1.1, 2, 4), Arrival(2.0, 2, 4), Arrival(2.2, 1, 4)]
+    assert [(round(s, 9), n) for s, n in steps_in(full, 8)] == [(1.1, 1.0)]
+    pause = [*full, None, Arrival(9.0, 1, 4), Arrival(9.1, 2, 4), Arrival(9.5, 1, 8), Arrival(9.6, 2, 8)]
+    assert [(round(s, 9), n) for s, n in steps_in(pause, 8)] == [(1.1, 1.0), (0.5, 2.0)]
+    assert not list(steps_in([Arrival(1.0, 1, 8), Arrival(2.0, 1, 3)], 8))
+
+
+def test_steps_of_every_size_are_timed_under_every_rule() -> None:
+    """Claim: the draft takes steps of as many nodes as it is asked for, whatever the rule, and they are timed.
+
+    Conclusive: without one step of a size there is no time but an error.
+    """
+    found = draft_steps_ms(DRAFT_MODEL, "float32", LAWS, (1, 4), 4)
+    assert [list(own) for own in found] == [[1, 4]] * 3
+    assert all(0 < own[1] < 1000 and 0 < own[4] < 1000 for own in found)
+
+
+def test_the_bare_loop_is_timed_again_and_again_on_the_same_text() -> None:
+    """Claim: a loop leaves the cache as it found it, so that every turn measures the same context."""
+    bare = BareLoop(DRAFT_MODEL, "float32")
+    texts = texts_of(2, CONTEXT)
+    assert bare.step_ms(texts, 3) > 0
+    length = bare._filled(texts).get_seq_length()
+    assert bare.step_ms(texts, 3) > 0
+    assert bare._filled(texts).get_seq_length() == length == CONTEXT - 1
+
+
+def test_draft_tokens_arrive_over_a_link_of_their_own_process() -> None:
+    """Claim: nodes of all sessions arrive and are counted, and a second measurement uses the same process."""
+    with Delivery(DRAFT_MODEL, "float32", 4096) as delivery:
+        rates = [delivery.rate(LAWS[0], texts_of(2, CONTEXT + ROOM), leaves, 0.1) for leaves in (1, 4)]
+    assert min(rates) > 10
