@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from specdec.engine.cuda import backend as backend_module
 from specdec.engine.cuda import modules
 from specdec.engine.cuda.attention import PLAIN, BlockTables, Gathered, Way
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.interface import ModelDescription, RaggedBatch, Segment
+from specdec.engine.interface import ModelDescription, RaggedBatch, Segment, TreeRows
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import ARCHITECTURES, model_class
 
@@ -48,13 +49,13 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def meta_model(architecture: str, dtype: torch.dtype) -> TransformersModel:
+def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -> TransformersModel:
     kind = model_class(architecture)
     entries = ARCHITECTURES[architecture][1] | {"vocab_size": 300}
     with META:
         model = kind._from_config(kind.config_class(**entries), dtype=dtype, attn_implementation=attention.NAME)
     description = ModelDescription("", "", 288, 512, (), str(dtype), "meta", "")
-    backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=1)
+    backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=1, has_trees=has_trees)
     return TransformersModel(model.eval().requires_grad_(False), description, dtype, backend=backend)
 
 
@@ -81,6 +82,12 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
             assert output.logits.shape == (count, 288)
             assert output.logits.dtype == torch.float32 and output.logits.device == META
         assert backend.graph_count > 0
+    draft = meta_model(architecture, torch.bfloat16, has_trees=True)
+    draft.allocate(8, 256)
+    rows = TreeRows([300, 9], [4, 4], numpy.arange(301)[None] < [[3], [2]], numpy.arange(301))
+    with OnePlace():
+        output = draft.forward(RaggedBatch((Segment([1, 4], 0, [5, 6], 2, rows), Segment([2], 30, [6], 1))))
+    assert output.logits.shape == (3, 288) and output.logits.device == META
     assert model.product_bytes > 0 and model.cache_bytes_per_position > 0
     with OnePlace(), pytest.raises(AssertionError, match="two places"):
         torch.empty(3, 2, device=META).index_select(0, torch.tensor([1]))

@@ -144,6 +144,7 @@ def test_the_real_varlen_attn_takes_what_it_is_given(way: Way) -> None:
     on_host.fill(batch, shape)
     step = on_host.send(shape)
     fields = ("input_ids", "positions", "slots", "logit_rows", "query_starts", "key_starts", "key_counts", "tables")
+    fields += ("visible", "cell_positions")
     step = type(step)(shape, *(getattr(step, name).to(meta) for name in fields))
     storage = DeviceStorage(1, 20, 256, 2, 16, torch.bfloat16, meta)
     queries, keys, values = torch.empty(shape.row_count, 12, 16, dtype=torch.bfloat16, device=meta).split([8, 2, 2], 1)
