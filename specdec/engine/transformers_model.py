@@ -18,6 +18,7 @@ from specdec.engine.architectures import architecture_of
 from specdec.engine.attention_calls import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu_backend import CpuBackend, Families
+from specdec.engine.faster_type import faster_type
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.row_widths import RowWidths
@@ -137,6 +138,8 @@ def load_transformers_model(
     if progress:
         progress("loading weights", 0.0)
     dtype = dtype_of(folder.config, dtype_name, device)
+    if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
+        dtype = draft_type(folder.config, dtype)
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -180,6 +183,14 @@ def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch
         if dtype_name not in ("bfloat16", "float32") and (dtype_name, device.type) != ("float16", "cuda"):
             dtype_name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
+
+
+def draft_type(config: dict, stored: torch.dtype) -> torch.dtype:
+    """The type of "auto" for a draft on a CPU: the faster one here, where the weights hold no more than bfloat16 does."""
+    sizes = [config.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
+    if stored != torch.bfloat16 or not all(isinstance(size, int) for size in sizes):
+        return stored
+    return faster_type(*sizes)
 
 
 def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:
