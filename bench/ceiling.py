@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.event_simulation import Scenario, simulate
-from specdec.protocol.cost_model import Conditions, Curve, predict
 from specdec.policy.plan import Plan
+from specdec.protocol.cost_model import Conditions, Curve, predict
 
 
 def synchronous(scenario: Scenario, draft_length_max: int = 24) -> tuple[float, int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
+from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.auto_policy import AutoPolicy
 from specdec.protocol.items import EvidenceAnswer, Nodes
 from specdec.protocol.measure import Measurements
-from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.request import Ask, SpeculationMode
 from specdec.protocol.types import Rule
 

@@ -72,7 +72,7 @@ class Cells:
         return TreeRows(cells, self._positions[cells].tolist(), visible, self._positions)
 
     def check(self, used: Iterable[int]) -> None:
-        """Raises AssertionError unless every cell is free, committed or among those that nodes use, one of the three."""
+        """Raises AssertionError unless each cell is free, committed or among those that nodes use."""
         known = [*self._freed, *self.committed, *used]
         assert sorted(known) == list(range(self._end)), f"cells {sorted(known)} of {self._end}"
         assert numpy.flatnonzero(self._visible).tolist() == sorted(self.committed), "committed cells are seen"

@@ -231,7 +231,7 @@ class Drafter:
         rows: TreeRows,
         is_committed: bool,
     ) -> Piece:
-        """One session's rows of a step; `paths` end with the nodes whose logits are asked for, those of the last rows."""
+        """One session's rows of a step; `paths` end with the nodes of its last rows, whose logits are asked for."""
         growth, names, requests = session.growth, [], []
         branch_count = 0 if session.nodes_per_step == 1 else BRANCH_COUNT
         for path in paths:

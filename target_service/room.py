@@ -49,7 +49,7 @@ class CacheCounters:
 
 
 class Room:
-    """The cache's room and the sessions that share it, oldest first. It feeds nothing: what has room is its caller's."""
+    """The cache's room and the sessions that share it, oldest first. It feeds nothing itself."""
 
     def __init__(self, cache: KVCache, shares_prefixes: bool = True) -> None:
         self.counters = CacheCounters()

@@ -1,9 +1,9 @@
 """The draft's side: from logits to one proposal per place.
 
 A draft only has to guess: numbers are float32, of a large vocabulary the likeliest few hundred tokens are looked at,
-and a row may depend on its neighbours. Under REJECTION the distribution is encoded first, and the token is drawn from what the encoding says, by
-integer arithmetic, so the row that travels is exactly the law the token came from. Under GREEDY and COUPLED the
-proposal is the token the target would take if it had these logits.
+and a row may depend on its neighbours. Under REJECTION the distribution is encoded first, and the token is drawn from
+what the encoding says, by integer arithmetic, so the row that travels is exactly the law the token came from. Under
+GREEDY and COUPLED the proposal is the token the target would take if it had these logits.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ def guess_count(requests: Sequence[ProposalRequest], width: int) -> int:
 
 
 def guesses_of(
-    requests: Sequence[ProposalRequest], token_ids: Callable[[], list[list[int]]], shares: Callable[[], list[list[float]]]
+    requests: Sequence[ProposalRequest],
+    token_ids: Callable[[], list[list[int]]],
+    shares: Callable[[], list[list[float]]],
 ) -> Callable[[], list[Proposal]]:
     """Proposals of lines of tokens, best first, and their shares; those without any are left out. Once crossed."""
 

@@ -31,15 +31,13 @@ PRODUCT_TYPES = (torch.float32, torch.bfloat16)
 
 def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
     """Seconds of all layers at all row counts; the least of some repeats."""
-    layers = [
-        (torch.ones(hidden_size, intermediate_size, dtype=dtype), torch.ones(intermediate_size, hidden_size, dtype=dtype))
-        for _ in range(count)
-    ]
+    shapes = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+    layers = [[torch.ones(shape, dtype=dtype) for shape in shapes] for _ in range(count)]
     rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
     return min(_once_s(layers, rows) for _ in range(REPEATS))
 
 
-def _once_s(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: Sequence[torch.Tensor]) -> float:
+def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tensor]) -> float:
     started_s = time.perf_counter()
     for x in rows:
         for up, down in layers:

@@ -27,8 +27,8 @@ Evidence = Callable[[list[object], list[int], torch.Tensor], list[object]]
 class Piece:
     """Rows of one sequence for one step; `logit_count` 0 means that more rows of it follow in a later step.
 
-    With `tree` it says where the rows lie, in blocks that are the table's alone, and the table's length is left as it is:
-    which cells are valid is its owner's to know.
+    With `tree` it says where the rows lie, in blocks that are the table's alone. The table's length is left as it is
+    then: which cells are valid is its owner's to know.
     """
 
     table: BlockTable

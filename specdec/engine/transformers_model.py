@@ -186,7 +186,7 @@ def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch
 
 
 def draft_type(config: dict, stored: torch.dtype) -> torch.dtype:
-    """The type of "auto" for a draft on a CPU: the faster one here, where the weights hold no more than bfloat16 does."""
+    """The type of "auto" for a draft on a CPU: the faster one here, where the weights are bfloat16."""
     sizes = [config.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
     if stored != torch.bfloat16 or not all(isinstance(size, int) for size in sizes):
         return stored

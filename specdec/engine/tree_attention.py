@@ -72,7 +72,7 @@ class TreePlan:
     def _attend(
         queries: torch.Tensor, cached: tuple[torch.Tensor, ...], own: TreeSegment, rule: ScoreRule
     ) -> torch.Tensor:
-        """queries [rows, heads, head size], cached keys and values [slots, kv heads, head size] -> the queries' shape."""
+        """queries [rows, heads, size], cached keys and values [slots, kv heads, size] -> the queries' shape."""
         if own.slots is None:
             keys, values = (part[own.first_slot : own.first_slot + own.cell_count] for part in cached)
         else:
@@ -91,7 +91,7 @@ class TreePlan:
 def capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Attention with scores softcap * tanh(score / softcap); queries [1, heads, rows, size], keys [1, kv heads, ...]."""
+    """Attention with scores softcap * tanh(score / softcap); queries [1, heads, rows, size]."""
     assert rule.softcap is not None
     group = queries.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))

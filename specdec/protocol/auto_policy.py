@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 import math
 
+from specdec.policy.plan import PLAIN, Plan, Prediction
 from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
 from specdec.protocol.measure import CHOOSE_ROUNDS, SEARCH_ROUNDS, Acceptance, Mean, Measurements
 from specdec.protocol.outlook import Outlook
-from specdec.policy.plan import PLAIN, Plan, Prediction
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
 WORTH_GAIN = 1.02  # the model must see so much over plain decoding: less is noise, and a draft's work for nothing

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from specdec.protocol.cost_model import Conditions, Curve, predict
 from specdec.policy.plan import Plan
+from specdec.protocol.cost_model import Conditions, Curve, predict
 
 CAPS = (1, 2, 3, 4, 6, 8, 12, 16)
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -33,9 +33,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
+from specdec.policy.plan import Plan
 from specdec.protocol.growth import LIKELIHOOD_MIN
 from specdec.protocol.pipeline import Landing, NodeCounts, Pipeline
-from specdec.policy.plan import Plan
 from specdec.protocol.stretch import Stretch
 
 GROUP_SHARE_MIN = 0.02  # rarer beginnings are left out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.policy.policy import Policy
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
     NO_TRACE,
@@ -24,7 +25,6 @@ from specdec.protocol.items import (
     Verification,
     catch_up,
 )
-from specdec.policy.policy import Policy
 from specdec.protocol.report import RoundOutcome
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree

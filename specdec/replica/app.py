@@ -54,8 +54,8 @@ OnReady = Callable[[str], None]
 class ReplicaKind:
     """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
 
-    `sample_piece`: of a step to be timed. `has_stable_rows`: its model's rows must not depend on their neighbours. `extra_positions`: of a session in the
-    cache, beyond its tokens.
+    `sample_piece`: of a step to be timed. `has_stable_rows`: its model's rows must not depend on their neighbours.
+    `extra_positions`: of a session in the cache, beyond its tokens.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a step takes by its rows, measured once when the model has loaded, so that the first request is no experiment."""
+"""What a step takes by its rows, measured when the model has loaded, so that the first request is no experiment."""
 
 from __future__ import annotations
 

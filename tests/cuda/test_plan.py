@@ -48,15 +48,16 @@ def test_an_exact_plan_is_the_batch() -> None:
 
 
 def test_a_plan_of_trees_says_what_each_row_sees() -> None:
-    """Claim: rows of a tree have the slots of their cells, their own positions and the cells they see; a segment without
-    a tree is a chain; a padding row sees one cell, so that no weights sum to 0. By hand."""
+    """Claim: rows of a tree have the slots of their cells, their own positions and the cells they see; a segment
+    without a tree is a chain; a padding row sees one cell, so that no weights sum to 0. By hand."""
     tree = TreeRows([17, 2], [5, 5], numpy.arange(18)[None] < [[3], [2]], numpy.arange(18) % 7)
     batch = RaggedBatch((Segment([3, 1], 0, [7, 8], 2, tree), Segment([5], 1, [4], 1)))
     shape = exact_shape(batch, has_trees=True)
     assert shape == StepShape(3, 2, 3, query_max=2, key_max=18, has_trees=True)
     found = planned(batch, replace(shape, row_count=4))
     assert found["slots"] == [16 + 1, 3 * 16 + 2, 5 * 16 + 1, SCRATCH] and found["positions"] == [5, 5, 1, 0]
-    assert [[cell for cell, seen in enumerate(row) if seen] for row in found["visible"]] == [[0, 1, 2], [0, 1], [0, 1], [0]]
+    seen_by = [[cell for cell, seen in enumerate(row) if seen] for row in found["visible"]]
+    assert seen_by == [[0, 1, 2], [0, 1], [0, 1], [0]]
     assert found["cell_positions"][0][:18] == [place % 7 for place in range(18)]
     assert found["cell_positions"][1][:2] == [0, 1]
     assert not shape.holds(exact_shape(batch)) and not exact_shape(batch).holds(shape)

@@ -14,7 +14,6 @@ from specdec.engine.attention_calls import AttentionShape
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.cuda.ways import (
     TOLERANCE,
     TRIED_STEPS,
@@ -26,6 +25,7 @@ from specdec.engine.cuda.ways import (
     make_trial,
     tried_batch,
 )
+from specdec.engine.device_storage import DeviceStorage
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")

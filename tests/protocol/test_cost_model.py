@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from bench.event_simulation import LIKELIHOOD_MIN, Scenario, simulate
+from specdec.policy.plan import PLAIN, Plan
 from specdec.protocol import growth
 from specdec.protocol.choice import CAPS, DEFAULT_PLAN, LEAVES, WAIT_LENGTHS, WINDOWS, Chooser
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate, predict
 from specdec.protocol.pipeline import NodeCounts
-from specdec.policy.plan import PLAIN, Plan
 
 pytestmark = pytest.mark.lengthy
 

@@ -9,10 +9,10 @@ import pytest
 
 from bench.event_simulation import Node, Scenario, Simulation, Stream, simulate
 from specdec.errors import InvalidRequest
-from specdec.protocol.auto_policy import BACKOFF_TOKENS_MAX, PROBE_ROUNDS, PROBE_TOKENS, SEARCH_ROUNDS, AutoPolicy
-from specdec.protocol.measure import Measurements
 from specdec.policy.plan import PLAIN, Plan
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
+from specdec.protocol.auto_policy import BACKOFF_TOKENS_MAX, PROBE_ROUNDS, PROBE_TOKENS, SEARCH_ROUNDS, AutoPolicy
+from specdec.protocol.measure import Measurements
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule
 
 pytestmark = pytest.mark.lengthy

@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from specdec.policy.policy import FixedPolicy
 from specdec.protocol.actions import AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
     Close,
@@ -23,7 +24,6 @@ from specdec.protocol.items import (
     Short,
     Verification,
 )
-from specdec.policy.policy import FixedPolicy
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree

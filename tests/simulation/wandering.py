@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specdec.protocol.noise import Lane, hash64
 from specdec.policy.plan import PLAIN, Plan, Prediction
+from specdec.protocol.noise import Lane, hash64
 
 DRAFT_LENGTH_CAP = 5
 WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)

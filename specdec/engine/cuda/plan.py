@@ -20,8 +20,8 @@ class StepShape:
     """Room of a step's tensors.
 
     `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
-    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed. `has_trees`: each row
-    says which cells it sees.
+    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed. `has_trees`: each
+    row says which cells it sees.
     """
 
     row_count: int
