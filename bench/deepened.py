@@ -72,8 +72,10 @@ def step_times_ms(
 
 
 def load(folder: Path, dtype: str, has_stable_rows: bool = True) -> TransformersModel:
-    """A model of `transformers`, as a target's or, without stable rows, a draft's. Raises ModelRefused for a folder that
-    cannot be used, TypeError for a table model."""
+    """A model of `transformers`, as a target's or, without stable rows, a draft's.
+
+    Raises ModelRefused for a folder that cannot be used, TypeError for a table model.
+    """
     model = load_model(str(folder), dtype, has_stable_rows=has_stable_rows)
     if not isinstance(model, TransformersModel):
         raise TypeError(f"{folder} is no transformers model")
