@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from draft_service.lanes import drop, lane_for, settle
 from draft_service.tracing import DETAILED_STEP_COUNT_MAX, draft_span
@@ -247,7 +247,7 @@ class Drafter(ItemHandler):
         if is_told or is_traced:
             step_us = round((now_s - self._step_began_s) * 1e6)
             began_us = int(self._step_began_s * 1e6) if is_traced else 0
-            nodes = replace(nodes, step_us=step_us, step_rows=self._step_row_count, step_began_us=began_us)
+            nodes = nodes._replace(step_us=step_us, step_rows=self._step_row_count, step_began_us=began_us)
         held.reply(nodes)
         if is_traced:
             held.traced_step_count -= 1

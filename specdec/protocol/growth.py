@@ -54,6 +54,7 @@ class Growth:
         self._order = itertools.count()
         self._node_count = 0
         self._tree: DraftTree | None = None
+        self._committed: list[int] = []
         self._candidates: list[Candidate] = []
         self._beyond: list[Candidate] = []  # candidates past the window, or beside a chain, until the next commit
 
@@ -68,8 +69,9 @@ class Growth:
         self._candidates, self._beyond = [], []
 
     def restart(self, committed: list[int]) -> None:
-        """A new epoch, rooted at `committed`, which the tree shares from here on; its root is the one candidate."""
+        """A new epoch, rooted at `committed`, which grows by each commit; its root is the one candidate."""
         self.drop()
+        self._committed = committed
         self._tree = DraftTree(committed)
         self.epoch = next(self._epochs)
         self.root_length = len(committed)
@@ -81,6 +83,7 @@ class Growth:
         """Follows newly committed tokens; False when they left what was grown: then a restart is due."""
         assert self._tree is not None
         self._learn(token_ids)
+        self._committed.extend(token_ids)
         if not self._tree.commit(token_ids):
             return False
         for candidate in self._beyond:

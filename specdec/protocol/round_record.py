@@ -55,3 +55,13 @@ class RoundRecord:
     def step_s(self) -> float:
         """Of the target's step: forward and evidence."""
         return self.forward_s + self.evidence_s
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether the next round starts with draft tokens below a next token that was foreseen."""
+        return self.was_found and self.in_hand_count > 0
+
+    @property
+    def is_branch_hit(self) -> bool:
+        """Whether that next token was a correction: a branch child came true."""
+        return self.is_hit and self.next_kind is TokenKind.CORRECTION
