@@ -105,8 +105,8 @@ class Statistics:
     num_rounds_off: int = summed(
         "specdec_rounds_without_speculation", "Rounds in which the policy in force did not speculate.", traced=True
     )
-    num_rounds_trial: int = summed("specdec_rounds_trial", "Rounds in which the policy tried a plan.", traced=True)
-    trial_loss_s: float = summed("specdec_trial_loss_seconds", "What those rounds cost beyond the best plan.")
+    num_rounds_trial: int = summed(traced=True)
+    trial_loss_s: float = summed()
     cached_prompt_tokens: int = summed(
         "specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.", traced=True
     )
