@@ -32,8 +32,8 @@ from specdec.policy.plan import PLAIN
 from specdec.policy.policy import FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.report import Finished, Statistics
-from specdec.protocol.round_record import RoundRecord
-from specdec.protocol.session import RoundTimes, Session
+from specdec.protocol.round_record import RoundRecord, RoundTimes
+from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
 from specdec.replica.figures import ReplicaFigures
 from specdec.rpc.stamps import Stamps

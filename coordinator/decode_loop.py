@@ -19,10 +19,10 @@ from coordinator.speculation import Speculation
 from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.protocol.actions import Action, AwaitDraft, ToTarget
-from specdec.protocol.items import NO_TRACE, EvidenceAnswer, Failure, Nodes, Short
+from specdec.protocol.items import NO_TRACE, EvidenceAnswer, Failure, Nodes, Short, within
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.round_record import RoundRecord
-from specdec.protocol.session import RoundTimes, Session
+from specdec.protocol.round_record import RoundRecord, RoundTimes
+from specdec.protocol.session import Session
 from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
@@ -188,7 +188,7 @@ class Generation:
             self._finish(ending)
             return
         session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
-        if self._draft is not None and not record.plan.draft_length_max and self._draft.is_up:
+        if self._draft is not None and not record.is_speculating and self._draft.is_up:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
     def _observe(self, record: RoundRecord) -> None:
@@ -209,7 +209,7 @@ class Generation:
                 self._note_verification()
             context = self._trace.context_of(item)
             if context is not NO_TRACE:
-                item = item.within(context)
+                item = within(item, context)
             if isinstance(action, ToTarget):
                 self.statistics.target_link_bytes += self._target.send(item)
             else:

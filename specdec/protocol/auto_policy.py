@@ -101,11 +101,12 @@ class AutoPolicy:
         return 0.0
 
     def on_round(self, record: RoundRecord) -> None:
+        """Learns from a round, and chooses again now and then."""
         offered_count, accepted_count, round_s = record.offered_count, record.accepted_count, record.round_s
         branch_hit = record.was_found if record.was_looked_up else None
         if record.round_index and record.step_count <= 1:  # others read a prompt, or what was evicted
             sessions = record.step_sessions, record.active_sessions
-            drafting = record.plan.draft_length_max > 0
+            drafting = record.is_speculating
             self._measurements.on_target_step(record.step_rows, record.step_s, drafting, *sessions)
             overhead_s = round_s - record.wait_s - record.step_s - record.queue_s
             self._measurements.round_overhead.add(max(0.0, overhead_s))

@@ -83,10 +83,6 @@ class Open:
         if self.law.prompt_length >= self.length_max:
             raise InvalidRequest("law.prompt_length", self.law.prompt_length, f"below length_max {self.length_max}")
 
-    def within(self, trace: Trace) -> Open:
-        """The same in a trace context."""
-        return replace(self, trace=trace)
-
 
 @dataclass(frozen=True, slots=True)
 class Extend:
@@ -127,10 +123,6 @@ class Verification(NamedTuple):
         if self.rows and len(self.rows) != len(self.draft_token_ids):
             raise InvalidRequest("rows", len(self.rows), f"one per draft token, {len(self.draft_token_ids)}, or none")
         return self
-
-    def within(self, trace: Trace) -> Verification:
-        """The same in a trace context."""
-        return self._replace(trace=trace)
 
     @property
     def suffix_start(self) -> int:
@@ -175,10 +167,6 @@ class Commit(NamedTuple):
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
         check_integer("leaves", self.leaves, 1, LEAVES_LIMIT)
         return self
-
-    def within(self, trace: Trace) -> Commit:
-        """The same in a trace context."""
-        return self._replace(trace=trace)
 
     @property
     def suffix_start(self) -> int:
@@ -281,6 +269,11 @@ class Nodes(NamedTuple):
     step_rows: int = 0
     malformed_count: int = 0
     step_began_us: int = 0
+
+
+def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verification | Commit:
+    """The same in a trace context."""
+    return replace(item, trace=trace) if isinstance(item, Open) else item._replace(trace=trace)
 
 
 TargetAsk = Open | Extend | Verification | Close

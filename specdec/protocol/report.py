@@ -151,7 +151,7 @@ class Statistics:
             self.began_s = record.start_s
             self.time_to_first_token_s = record.round_s
         self.total_s = record.end_s - self.began_s
-        self.num_rounds_off += not record.plan.draft_length_max
+        self.num_rounds_off += not record.is_speculating
         if record.was_looked_up:
             self._count_lookup(record)
         if self.follows_branch_hit:

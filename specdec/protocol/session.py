@@ -9,7 +9,6 @@ record of its round.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from specdec.policy.plan import Plan
 from specdec.policy.policy import Policy
@@ -26,24 +25,12 @@ from specdec.protocol.items import (
     Verification,
     catch_up,
 )
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.round_record import UNTIMED, RoundRecord, RoundTimes, answered
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
 
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
-
-
-class RoundTimes(NamedTuple):
-    """When a round began and ended, and its parts that the session cannot know; as in RoundRecord."""
-
-    start_s: float = 0.0
-    end_s: float = 0.0
-    wait_s: float = 0.0
-    round_trip_s: float = 0.0
-
-
-UNTIMED = RoundTimes()
 
 
 @dataclass(slots=True)
@@ -166,36 +153,17 @@ class Session:
         The next round's plan is fixed here, by a policy that was told of the rounds before this one: its owner tells it
         of this one once the actions are carried out.
         """
-        flying, plan = self.in_flight, self.plan
+        flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
         del tokens[kept_count:]
         was_looked_up, discarded_count = self.tree.foresight(tokens)
         was_found = self._commit(tokens, flying)
-        record = RoundRecord(
-            flying.round_index,
-            plan,
-            len(flying.draft_token_ids),
-            verdict.accepted_count,
-            kept_count,
-            verdict.next_kind,
-            was_looked_up,
-            was_found,
-            len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT)),
-            discarded_count,
-            *times,
-            answer.queue_us / 1e6,
-            answer.forward_us / 1e6,
-            answer.evidence_us / 1e6,
-            answer.step_rows,
-            answer.step_sessions,
-            answer.active_sessions,
-            answer.step_count,
-            answer.cached_prompt_tokens,
-            answer.evictions,
-            answer.server_us / 1e6,
-        )
+        counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
+        in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
+        found = (was_looked_up, was_found, in_hand_count, discarded_count)
+        record = RoundRecord(flying.round_index, plan, *counts, *found, *times, *answered(answer), is_speculating)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:

@@ -98,11 +98,10 @@ class Delivery:
         self._loop = asyncio.get_running_loop()
         self._written_s: float | None = None  # since when a message has been waiting to be taken
         self._ending: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(READER_STALL_S_MAX, self._look)
 
     async def run(self) -> None:
-        """Writes every message. Raises DeliveryStalled once a reader that stalled has taken what was written: the
-        status cannot leave before that."""
-        self._timer = self._loop.call_later(READER_STALL_S_MAX, self._look)
+        """Writes all. Raises DeliveryStalled once a stalled reader took what was written: no status leaves before."""
         try:
             async for response in self._responses:
                 self._written_s = self._loop.time()
@@ -116,12 +115,11 @@ class Delivery:
 
     def _look(self) -> None:
         """Gives up on a message that waited too long, or looks again when it will have."""
-        now_s = self._loop.time()
-        due_s = READER_STALL_S_MAX + (now_s if self._written_s is None else self._written_s)
-        if due_s > now_s:
-            self._timer = self._loop.call_at(due_s, self._look)
-        else:
+        waited_s = 0.0 if self._written_s is None else self._loop.time() - self._written_s
+        if waited_s >= READER_STALL_S_MAX:
             self._ending = self._loop.create_task(self._responses.aclose())
+            return
+        self._timer = self._loop.call_later(READER_STALL_S_MAX - waited_s, self._look)
 
 
 class Server:
@@ -227,13 +225,11 @@ class Server:
             async with self._answering(name, context, counted=False):
                 await method.handler(requests, context.write, context)
 
-        makers = {
-            "unary": (grpc.unary_unary_rpc_method_handler, answer_once),
-            "unary_stream": (grpc.unary_stream_rpc_method_handler, answer_stream),
-            "stream_stream": (grpc.stream_stream_rpc_method_handler, converse),
-        }
-        make, behavior = makers[method.kind]
-        return make(behavior)
+        if method.kind == "unary":
+            return grpc.unary_unary_rpc_method_handler(answer_once)
+        if method.kind == "unary_stream":
+            return grpc.unary_stream_rpc_method_handler(answer_stream)
+        return grpc.stream_stream_rpc_method_handler(converse)
 
     @asynccontextmanager
     async def _answering(self, name: str, context: Context, counted: bool = True) -> AsyncIterator[None]:
