@@ -27,11 +27,12 @@ from bench import harness
 from bench.otlp_receiver import Receiver
 from bench.rounds import table_models
 from coordinator.figures import Figures
-from coordinator.request_trace import RequestTrace
-from coordinator.tracing import GenerationTrace
+from coordinator.tracing import GenerationTrace, RequestTrace
+from specdec.policy.plan import PLAIN
 from specdec.policy.policy import FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.report import Finished, Statistics
+from specdec.protocol.round_record import RoundRecord, RoundTimes
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
 from specdec.replica.figures import ReplicaFigures
@@ -91,7 +92,7 @@ def told_s_with_sending(endpoint: str, context: Trace) -> float:
 def told_s(trace: GenerationTrace) -> float:
     """CPU seconds that so many rounds of plain decoding take a session, with what they tell its trace."""
     law = Law(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
-    session = Session(1, law, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2], trace.context)
+    session = Session(1, law, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2])
     link: Any = SimpleNamespace(stamps=Stamps())
     trace.began(session)
     session.begin()
@@ -99,11 +100,12 @@ def told_s(trace: GenerationTrace) -> float:
     for index in range(TOLD_ROUND_COUNT - 1):
         now_s = time.monotonic()
         trace.sent(session, now_s)
-        trace.answered()
         answer = EvidenceAnswer(1, 1, index, Evidence((3,)), 10, 100, 10, server_us=150)
-        trace.verdict(session, answer, now_s, 0.0, False)
-        session.on_verdict(Verdict(0, 3, TokenKind.BONUS), 1, False)
-        trace.committed(session, link)
+        times = RoundTimes(now_s, now_s, 0.0, 0.0)
+        record, actions = session.on_verdict(Verdict(0, 3, TokenKind.BONUS), answer, 1, False, times)
+        trace.on_round(session, record, link)
+        for action in actions:
+            trace.context_of(action.item)
     return time.process_time() - began_s
 
 
@@ -111,13 +113,15 @@ def counting_us() -> dict[str, float]:
     """CPU microseconds that metrics add to a round and a request of the coordinator and to a step of a replica: the
     least of some loops."""
     finished = Finished(FinishReason.LENGTH, "", None, 2, 3, Statistics(), "")
-    answer = EvidenceAnswer(1, 1, 0, Evidence((3,)), 10, 100, 10, server_us=150)
+    counts = {"offered_count": 3, "accepted_count": 2, "kept_count": 3, "in_hand_count": 0, "discarded_count": 0}
+    looked_up = {"next_kind": TokenKind.CORRECTION, "was_looked_up": True, "was_found": False}
+    times = {"start_s": 0.0, "end_s": 0.02, "wait_s": 0.0, "round_trip_s": 0.02, "queue_s": 0.0, "forward_s": 0.01}
+    record = RoundRecord(round_index=1, plan=PLAIN, evidence_s=0.0, **counts, **looked_up, **times)
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
     figures, replica = Figures(), ReplicaFigures()
     statistics = Statistics()
     running = figures.request(context)
     running.began(statistics, 2)
-    statistics.rounds = 2
 
     def request() -> None:
         own = figures.request(context)
@@ -126,7 +130,7 @@ def counting_us() -> dict[str, float]:
         own.closed()
 
     counted: dict[str, Callable[[], object]] = {
-        "round": lambda: running.round(answer, 3, 0.02),
+        "round": lambda: running.on_round(record),
         "request": request,
         "step": lambda: replica.stepped(8, 4, 0.02),
     }

@@ -1,7 +1,8 @@
 """The loop of one generation: evidence, rule, commit, emit, next verification.
 
 It carries out what the session decides: items go to the replicas, waits become timers, verdicts come from the rule,
-committed tokens become deltas for the reader. Everything here runs on the event loop and never blocks.
+committed tokens become deltas for the reader, and every round's record goes to those who observe it. Everything here
+runs on the event loop and never blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 
 from coordinator.figures import Figures, RequestFigures
 from coordinator.output import Ending, OutputWalker
@@ -18,9 +18,10 @@ from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
 from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
-from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
+from specdec.protocol.actions import Action, AwaitDraft, ToTarget
+from specdec.protocol.items import NO_TRACE, EvidenceAnswer, Failure, Nodes, Short, within
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
+from specdec.protocol.round_record import RoundRecord, RoundTimes
 from specdec.protocol.session import Session
 from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -30,7 +31,7 @@ UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last, so 
 
 
 class Generation:
-    """One generation from start to end. `events()` is read by one reader; `close()` may be called at any time."""
+    """One generation from start to end. `next_event()` is for one reader; `close()` may be called at any time."""
 
     def __init__(
         self,
@@ -49,18 +50,17 @@ class Generation:
         self._target = target
         self._draft = draft
         self._speculation = speculation
-        self._trace = trace or GenerationTrace(session.trace, started.request_id)
-        self._figures = figures or Figures().request(session.trace)
+        self._trace = trace or GenerationTrace(NO_TRACE, started.request_id)
+        self._figures = figures or Figures().request(self._trace.context)
         self._loop = asyncio.get_running_loop()
-        self._born_s = time.monotonic()
-        self._sent_s = self._verdict_s = self._born_s
+        self._verdict_s = time.monotonic()
+        self._sent_s: float | None = None  # the verification in flight, for the first time
         self._wait_began_s: float | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
-        self.statistics = Statistics()
-        self.names = {"trace_id": session.trace.trace_id.hex(), "session": session.number}  # in logs
-        self._started = started
+        self.statistics = Statistics(rule=started.rule, rule_reason=started.rule_reason)
+        self.names = {"trace_id": self._trace.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def begin(self, ending: Ending | None = None) -> None:
         """Opens the session on the replicas and asks for the first token; or ends it where resumed tokens did.
@@ -88,18 +88,15 @@ class Generation:
             self._draft.detach(self._session.number)
         self._trace.left(self._session, self._draft)
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Started, deltas, finished; or raises the error that ended the generation."""
-        while True:
-            await self._news.wait() if not self._undelivered else None
-            self._news.clear()
-            while self._undelivered:
-                event = self._undelivered.popleft()
-                if isinstance(event, SpecdecError):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
+    async def next_event(self) -> Event:
+        """Started, then deltas, then finished, each once; raises the error that ended the generation."""
+        while not self._undelivered:
+            self._reader = self._loop.create_future()
+            await self._reader
+        event = self._undelivered.popleft()
+        if isinstance(event, SpecdecError):
+            raise event
+        return event
 
     def on_up(self, replica: Replica) -> None:
         """A replica is connected again."""
@@ -131,20 +128,16 @@ class Generation:
         if replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
             self._on_draft_item(item, byte_count)
-        else:
-            self.statistics.target_link_bytes += byte_count
-            self._on_target_item(item)
-
-    def on_sent(self, replica: Replica, byte_count: int) -> None:
-        """Payload that left for a replica on behalf of this generation."""
-        if replica is self._draft:
-            self.statistics.draft_link_bytes += byte_count
-        else:
-            self.statistics.target_link_bytes += byte_count
+            return
+        self.statistics.target_link_bytes += byte_count
+        if not isinstance(item, EvidenceAnswer):
+            self._on_target_trouble(item)
+        elif self._session.expects(item):
+            self._on_evidence(item)
 
     def _on_draft_item(self, item, byte_count: int) -> None:
         if isinstance(item, Nodes):
-            self.statistics.count_nodes(item)
+            self.statistics.on_nodes(item)
             network_s = self._draft.link.stamps.network_s
             self._speculation.on_draft_step(item, self._session.law.rule, byte_count, network_s)
             actions = self._session.on_nodes(item)
@@ -158,11 +151,8 @@ class Generation:
             self._figures.draft_refused()
             self._perform(self._session.on_draft_failure(item))
 
-    def _on_target_item(self, item) -> None:
-        if isinstance(item, EvidenceAnswer):
-            if self._session.expects(item):
-                self._on_evidence(item)
-        elif isinstance(item, Short):
+    def _on_target_trouble(self, item) -> None:
+        if isinstance(item, Short):
             self._trace.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
             self._perform(self._session.on_target_short(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
@@ -171,87 +161,68 @@ class Generation:
             self._fail(ReplicaUnavailable(f"{error}; {self._how_to_resume()}") if is_lost else error)
 
     def _on_evidence(self, answer: EvidenceAnswer) -> None:
-        """The round: rule, commit, emit, next verification."""
-        session = self._session
-        flying = session.in_flight
-        assert flying is not None
-        self._trace.answered()
+        """The round: rule, commit, next verification, emit."""
+        session, flying = self._session, self._session.in_flight
+        assert flying is not None and self._sent_s is not None
+        round_trip_s = time.monotonic() - self._sent_s
         try:
             verdict = conclude(session.law, flying, answer)
         except SpecdecError as error:
             self._fail(error)
             return
-        tokens = (*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id)
+        accepted_count, next_token_id, next_kind = verdict
+        tokens = (*flying.draft_token_ids[:accepted_count], next_token_id)
         first_output_index = self._walker.count
-        walked = self._walker.walk(tokens)
+        texts, ending = self._walker.walk(tokens)
         now_s = time.monotonic()
-        round_s, waited_s = now_s - self._verdict_s, self._waited_s
-        self._verdict_s, self._waited_s = now_s, 0.0
-        is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
-        self._measure(answer, round_s - waited_s)
-        self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
-        actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
-        self._count(answer, now_s, is_after_hit)
-        self._figures.round(answer, walked.kept_count, round_s)
-        self._trace.committed(session, self._target.link)
+        times = RoundTimes(self._verdict_s, now_s, self._waited_s, round_trip_s)
+        self._verdict_s, self._waited_s, self._sent_s = now_s, 0.0, None
+        kept = len(texts)
+        record, actions = session.on_verdict(verdict, answer, kept, ending is not None, times)
+        self._observe(record)
         self._perform(actions)
-        kept = walked.kept_count
-        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
+        kinds = (*[TokenKind.ACCEPTED] * accepted_count, next_kind)[:kept]
         logprobs = logprobs_of(answer.evidence, verdict)[:kept]
-        lengths = tuple(map(len, walked.texts))
-        self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(walked.texts), lengths, logprobs))
-        if walked.ending is not None:
-            self._finish(walked.ending)
+        self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(texts), tuple(map(len, texts)), logprobs))
+        if ending is not None:
+            self._finish(ending)
             return
-        self._tell_policy(round_s)  # while the target works on the next round: it may think for a moment
-
-    def _tell_policy(self, round_s: float) -> None:
-        outcome = self._session.outcome
-        assert outcome is not None
-        branch_hit = outcome.was_found if outcome.was_looked_up else None
-        self._session.policy.on_round(outcome.offered_count, outcome.accepted_count, branch_hit, round_s)
-        self._perform(self._session.on_plan_changed())
-
-    def _measure(self, answer: EvidenceAnswer, round_s: float) -> None:
-        """Tells what the service has learnt from a round: the target's step, and what a round takes beside it."""
-        step_s = (answer.forward_us + answer.evidence_us) / 1e6
-        if self.statistics.rounds and answer.step_count <= 1:  # others read a prompt, or what was evicted
-            drafts = self._session.has_draft and self._session.policy.is_speculating
-            self._speculation.on_target_step(answer, step_s, drafts)
-            self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
-        if self._draft is not None and self._draft.is_up and not self._session.policy.is_speculating:
+        session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
+        if self._draft is not None and not record.is_speculating and self._draft.is_up:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
-    def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
-        statistics, outcome = self.statistics, self._session.outcome
-        assert outcome is not None
-        statistics.count_round(outcome, follows_branch_hit)
-        statistics.num_rounds_off += not self._session.policy.is_speculating
-        statistics.count_answer(answer, now_s - self._sent_s)
-        statistics.total_s = now_s - self._born_s
-        if not statistics.time_to_first_token_s:
-            statistics.time_to_first_token_s = statistics.total_s
+    def _observe(self, record: RoundRecord) -> None:
+        """Tells a round to those who watch it, before anything that follows from it is sent."""
+        self.statistics.on_round(record)
+        self._figures.on_round(record)
+        self._trace.on_round(self._session, record, self._target.link)
 
     def _perform(self, actions: list[Action]) -> None:
         """Carries out what the session decided, in order."""
         for action in actions:
-            if isinstance(action, ToTarget):
-                if action.item is self._session.in_flight:
-                    self._note_verification()
-                self._target.send(action.item)
-            elif isinstance(action, ToDraft):
-                self._draft.send(action.item)
-            elif isinstance(action, AwaitDraft):
+            if isinstance(action, AwaitDraft):
                 self._wait_began_s = time.monotonic()
                 self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
+                continue
+            item = action.item
+            if item is self._session.in_flight:
+                self._note_verification()
+            context = self._trace.context_of(item)
+            if context is not NO_TRACE:
+                item = within(item, context)
+            if isinstance(action, ToTarget):
+                self.statistics.target_link_bytes += self._target.send(item)
+            else:
+                self.statistics.draft_link_bytes += self._draft.send(item)
 
     def _note_verification(self) -> None:
-        self._sent_s = time.monotonic()
+        now_s = time.monotonic()
         if self._wait_began_s is not None:
-            self._waited_s += self._sent_s - self._wait_began_s
-            self.statistics.draft_wait_s += self._sent_s - self._wait_began_s
+            self._waited_s += now_s - self._wait_began_s
             self._wait_began_s = None
-        self._trace.sent(self._session, self._sent_s)
+        if self._sent_s is None:
+            self._sent_s = now_s
+        self._trace.sent(self._session, now_s)
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
@@ -266,13 +237,17 @@ class Generation:
             self._undelivered[-1] = last.merged(event)
         else:
             self._undelivered.append(event)
-        self._news.set()
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     def _finish(self, ending: Ending) -> None:
         session, statistics = self._session, self.statistics
         prediction = session.policy.prediction
         statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
         statistics.policy_reason = prediction.reason
+        statistics.num_rounds_trial = session.policy.trial_round_count
+        statistics.trial_loss_s = session.policy.trial_loss_s
         statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
@@ -283,9 +258,9 @@ class Generation:
             session.law.prompt_length,
             self._walker.count,
             statistics,
-            session.trace.trace_id.hex(),
+            self.names["trace_id"],
         )
-        self._trace.finished(session, finished)
+        self._trace.finished(finished)
         self._figures.finished(finished)
         self._emit(finished)
 

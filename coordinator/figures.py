@@ -12,38 +12,15 @@ import time
 from dataclasses import dataclass, field
 
 from specdec.errors import SpecdecError
-from specdec.protocol.items import EvidenceAnswer, Trace
+from specdec.protocol.items import Trace
 from specdec.protocol.report import Finished, Statistics
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import FinishReason
 from specdec.rpc.status import REASONS
 from specdec.telemetry.figures import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
-SUMMED = (
-    "rounds",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "draft_link_bytes",
-    "target_link_bytes",
-    "draft_waits_expired",
-    "num_evaluated_leaves",
-    "num_branch_leaves",
-    "num_correction_lookups",
-    "num_correction_hits",
-    "num_bonus_lookups",
-    "num_bonus_hits",
-    "num_rounds_off",
-    "cached_prompt_tokens",
-    "evictions",
-    "draft_wait_s",
-    "target_queue_s",
-    "target_forward_s",
-    "target_evidence_s",
-    "target_link_s",
-)
-
 
 @dataclass(slots=True)
 class Totals:
@@ -55,13 +32,7 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Adds another sum to this one."""
-        own, its = self.statistics, other.statistics
-        for name in SUMMED:
-            setattr(own, name, getattr(own, name) + getattr(its, name))
-        histogram = list(its.acceptance_histogram)
-        own.acceptance_histogram.extend([0] * (len(histogram) - len(own.acceptance_histogram)))
-        for index, count in enumerate(histogram):
-            own.acceptance_histogram[index] += count
+        self.statistics.add(other.statistics)
         self.prompt_tokens += other.prompt_tokens
         self.output_tokens += other.output_tokens
 
@@ -90,14 +61,14 @@ class RequestFigures:
         self._totals = Totals(statistics, prompt_tokens)
         self._figures.enter(self)
 
-    def round(self, answer: EvidenceAnswer, kept_count: int, round_s: float) -> None:
-        """A round brought so many tokens, `round_s` after the one before; its statistics are counted."""
-        self._totals.output_tokens += kept_count
-        if self._totals.statistics.rounds > 1:
-            self._figures.inter_token.add(round_s / kept_count, kept_count)
+    def on_round(self, record: RoundRecord) -> None:
+        """A round ended; its statistics are counted."""
+        self._totals.output_tokens += record.kept_count
+        if record.round_index:
+            self._figures.inter_token.add(record.round_s / record.kept_count, record.kept_count)
         else:
-            self._observe(self._figures.queue_time, answer.queue_us / 1e6)
-            self._observe(self._figures.time_to_first_token, self._totals.statistics.time_to_first_token_s)
+            self._observe(self._figures.queue_time, record.queue_s)
+            self._observe(self._figures.time_to_first_token, record.round_s)
 
     def draft_refused(self) -> None:
         """The draft does not draft for it, or not any more."""

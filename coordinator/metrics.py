@@ -15,13 +15,11 @@ from prometheus_client.core import Metric
 from coordinator.figures import Figures, Totals
 from coordinator.replicas import Replica
 from specdec.config import CoordinatorSettings
-from specdec.protocol.report import Statistics
+from specdec.protocol.report import SERIES, Series, Statistics
 from specdec.telemetry.metrics import common_families, counter, counters, gauge, gauges, histogram
 
 if TYPE_CHECKING:
     from coordinator.service import Coordinator
-
-ROUND_PARTS = ("draft_wait", "target_queue", "target_forward", "target_evidence", "target_link")
 
 
 def families(coordinator: Coordinator, settings: CoordinatorSettings, is_serving: bool) -> Iterator[Metric]:
@@ -32,7 +30,7 @@ def families(coordinator: Coordinator, settings: CoordinatorSettings, is_serving
     yield from common_families("coordinator", is_serving, facts)
     yield from request_families(coordinator.figures, settings.max_num_seqs)
     totals = coordinator.figures.totals()
-    yield from speculation_families(totals.statistics, settings.num_speculative_tokens_max)
+    yield from statistics_families(totals.statistics, settings.num_speculative_tokens_max)
     yield from work_families(totals, coordinator.figures)
     yield from link_families([target] if draft is None else [target, draft])
 
@@ -56,45 +54,25 @@ def request_families(figures: Figures, places: int) -> Iterator[Metric]:
     yield histogram("specdec_request_queue_time_seconds", help, figures.queue_time)
 
 
-def speculation_families(statistics: Statistics, draft_length_max: int) -> Iterator[Metric]:
-    """vLLM's four, and what became of the draft's work."""
-    prefix, at_least = "vllm:spec_decode_num_", list(accumulate(reversed(statistics.acceptance_histogram)))[::-1]
+def statistics_families(statistics: Statistics, draft_length_max: int) -> Iterator[Metric]:
+    """The statistics of all generations, under the names that `Statistics` gives them."""
+    series: dict[str, dict[Series, float]] = {}
+    for field, own in SERIES:
+        series.setdefault(own.name, {})[own] = getattr(statistics, field)
+    for name, values in series.items():
+        first = next(iter(values))
+        labelled = {own.label[1:] if own.label[0] else (): value for own, value in values.items()}
+        yield counters(name, first.help, labelled, None, *filter(None, first.label[:1]))
+    at_least = list(accumulate(reversed(statistics.acceptance_histogram)))[::-1]
     passed = {(str(at),): sum(at_least[at + 1 : at + 2]) for at in range(max(draft_length_max, len(at_least) - 1))}
-    yield counter(f"{prefix}drafts", "Rounds that offered draft tokens.", statistics.num_spec_steps)
-    yield counter(f"{prefix}draft_tokens", "Draft tokens offered.", statistics.num_draft_tokens)
-    yield counter(f"{prefix}accepted_tokens", "Draft tokens accepted.", statistics.num_accepted_draft_tokens)
     help = "Draft tokens accepted, by their place in the round."
-    yield counters(f"{prefix}accepted_tokens_per_pos", help, passed, None, "position")
-    yield counter("specdec_rounds", "Verifications that were answered and committed.", statistics.rounds)
-    help = "Rounds in which the policy in force did not speculate."
-    yield counter("specdec_rounds_without_speculation", help, statistics.num_rounds_off)
-    nodes = {("proposal",): statistics.num_evaluated_leaves, ("branch",): statistics.num_branch_leaves}
-    help = "Draft tokens received: proposal (may be offered) or branch (stands by for a miss)."
-    yield counters("specdec_draft_tokens_received", help, nodes, None, "kind")
-    lookups = ("correction",), ("bonus",)
-    help = "Tokens of the target for whose place the tree had children, by kind of token."
-    looked_up = zip(lookups, (statistics.num_correction_lookups, statistics.num_bonus_lookups))
-    yield counters("specdec_tree_lookups", help, dict(looked_up), None, "next")
-    help = "Those of them that were a child with tokens below; of a correction: a branch hit."
-    hits = zip(lookups, (statistics.num_correction_hits, statistics.num_bonus_hits))
-    yield counters("specdec_tree_hits", help, dict(hits), None, "next")
-    help = "Verifications that waited for draft tokens in vain."
-    yield counter("specdec_draft_waits_expired", help, statistics.draft_waits_expired)
+    yield counters("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
 
 
 def work_families(totals: Totals, figures: Figures) -> Iterator[Metric]:
-    """Tokens, and what they cost in time and bytes."""
-    statistics = totals.statistics
+    """Tokens read and written."""
     yield counter("specdec_prompt_tokens", "Prompt tokens of admitted requests.", totals.prompt_tokens)
-    help = "Prompt tokens the target found in its cache."
-    yield counter("specdec_cached_prompt_tokens", help, statistics.cached_prompt_tokens)
     yield counter("specdec_generation_tokens", "Output tokens generated; resumed ones are not.", totals.output_tokens)
-    times = {(part,): getattr(statistics, f"{part}_s") for part in ROUND_PARTS}
-    help = "Where the time of all generations went, summed over rounds."
-    yield counters("specdec_round_time_seconds", help, times, None, "part")
-    sent = {("target",): statistics.target_link_bytes, ("draft",): statistics.draft_link_bytes}
-    help = "Payload to and from a replica for generations, without pings."
-    yield counters("specdec_link_payload_bytes", help, sent, None, "peer")
     help = "Times a draft would not draft for a generation: no room, or no more positions."
     yield counter("specdec_draft_refusals", help, figures.draft_refusal_count)
 

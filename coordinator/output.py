@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.tokenizer import TextStream
 from specdec.protocol.types import FinishReason
@@ -23,8 +24,7 @@ class Ending:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Walked:
+class Walked(NamedTuple):
     """The outcome of walking some tokens: the text made certain by each that counts, and the end if it came."""
 
     texts: tuple[str, ...]
@@ -70,8 +70,12 @@ class OutputWalker:
         self.count += 1
         if token_id in self._stop_token_ids and self.count > self._min_tokens:
             return self._release_all(), Ending(FinishReason.STOP, stop_token_id=token_id)
-        self._held += self._stream.step(token_id)
-        released, stop_string = self._release()
+        text = self._stream.step(token_id)
+        if self._stop:
+            self._held += text
+            released, stop_string = self._release()
+        else:
+            released, stop_string = text, ""
         if stop_string:
             return released, Ending(FinishReason.STOP, stop_string=stop_string)
         if self.count == self.max_tokens:

@@ -7,6 +7,7 @@ keeps the target's law stand in docs/exactness.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import EvidenceAnswer, Verification
@@ -47,14 +48,15 @@ def decide(
     Raises InvalidRequest for a draft token its row lacks: it was not drawn from the row and must not be tested.
     """
     check_counts(rule, draft_token_ids, rows, evidence, accept_draws)
+    replacements = evidence.replacement_token_ids
     for index, token_id in enumerate(draft_token_ids):
         if rule is Rule.REJECTION:
             accepted = accepts(rows[index], token_id, evidence.target_probs[index], accept_draws[index])
         else:
-            accepted = token_id == evidence.replacement_token_ids[index]
+            accepted = token_id == replacements[index]
         if not accepted:
-            return Verdict(index, evidence.replacement_token_ids[index], TokenKind.CORRECTION)
-    return Verdict(len(draft_token_ids), evidence.replacement_token_ids[-1], TokenKind.BONUS)
+            return Verdict(index, replacements[index], TokenKind.CORRECTION)
+    return Verdict(len(draft_token_ids), replacements[-1], TokenKind.BONUS)
 
 
 def accepts(row: Row, token_id: int, target_prob: float, accept_draw: float) -> bool:
@@ -74,11 +76,14 @@ def check_counts(
 ) -> None:
     """Raises InvalidRequest when the parts of a round do not fit together: nothing may be decided on them."""
     draft_length = len(draft_token_ids)
-    counts = [("evidence.replacement_token_ids", len(evidence.replacement_token_ids), draft_length + 1)]
+    if len(evidence.replacement_token_ids) != draft_length + 1:
+        _refuse("evidence.replacement_token_ids", evidence.replacement_token_ids, draft_length + 1)
     if rule is Rule.REJECTION:
-        counts.append(("evidence.target_probs", len(evidence.target_probs), draft_length))
-        counts.append(("rows", len(rows), draft_length))
-        counts.append(("accept_draws", len(accept_draws), draft_length))
-    for field, count, expected in counts:
-        if count != expected:
-            raise InvalidRequest(field, count, f"{expected} entries for {draft_length} draft tokens")
+        parts = {"evidence.target_probs": evidence.target_probs, "rows": rows, "accept_draws": accept_draws}
+        for field, part in parts.items():
+            if len(part) != draft_length:
+                _refuse(field, part, draft_length)
+
+
+def _refuse(field: str, part: Sequence[object], count: int) -> NoReturn:
+    raise InvalidRequest(field, len(part), f"{count} entries for the draft tokens of the round")

@@ -18,7 +18,7 @@ from specdec.protocol.items import Commit, Verification, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.convert import description_from_message
-from specdec.rpc.convert_items import item_from_message, item_to_message
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.link import CLOSED, Link
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -37,7 +37,6 @@ class ReplicaKind:
     service: str
     stream_method: str
     request: type
-    request_item: type
     response: type
 
 
@@ -46,7 +45,6 @@ TARGET = ReplicaKind(
     "specdec.v1.TargetService",
     "Verify",
     target_pb.VerifyRequest,
-    target_pb.VerifyRequestItem,
     target_pb.VerifyResponse,
 )
 DRAFT = ReplicaKind(
@@ -54,7 +52,6 @@ DRAFT = ReplicaKind(
     "specdec.v1.DraftService",
     "Draft",
     draft_pb.DraftRequest,
-    draft_pb.DraftRequestItem,
     draft_pb.DraftResponse,
 )
 
@@ -69,8 +66,6 @@ class Listener(Protocol):
     def on_down(self, replica: Replica, reason: str) -> None: ...
 
     def on_item(self, replica: Replica, item: Any, byte_count: int) -> None: ...
-
-    def on_sent(self, replica: Replica, byte_count: int) -> None: ...
 
     def on_defect(self) -> None: ...
 
@@ -120,13 +115,13 @@ class Replica:
         """Answers for `session` go nowhere from here on; idempotent."""
         self._listeners.pop(session, None)
 
-    def send(self, item: Any) -> None:
-        """Queues an item; dropped while the link is down: attached sessions are told by `on_down`."""
-        message = item_to_message(self.kind.request_item, item)
-        listener = self._listeners.get(item.session)
-        is_timed = isinstance(item, Verification | Commit) and item.trace.detailed
-        if self.link.send(message, is_timed) and listener is not None:
-            listener.on_sent(self, message.ByteSize())
+    def send(self, item: Any) -> int:
+        """Queues an item; returns its bytes, 0 while the link is down: attached sessions are told by `on_down`."""
+        if not self.link.is_up:
+            return 0
+        data = item_to_bytes(self.kind.request, item)
+        self.link.send(data, isinstance(item, Verification | Commit) and item.trace.detailed)
+        return len(data)
 
     def _on_up(self) -> None:
         self._describing = asyncio.create_task(self._describe())
@@ -181,11 +176,11 @@ class Replica:
         share = byte_count // len(messages)
         for message in messages:
             item = item_from_message(message)
-            if is_farewell(item):
-                self._on_stopping(item.message)
             listener = self._listeners.get(item.session)
             if listener is not None:
                 self._tell(listener, listener.on_item, item, share)
+            elif is_farewell(item):
+                self._on_stopping(item.message)
 
     def _on_stopping(self, sentence: str) -> None:
         """The replica takes no more sessions; those it has go on until it ends the link."""

@@ -10,24 +10,23 @@ import asyncio
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 
 from coordinator.decode_loop import Generation
 from coordinator.figures import Figures, RequestFigures
 from coordinator.metrics import families
 from coordinator.output import OutputWalker, Walked
 from coordinator.replicas import DRAFT, TARGET, Replica
-from coordinator.request_trace import open_trace
 from coordinator.speculation import Speculation
 from coordinator.tokenizer import Tokenizer
-from coordinator.tracing import GenerationTrace
+from coordinator.tracing import GenerationTrace, open_trace
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.report import Started
+from specdec.protocol.report import Event, Finished, Started
 from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
-from specdec.protocol.types import Description
+from specdec.protocol.types import Description, Rule
 from specdec.rpc.convert_generate import ask_from_message, coordinator_description_to_message, event_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
@@ -61,7 +60,7 @@ class Coordinator:
         if settings.draft is not None:
             self.draft = Replica(DRAFT, settings.draft, settings.link_tls, tokenizer.fingerprint, changed)
         self._numbers = itertools.count(1)
-        self._running_count = 0
+        self._taken_count = 0
         self._generations: set[Generation] = set()
 
     async def generate(
@@ -73,9 +72,14 @@ class Coordinator:
         bind(trace_id=trace.context.trace_id.hex())
         try:
             ask = ask_from_message(request)
-            async with aclosing(self._run_in_place(ask, trace, figures)) as messages:
-                async for message in messages:
-                    yield message
+            target = self.target.usable()
+            with self._place():
+                generation, resumed = await self._admit(ask, target, trace, figures)
+                with self._running(generation, resumed):
+                    event: Event | None = None
+                    while not isinstance(event, Finished):
+                        event = await generation.next_event()
+                        yield event_to_message(event, target)
         except Exception as error:
             known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
             trace.failed(known)
@@ -86,33 +90,24 @@ class Coordinator:
             figures.closed()
             get_logger().info("generation ended", outcome=figures.outcome, output_tokens=figures.output_tokens)
 
-    async def _run_in_place(
-        self, ask: Ask, trace: GenerationTrace, figures: RequestFigures
-    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
-        target = self.target.usable()
-        if self._running_count >= self._settings.max_num_seqs:
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place for a generation. Raises CacheExhausted when all are taken."""
+        if self._taken_count >= self._settings.max_num_seqs:
             raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
-        self._running_count += 1
+        self._taken_count += 1
         try:
-            prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
-            if self.target.usable() != target:
-                raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
-            generation = self._admit(ask, prompt, walker, target, trace, figures)
-            async with aclosing(self._run(generation, resumed, target)) as messages:
-                async for message in messages:
-                    yield message
+            yield
         finally:
-            self._running_count -= 1
+            self._taken_count -= 1
 
-    async def _run(
-        self, generation: Generation, resumed: Walked, target: Description
-    ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
+    @contextmanager
+    def _running(self, generation: Generation, resumed: Walked) -> Iterator[None]:
+        """The generation from its beginning to its end."""
         self._generations.add(generation)
         try:
             generation.begin(resumed.ending)
-            async with aclosing(generation.events()) as events:
-                async for event in events:
-                    yield event_to_message(event, target)
+            yield
         finally:
             self._generations.discard(generation)
             generation.close()
@@ -142,16 +137,13 @@ class Coordinator:
             raise InvalidRequest("resume.output_token_ids", len(ask.resumed_token_ids), limit)
         return prompt, walker, resumed
 
-    def _admit(
-        self,
-        ask: Ask,
-        prompt: tuple[int, ...],
-        walker: OutputWalker,
-        target: Description,
-        trace: GenerationTrace,
-        figures: RequestFigures,
-    ) -> Generation:
-        """The generation, not yet begun. Raises InvalidRequest."""
+    async def _admit(
+        self, ask: Ask, target: Description, trace: GenerationTrace, figures: RequestFigures
+    ) -> tuple[Generation, Walked]:
+        """The generation, not yet begun, and where its resumed tokens led. Raises SpecdecError."""
+        prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
+        if self.target.usable() != target:
+            raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
         session = Session(
             next(self._numbers),
@@ -160,14 +152,14 @@ class Coordinator:
             target.vocabulary_size,
             self._speculation.policy(ask),
             [*prompt, *ask.resumed_token_ids],
-            trace.context,
             ask.cache_salt,
         )
-        started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens)
+        started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens, rule_reason(ask))
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
         trace.admitted(ask, started, target)
-        return Generation(session, walker, started, self.target, self.draft, self._speculation, trace, figures)
+        generation = Generation(session, walker, started, self.target, self.draft, self._speculation, trace, figures)
+        return generation, resumed
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
@@ -189,6 +181,15 @@ class Coordinator:
             group.create_task(self.target.run())
             if self.draft is not None:
                 group.create_task(self.draft.run())
+
+
+def rule_reason(ask: Ask) -> str:
+    """Why a request's rule is in force, in one line."""
+    if ask.speculative.rule is not None:
+        return "asked for"
+    if ask.rule() is Rule.GREEDY:
+        return "temperature 0"
+    return "a seed was given" if ask.rule() is Rule.COUPLED else "sampling without a seed"
 
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:

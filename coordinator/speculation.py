@@ -6,7 +6,7 @@ from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.protocol.auto_policy import AutoPolicy
-from specdec.protocol.items import EvidenceAnswer, Nodes
+from specdec.protocol.items import Nodes
 from specdec.protocol.measure import Measurements
 from specdec.protocol.request import Ask, SpeculationMode
 from specdec.protocol.types import Rule
@@ -42,11 +42,6 @@ class Speculation:
         wait_ms = self._settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         return FixedPolicy(length, own.draft_window, own.draft_leaves or 1, wait_ms / 1000)
 
-    def on_target_step(self, answer: EvidenceAnswer, step_s: float, drafting: bool) -> None:
-        """One step of the target, forward and evidence, as one of its sessions saw it; `drafting`: with a draft."""
-        sessions = answer.step_sessions, answer.active_sessions
-        self._measurements.on_target_step(answer.step_rows, step_s, drafting, *sessions)
-
     def on_draft_step(self, nodes: Nodes, rule: Rule, byte_count: int, network_s: float | None) -> None:
         """What one step of the draft sent for one session, and the network time to it, both ways, if it is known."""
         leaf_count = sum(node.proposal for node in nodes.nodes)
@@ -60,7 +55,3 @@ class Speculation:
         """The network time to the draft, both ways, if it is known: while nothing is drafted, pings tell it."""
         if network_s is not None:
             self._measurements.network.add(network_s)
-
-    def on_round_overhead(self, overhead_s: float) -> None:
-        """What a round took beside the target's queue and step: link, messages, the rule; without waits for a draft."""
-        self._measurements.round_overhead.add(overhead_s)

@@ -14,6 +14,7 @@ from specdec.protocol.choice import DEFAULT_PLAN, LEAVES, ROWS
 from specdec.protocol.cost_model import Conditions, Curve, plain_rate
 from specdec.protocol.measure import CHOOSE_ROUNDS, SEARCH_ROUNDS, Acceptance, Mean, Measurements
 from specdec.protocol.outlook import Outlook
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Rule, check_integer
 
 WORTH_GAIN = 1.02  # the model must see so much over plain decoding: less is noise, and a draft's work for nothing
@@ -91,7 +92,24 @@ class AutoPolicy:
     def plan(self, room: int) -> Plan:
         return (self._plan if self.is_speculating else PLAIN).within(room)
 
-    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
+    @property
+    def trial_round_count(self) -> int:
+        return 0
+
+    @property
+    def trial_loss_s(self) -> float:
+        return 0.0
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Learns from a round, and chooses again now and then."""
+        offered_count, accepted_count, round_s = record.offered_count, record.accepted_count, record.round_s
+        branch_hit = record.was_found if record.was_looked_up else None
+        if record.round_index and record.step_count <= 1:  # others read a prompt, or what was evicted
+            sessions = record.step_sessions, record.active_sessions
+            drafting = record.is_speculating
+            self._measurements.on_target_step(record.step_rows, record.step_s, drafting, *sessions)
+            overhead_s = round_s - record.wait_s - record.step_s - record.queue_s
+            self._measurements.round_overhead.add(max(0.0, overhead_s))
         self._round_count += 1
         self._mode_rounds += 1
         self._token_count += accepted_count + 1

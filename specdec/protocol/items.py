@@ -1,13 +1,15 @@
 """What services say to each other, one value per item of `proto/specdec/v1`.
 
-Each is checked at construction, so a value in hand obeys every limit that does not depend on the model served. The
-session state machine produces and consumes these; only `specdec.rpc.convert` knows their encoding.
+A value that came from elsewhere obeys every limit that does not depend on the model served: what is made seldom is
+checked at construction, what is made every round is a named tuple, checked when it is read from a message (`checked`).
+The session state machine produces and consumes these; only `specdec.rpc.convert` knows their encoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.types import (
@@ -98,8 +100,7 @@ class Extend:
             raise InvalidRequest("token_ids", len(self.token_ids), f"1 to {EXTEND_TOKEN_COUNT_MAX} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(NamedTuple):
     """Asks for evidence at draft length + 1 positions from `base_position` on (named by session and round_index)."""
 
     session: int
@@ -111,7 +112,8 @@ class Verification:
     rows: tuple[Row, ...] = ()
     trace: Trace = NO_TRACE
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Verification:
+        """Itself. Raises InvalidRequest where it breaks a limit."""
         check_name(self.session, self.incarnation)
         check_integer("round_index", self.round_index, 0, UINT32_MAX)
         check_integer("base_position", self.base_position, 1, TOKENS_MAX)
@@ -120,6 +122,7 @@ class Verification:
             raise InvalidRequest("draft_token_ids", len(self.draft_token_ids), f"at most {DRAFT_LENGTH_LIMIT} tokens")
         if self.rows and len(self.rows) != len(self.draft_token_ids):
             raise InvalidRequest("rows", len(self.rows), f"one per draft token, {len(self.draft_token_ids)}, or none")
+        return self
 
     @property
     def suffix_start(self) -> int:
@@ -142,8 +145,7 @@ class Verification:
             raise InvalidRequest("rows", len(self.rows), f"none with rule {rule.name}")
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
     `leaves`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
@@ -157,12 +159,14 @@ class Commit:
     leaves: int = 1
     trace: Trace = NO_TRACE
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Commit:
+        """Itself. Raises InvalidRequest where it breaks a limit."""
         check_name(self.session, self.incarnation)
         check_integer("committed_length", self.committed_length, 1, TOKENS_MAX)
         check_suffix(self.committed_length, self.suffix_token_ids)
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
         check_integer("leaves", self.leaves, 1, LEAVES_LIMIT)
+        return self
 
     @property
     def suffix_start(self) -> int:
@@ -209,8 +213,7 @@ def is_farewell(item: object) -> bool:
     return isinstance(item, Failure) and item.session == 0 and item.reason == ReplicaUnavailable.reason
 
 
-@dataclass(frozen=True, slots=True)
-class EvidenceAnswer:
+class EvidenceAnswer(NamedTuple):
     """Evidence of one verification, and where its time went.
 
     `step_sessions` were in the same forward pass, of `active_sessions` with work to do or just answered. `step_count`:
@@ -234,8 +237,7 @@ class EvidenceAnswer:
     server_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DraftNode:
+class DraftNode(NamedTuple):
     """One draft token at one place; `parent` 0 is the root. `row` only on a proposal child under REJECTION."""
 
     node: int
@@ -244,13 +246,14 @@ class DraftNode:
     proposal: bool
     row: Row | None = None
 
-    def __post_init__(self) -> None:
+    def checked(self) -> DraftNode:
+        """Itself. Raises InvalidRequest where it breaks a limit."""
         check_integer("node", self.node, 1, UINT32_MAX)
         check_integer("parent", self.parent, 0, self.node - 1)
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(NamedTuple):
     """Nodes one draft step added to one session's tree.
 
     `malformed_count`: nodes dropped while reading, that is the first malformed one and all after it. `step_began_us`:
@@ -268,6 +271,11 @@ class Nodes:
     step_began_us: int = 0
 
 
+def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verification | Commit:
+    """The same in a trace context."""
+    return replace(item, trace=trace) if isinstance(item, Open) else item._replace(trace=trace)
+
+
 TargetAsk = Open | Extend | Verification | Close
 TargetAnswer = EvidenceAnswer | Short | Failure
 DraftAsk = Open | Extend | Commit | Close
@@ -281,6 +289,8 @@ def catch_up(
 
     The last piece is a committed suffix, never empty: `known_length` is below the committed length.
     """
+    if len(committed) - known_length <= EXTEND_TOKEN_COUNT_MAX:
+        return [], tuple(committed[known_length:])
     starts = range(known_length, len(committed), EXTEND_TOKEN_COUNT_MAX)
     extends = [
         Extend(session, incarnation, start, tuple(committed[start : start + EXTEND_TOKEN_COUNT_MAX]))

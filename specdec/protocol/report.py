@@ -1,26 +1,32 @@
-"""What a generation tells its user: that it started, its tokens, how it ended and how it went."""
+"""What a generation tells its user: that it started, its tokens, how it ended and how it went.
+
+`Statistics` is the one place where a statistic has its names: the field is called as in the message and in a trace's
+attributes, and names the series of the metrics page that sums it over generations.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-from specdec.protocol.items import EvidenceAnswer, Nodes
+from specdec.protocol.items import Nodes
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import FinishReason, PositionLogprobs, Rule, TokenKind
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was admitted; `seed` and `rule` are those in force."""
+    """The request was admitted; `seed` and `rule` are those in force, `rule_reason` says why that rule."""
 
     request_id: str
     seed: int
     rule: Rule
     prompt_length: int
     max_tokens: int
+    rule_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Tokens that became final, and the text that became certain: `text_lengths[i]` characters of it with token i."""
 
     first_output_index: int
@@ -32,120 +38,154 @@ class Delta:
 
     def merged(self, later: Delta) -> Delta:
         """This delta and the one right after it as one."""
-        return Delta(
-            self.first_output_index,
-            self.token_ids + later.token_ids,
-            self.kinds + later.kinds,
-            self.text + later.text,
-            self.text_lengths + later.text_lengths,
-            self.logprobs + later.logprobs,
-        )
+        return Delta(self.first_output_index, *(own + more for own, more in zip(self[1:], later[1:])))
 
 
 @dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """What a verdict came to: `next_kind` is that of its correction or bonus token.
+class Series:
+    """Where a statistic stands on the metrics page: a family's name and help, and the value of its label if any."""
 
-    `was_looked_up`: the draft tree had a child for the next token's place. `was_found`: the next token was that child
-    or another of them. `in_hand_count`: draft tokens in hand for the next round at once, without a round trip.
-    """
+    name: str
+    help: str = ""  # once in a family
+    label: tuple[str, str] = ("", "")
 
-    offered_count: int
-    accepted_count: int
-    next_kind: TokenKind
-    was_looked_up: bool
-    was_found: bool
-    in_hand_count: int
 
-    @property
-    def is_hit(self) -> bool:
-        """Whether the next round starts with draft tokens below a next token that was foreseen."""
-        return self.was_found and self.in_hand_count > 0
+def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), traced: bool = False) -> Any:
+    """A statistic that adds up over generations; `traced`: an attribute of the root span too."""
+    metadata = {"summed": True, "traced": traced, "series": Series(name, help, label) if name else None}
+    return field(default=0, metadata=metadata)
 
-    @property
-    def is_branch_hit(self) -> bool:
-        """Whether that next token was a correction: a branch child came true."""
-        return self.is_hit and self.next_kind is TokenKind.CORRECTION
+
+def times(part: str, help: str = "") -> Any:
+    """A part of the rounds' time."""
+    return summed("specdec_round_time_seconds", help, ("part", part))
 
 
 @dataclass(slots=True)
 class Statistics:
     """How speculation went in one stream, counted round by round. Times in seconds, summed over rounds."""
 
-    rounds: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
+    rounds: int = summed("specdec_rounds", "Verifications that were answered and committed.", traced=True)
+    num_spec_steps: int = summed("vllm:spec_decode_num_drafts", "Rounds that offered draft tokens.", traced=True)
+    num_draft_tokens: int = summed("vllm:spec_decode_num_draft_tokens", "Draft tokens offered.", traced=True)
+    num_accepted_draft_tokens: int = summed(
+        "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", traced=True
+    )
+    draft_link_bytes: int = summed(
+        "specdec_link_payload_bytes",
+        "Payload to and from a replica for generations, without pings.",
+        ("peer", "draft"),
+        traced=True,
+    )
+    target_link_bytes: int = summed("specdec_link_payload_bytes", label=("peer", "target"), traced=True)
+    draft_waits_expired: int = summed(
+        "specdec_draft_waits_expired", "Verifications that waited for draft tokens in vain.", traced=True
+    )
+    num_evaluated_leaves: int = summed(
+        "specdec_draft_tokens_received",
+        "Draft tokens received: proposal (may be offered) or branch (stands by for a miss).",
+        ("kind", "proposal"),
+        traced=True,
+    )
+    num_branch_leaves: int = summed("specdec_draft_tokens_received", label=("kind", "branch"))
+    num_correction_lookups: int = summed(
+        "specdec_tree_lookups",
+        "Tokens of the target for whose place the tree had children, by kind of token.",
+        ("next", "correction"),
+    )
+    num_bonus_lookups: int = summed("specdec_tree_lookups", label=("next", "bonus"))
+    num_correction_hits: int = summed(
+        "specdec_tree_hits",
+        "Those of them that were a child with tokens below; of a correction: a branch hit.",
+        ("next", "correction"),
+        traced=True,
+    )
+    num_bonus_hits: int = summed("specdec_tree_hits", label=("next", "bonus"))
+    num_branch_tokens_accepted: int = summed()
+    num_rounds_off: int = summed(
+        "specdec_rounds_without_speculation", "Rounds in which the policy in force did not speculate.", traced=True
+    )
+    num_rounds_trial: int = summed(traced=True)
+    trial_loss_s: float = summed()
+    cached_prompt_tokens: int = summed(
+        "specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.", traced=True
+    )
+    step_sessions: int = summed()
+    active_sessions: int = summed()
+    evictions: int = summed(traced=True)
+    draft_wait_s: float = times("draft_wait", "Where the time of all generations went, summed over rounds.")
+    target_queue_s: float = times("target_queue")
+    target_forward_s: float = times("target_forward")
+    target_evidence_s: float = times("target_evidence")
+    target_link_s: float = times("target_link")
     acceptance_histogram: list[int] = field(default_factory=list)
-    draft_link_bytes: int = 0
-    target_link_bytes: int = 0
-    draft_waits_expired: int = 0
-    num_evaluated_leaves: int = 0
-    num_branch_leaves: int = 0
-    num_correction_lookups: int = 0
-    num_correction_hits: int = 0
-    num_bonus_lookups: int = 0
-    num_bonus_hits: int = 0
-    num_branch_tokens_accepted: int = 0
-    num_rounds_off: int = 0
     predicted_tokens_per_s: float = 0.0
     observed_tokens_per_s: float = 0.0
     policy_reason: str = ""
-    step_sessions: int = 0
-    active_sessions: int = 0
-    cached_prompt_tokens: int = 0
-    evictions: int = 0
+    rule: Rule = Rule.GREEDY
+    rule_reason: str = ""
     time_to_first_token_s: float = 0.0
     total_s: float = 0.0
-    draft_wait_s: float = 0.0
-    target_queue_s: float = 0.0
-    target_forward_s: float = 0.0
-    target_evidence_s: float = 0.0
-    target_link_s: float = 0.0
+    began_s: float = 0.0  # by the monotonic clock; as `follows_branch_hit`, no statistic
+    follows_branch_hit: bool = False
 
-    def count_nodes(self, nodes: Nodes) -> None:
+    def on_nodes(self, nodes: Nodes) -> None:
         """Counts what one draft step sent: every evaluated place brings one proposal child."""
         evaluated_count = sum(node.proposal for node in nodes.nodes)
         self.num_evaluated_leaves += evaluated_count
         self.num_branch_leaves += len(nodes.nodes) - evaluated_count
 
-    def count_round(self, outcome: RoundOutcome, follows_branch_hit: bool) -> None:
-        """Counts one verdict. `follows_branch_hit`: the verdict before was a correction that was found in the tree."""
+    def on_round(self, record: RoundRecord) -> None:
+        """Counts one round."""
         self.rounds += 1
-        draft_length, accepted_count = outcome.offered_count, outcome.accepted_count
-        if outcome.was_looked_up and outcome.next_kind is TokenKind.CORRECTION:
-            self.num_correction_lookups += 1
-            self.num_correction_hits += outcome.is_hit
-        elif outcome.was_looked_up:
-            self.num_bonus_lookups += 1
-            self.num_bonus_hits += outcome.is_hit
-        if follows_branch_hit:
-            self.num_branch_tokens_accepted += accepted_count
-        if draft_length == 0:
-            return
-        self.num_spec_steps += 1
-        self.num_draft_tokens += draft_length
-        self.num_accepted_draft_tokens += accepted_count
-        missing = accepted_count + 1 - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        self.acceptance_histogram[accepted_count] += 1
+        self.step_sessions += record.step_sessions
+        self.active_sessions += record.active_sessions
+        self.cached_prompt_tokens += record.cached_prompt_tokens
+        self.evictions += record.evictions
+        self.draft_wait_s += record.wait_s
+        self.target_queue_s += record.queue_s
+        self.target_forward_s += record.forward_s
+        self.target_evidence_s += record.evidence_s
+        self.target_link_s += max(0.0, record.round_trip_s - record.queue_s - record.step_s)
+        if self.rounds == 1:
+            self.began_s = record.start_s
+            self.time_to_first_token_s = record.round_s
+        self.total_s = record.end_s - self.began_s
+        self.num_rounds_off += not record.is_speculating
+        if record.was_looked_up:
+            self._count_lookup(record)
+        if self.follows_branch_hit:
+            self.num_branch_tokens_accepted += record.accepted_count
+        self.follows_branch_hit = record.is_branch_hit
+        if record.offered_count:
+            self.num_spec_steps += 1
+            self.num_draft_tokens += record.offered_count
+            self.num_accepted_draft_tokens += record.accepted_count
+            missing = record.accepted_count + 1 - len(self.acceptance_histogram)
+            self.acceptance_histogram.extend([0] * missing)
+            self.acceptance_histogram[record.accepted_count] += 1
 
-    def count_answer(self, answer: EvidenceAnswer, round_trip_s: float) -> None:
-        """Counts what the target said beside its evidence, `round_trip_s` after it was asked."""
-        self.step_sessions += answer.step_sessions
-        self.active_sessions += answer.active_sessions
-        self.cached_prompt_tokens += answer.cached_prompt_tokens
-        self.evictions += answer.evictions
-        at_target_s = (answer.queue_us + answer.forward_us + answer.evidence_us) / 1e6
-        self.target_queue_s += answer.queue_us / 1e6
-        self.target_forward_s += answer.forward_us / 1e6
-        self.target_evidence_s += answer.evidence_us / 1e6
-        self.target_link_s += max(0.0, round_trip_s - at_target_s)
+    def _count_lookup(self, record: RoundRecord) -> None:
+        if record.next_kind is TokenKind.CORRECTION:
+            self.num_correction_lookups += 1
+            self.num_correction_hits += record.is_hit
+        else:
+            self.num_bonus_lookups += 1
+            self.num_bonus_hits += record.is_hit
 
     def count_rate(self, output_count: int) -> None:
         """Works out the observed rate of a stream of so many output tokens, from the first of them on."""
         seconds = self.total_s - self.time_to_first_token_s
         self.observed_tokens_per_s = (output_count - 1) / seconds if seconds > 0 else 0.0
+
+    def add(self, other: Statistics) -> None:
+        """Adds what adds up of another stream's."""
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        histogram = list(other.acceptance_histogram)
+        self.acceptance_histogram.extend([0] * (len(histogram) - len(self.acceptance_histogram)))
+        for index, count in enumerate(histogram):
+            self.acceptance_histogram[index] += count
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -156,6 +196,11 @@ class Statistics:
     def draft_acceptance_rate(self) -> float:
         """Accepted / draft tokens; 0 when there were none."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+SUMMED = tuple(own.name for own in fields(Statistics) if own.metadata.get("summed"))
+TRACED = tuple(own.name for own in fields(Statistics) if own.metadata.get("traced"))
+SERIES = tuple((own.name, own.metadata["series"]) for own in fields(Statistics) if own.metadata.get("series"))
 
 
 @dataclass(frozen=True, slots=True)

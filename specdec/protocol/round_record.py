@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.policy.plan import Plan
+from specdec.protocol.items import EvidenceAnswer
 from specdec.protocol.types import TokenKind
 
 
@@ -19,6 +21,7 @@ class RoundRecord:
     its answer; `queue_s`, `forward_s`, `evidence_s` of the target's step; `step_rows` and `step_sessions` of all
     sessions in it, of `active_sessions` with work to do; `step_count` above 1: a prompt, or what was opened again, was
     read. `cached_prompt_tokens` are told with the first round, `evictions` since the round before.
+    `is_speculating`: the policy drafts, though the plan may have had no room to.
     """
 
     round_index: int
@@ -45,6 +48,7 @@ class RoundRecord:
     cached_prompt_tokens: int = 0
     evictions: int = 0
     server_s: float = 0.0
+    is_speculating: bool = True
 
     @property
     def round_s(self) -> float:
@@ -55,3 +59,32 @@ class RoundRecord:
     def step_s(self) -> float:
         """Of the target's step: forward and evidence."""
         return self.forward_s + self.evidence_s
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether the next round starts with draft tokens below a next token that was foreseen."""
+        return self.was_found and self.in_hand_count > 0
+
+    @property
+    def is_branch_hit(self) -> bool:
+        """Whether that next token was a correction: a branch child came true."""
+        return self.is_hit and self.next_kind is TokenKind.CORRECTION
+
+
+class RoundTimes(NamedTuple):
+    """When a round began and ended, and its parts that the session cannot know; as in RoundRecord."""
+
+    start_s: float = 0.0
+    end_s: float = 0.0
+    wait_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+UNTIMED = RoundTimes()
+
+
+def answered(answer: EvidenceAnswer) -> tuple[float, ...]:
+    """What the target told of a round, as it stands at the end of a record, from `queue_s` on."""
+    step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6, answer.step_rows)
+    sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
+    return *step, *sessions, answer.cached_prompt_tokens, answer.evictions, answer.server_us / 1e6

@@ -1,18 +1,19 @@
 """One generation as a state machine: events in, actions out; no clock, no I/O, no torch.
 
-It owns the committed tokens, the draft tree received so far and what is in flight, and fences everything that is late,
-doubled or meant for an earlier incarnation. Its owner sends what it is told to send, applies the verification rule to
-the evidence the session lets through, and says when a wait is over.
+It owns the committed tokens, the draft tree received so far, the plan in force and what is in flight, and fences
+everything that is late, doubled or meant for an earlier incarnation. Its owner sends what it is told to send, applies
+the verification rule to the evidence the session lets through, and says when a wait is over. Every verdict gives one
+record of its round.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.policy.plan import Plan
 from specdec.policy.policy import Policy
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
-    NO_TRACE,
     Close,
     Commit,
     DraftNode,
@@ -21,11 +22,10 @@ from specdec.protocol.items import (
     Nodes,
     Open,
     Short,
-    Trace,
     Verification,
     catch_up,
 )
-from specdec.protocol.report import RoundOutcome
+from specdec.protocol.round_record import UNTIMED, RoundRecord, RoundTimes, answered
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
@@ -37,13 +37,13 @@ NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the larges
 class Session:
     """One generation. Every method returns the actions to carry out, in order.
 
-    `trace` is the request's trace context, `round_trace` and `commit_trace` those of the next verification and commit.
+    `plan` is asked of the policy once a round, when the round before it is committed, and kept until the next commit.
 
     Invariants, checked by `check()`:
     1. committed tokens only grow, and never beyond `length_max`;
     2. at most one verification is in flight, and its base position is the committed length;
     3. it carries at most the planned draft tokens, fewer than the room left, and under REJECTION one row each;
-    4. the tree is rooted at the committed length;
+    4. the tree agrees with the committed tokens and is rooted at their end;
     5. the session waits only without a verification in flight, and only for a READY draft;
     6. after the end nothing is in flight and nothing is awaited.
     """
@@ -54,10 +54,7 @@ class Session:
     vocabulary_size: int
     policy: Policy
     committed: list[int]
-    trace: Trace = Trace()
     cache_salt: str = ""
-    round_trace: Trace = NO_TRACE
-    commit_trace: Trace = NO_TRACE
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
@@ -66,14 +63,15 @@ class Session:
     draft_incarnation: int = 0
     target_incarnation: int = 0
     malformed_node_count: int = 0
-    outcome: RoundOutcome | None = None
     tree: DraftTree = field(init=False)
+    plan: Plan = field(init=False)
     _draft_known_length: int = 0
     _draft_window: int = 0
     _target_known_length: int = 0
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.committed)
+        self.plan = self.policy.plan(self.room)
 
     @property
     def waiting(self) -> bool:
@@ -147,29 +145,36 @@ class Session:
             flying.round_index,
         )
 
-    def on_verdict(self, verdict: Verdict, kept_count: int, ends: bool) -> list[Action]:
+    def on_verdict(
+        self, verdict: Verdict, answer: EvidenceAnswer, kept_count: int, ends: bool, times: RoundTimes = UNTIMED
+    ) -> tuple[RoundRecord, list[Action]]:
         """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on.
 
-        `outcome` then says what came of it; its owner tells the policy once the actions are carried out.
+        The next round's plan is fixed here, by a policy that was told of the rounds before this one: its owner tells it
+        of this one once the actions are carried out.
         """
-        flying = self.in_flight
+        flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
+        del tokens[kept_count:]
+        was_looked_up, discarded_count = self.tree.foresight(tokens)
+        was_found = self._commit(tokens, flying)
+        counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
+        in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
+        found = (was_looked_up, was_found, in_hand_count, discarded_count)
+        record = RoundRecord(flying.round_index, plan, *counts, *found, *times, *answered(answer), is_speculating)
+        return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
+
+    def _commit(self, tokens: list[int], flying: Verification) -> bool:
+        """The round in flight is over; whether its last token was in the tree."""
         self._target_known_length = flying.base_position
         self.in_flight = None
         self.round_index += 1
-        last = self.tree.place(tokens[:-1])
-        was_looked_up = last is not None and bool(last.children)
-        was_found = self.tree.commit(tokens[:kept_count])
-        in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
-        offered_count, accepted_count = len(flying.draft_token_ids), verdict.accepted_count
-        self.outcome = RoundOutcome(
-            offered_count, accepted_count, verdict.next_kind, was_looked_up, was_found, in_hand_count
-        )
-        if ends:
-            return self.end()
-        return self._commit_to_draft() + self._verify_when_ready()
+        self.committed += tokens
+        was_found = self.tree.commit(tokens)
+        self.plan = self.policy.plan(self.room)
+        return was_found
 
     def on_target_short(self, short: Short) -> list[Action]:
         """The target holds less than assumed: send it the rest, and the same round again."""
@@ -219,10 +224,6 @@ class Session:
         self._draft(DraftEvent.WAIT_EXPIRED)
         return self._verify_now()
 
-    def on_plan_changed(self) -> list[Action]:
-        """The policy may have thought again: a verification it would not hold back any more is sent."""
-        return self._verify_when_ready() if self.waiting else []
-
     def end(self) -> list[Action]:
         """Ends the session, wherever it stands; idempotent."""
         if self.finished:
@@ -237,13 +238,16 @@ class Session:
         return actions
 
     def _open(self, incarnation: int, cache_salt: str = "") -> Open:
-        return Open(self.number, incarnation, self.law, self.length_max, self.vocabulary_size, self.trace, cache_salt)
+        size = self.vocabulary_size
+        return Open(self.number, incarnation, self.law, self.length_max, size, cache_salt=cache_salt)
 
     def _verify_when_ready(self) -> list[Action]:
         """Verifies at once, or waits when the plan says so and a READY draft still owes tokens."""
-        plan = self.policy.plan(self.room)
+        plan = self.plan
+        if not plan.wait_length:
+            return self._verify_now()
         in_hand = len(self.tree.proposal_path(plan.draft_length_max))
-        if self.draft_state is DraftState.LATE and 0 < plan.wait_length <= in_hand:
+        if self.draft_state is DraftState.LATE and plan.wait_length <= in_hand:
             self._draft(DraftEvent.KEPT_UP)
         if self.draft_state is DraftState.READY and in_hand < plan.wait_length:
             if self.waiting:
@@ -254,7 +258,7 @@ class Session:
         return self._verify_now()
 
     def _verify_now(self) -> list[Action]:
-        path = self.tree.proposal_path(self.policy.plan(self.room).draft_length_max)
+        path = self.tree.proposal_path(self.plan.draft_length_max)
         rows = self.tree.proposal_rows(len(path)) if self.law.rule is Rule.REJECTION else ()
         return self._send_verification(tuple(place.token_id for place in path), rows)
 
@@ -263,23 +267,23 @@ class Session:
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
-        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows, self.round_trace)
+        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows)
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
-        plan = self.policy.plan(self.room)
-        is_idle = plan.window == self._draft_window == 0
-        if not self.has_draft or is_idle:
+        plan = self.plan
+        if not self.has_draft or plan.window == self._draft_window == 0:
             return []
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
-        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves), self.commit_trace)
+        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves))
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
         assert len(self.committed) <= self.length_max, "1: committed tokens fit"
+        assert self.tree.committed == self.committed, "4: the tree agrees with the committed tokens"
         flying = self.in_flight
         if flying is not None:
             assert flying.base_position == len(self.committed), "2: the base position is the committed length"

@@ -9,7 +9,13 @@ from __future__ import annotations
 import enum
 
 
-class DraftState(enum.Enum):
+class State(enum.Enum):
+    """A member of the tables below: hashed by identity, since a round looks several of them up."""
+
+    __hash__ = object.__hash__
+
+
+class DraftState(State):
     """What the session may expect of its draft. Only a READY draft is waited for."""
 
     ABSENT = "no draft is connected, or the request does not speculate"
@@ -19,7 +25,7 @@ class DraftState(enum.Enum):
     PAUSED = "this draft cannot draft for this session any more"
 
 
-class DraftEvent(enum.Enum):
+class DraftEvent(State):
     """What happens to the session's draft."""
 
     UP = "a draft is connected"
@@ -30,7 +36,7 @@ class DraftEvent(enum.Enum):
     REFUSED = "it failed, or sent malformed nodes"
 
 
-class Phase(enum.Enum):
+class Phase(State):
     """What the session is doing."""
 
     NEW = "nothing was sent yet"
@@ -39,7 +45,7 @@ class Phase(enum.Enum):
     FINISHED = "the text has ended, or the generation was given up"
 
 
-class PhaseEvent(enum.Enum):
+class PhaseEvent(State):
     """What moves the session on."""
 
     SENT = "a verification was sent"

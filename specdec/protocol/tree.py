@@ -1,4 +1,4 @@
-"""The draft tree: all draft tokens below the committed ones, on both sides of the draft link.
+"""The draft tree: all draft tokens below the committed ones.
 
 A node is named (epoch, node) and is usable while the path from its root agrees with the committed tokens, whenever it
 arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of models or of
@@ -14,6 +14,7 @@ from specdec.protocol.items import DraftNode
 from specdec.protocol.types import Row
 
 LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are forgotten; later nodes below them are dropped
+NAME_COUNT_KEPT = 256  # names that may be forgotten are looked for when there are more, not at every commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Place:
 
 
 class DraftTree:
-    """Places below `committed`, which is shared with its owner and only ever grows through `commit`.
+    """Places below the committed tokens, of which it keeps its own record and is told each change (`commit`).
 
     Invariants, checked by `check()`:
     1. the root's length is the number of committed tokens;
@@ -64,8 +65,8 @@ class DraftTree:
     4. every place below the root is alive.
     """
 
-    def __init__(self, committed: list[int]) -> None:
-        self.committed = committed
+    def __init__(self, committed: Sequence[int]) -> None:
+        self.committed = list(committed)
         self.root = Place(len(committed), committed[-1])
         self._named: dict[tuple[int, int], Place] = {}
 
@@ -76,32 +77,26 @@ class DraftTree:
         tokens, so it cannot bend the law (docs/exactness.md).
         """
         name = (epoch, node.node)
-        parent = self._parent(epoch, root_length, node.parent)
-        if parent is None or name in self._named:
+        parent, length = self._parent(epoch, root_length, node.parent)
+        if length == 0 or name in self._named:
             return None
-        if parent.length < len(self.committed):
-            if self.committed[parent.length] != node.token_id:
+        if length < len(self.committed):
+            if self.committed[length] != node.token_id:
                 return None
-            place = Place(parent.length + 1, node.token_id, node.node)
-            if place.length == len(self.committed):
-                place = self.root
+            is_root = length + 1 == len(self.committed)
+            place = self.root if is_root else Place(length + 1, node.token_id, node.node)
         else:
-            place = self._attach(parent, node)
+            place = self._attach(parent or self.root, node)
         self._named[name] = place
         return place
 
-    def _parent(self, epoch: int, root_length: int, node: int) -> Place | None:
-        """The living place a name stands for; on the committed path its length alone says which it is."""
+    def _parent(self, epoch: int, root_length: int, node: int) -> tuple[Place | None, int]:
+        """The living place a name stands for, and the length of its path, 0 where there is none. On the committed path
+        the length alone says which it is."""
         if node == 0:
-            if not 1 <= root_length <= len(self.committed):
-                return None
-            place = Place(root_length, self.committed[root_length - 1])
-        else:
-            found = self._named.get((epoch, node))
-            if found is None or not found.alive:
-                return None
-            place = found
-        return self.root if place.length == len(self.committed) else place
+            return None, root_length if 1 <= root_length <= len(self.committed) else 0
+        place = self._named.get((epoch, node))
+        return (place, place.length) if place is not None and place.alive else (None, 0)
 
     @staticmethod
     def _attach(parent: Place, node: DraftNode) -> Place:
@@ -113,31 +108,53 @@ class DraftTree:
             parent.row = node.row
         return place
 
+    def foresight(self, token_ids: Sequence[int]) -> tuple[bool, int]:
+        """Of a commit to come: whether the tree has a child for its last token's place, and how many places of the
+        proposal path it leaves."""
+        before = self.place(token_ids[:-1])
+        on_path = self.root.proposal
+        for token_id in token_ids:
+            if on_path is None or on_path.token_id != token_id:
+                break
+            on_path = on_path.proposal
+        else:
+            on_path = None  # what is left of the path lies below the commit
+        left_count = 0
+        while on_path is not None:
+            left_count, on_path = left_count + 1, on_path.proposal
+        return before is not None and bool(before.children), left_count
+
     def commit(self, token_ids: Sequence[int]) -> bool:
-        """Appends to the committed tokens and re-roots; False when they left the tree, which is then empty."""
+        """Takes note of committed tokens and re-roots; False when they left the tree, which is then empty."""
         inside = True
         for token_id in token_ids:
-            child = self.root.children.pop(token_id, None)
-            for sibling in self.root.children.values():
-                for place in sibling.below():
-                    place.alive = False
             self.committed.append(token_id)
+            child = self._descend(token_id)
             if child is None:
                 inside = False
                 child = Place(len(self.committed), token_id)
-            self.root.children = {}
-            self.root.proposal = None
-            self.root.row = None
-            child.parent = None
             self.root = child
-        self._forget()
+        if len(self._named) > NAME_COUNT_KEPT:
+            self._forget()
         return inside
+
+    def _descend(self, token_id: int) -> Place | None:
+        """The root's child, cut loose; whatever else stood below the root is dead."""
+        root = self.root
+        if not root.children:
+            return None
+        child = root.children.pop(token_id, None)
+        for sibling in root.children.values():
+            for place in sibling.below():
+                place.alive = False
+        root.children, root.proposal, root.row = {}, None, None
+        if child is not None:
+            child.parent = None
+        return child
 
     def _forget(self) -> None:
         oldest = len(self.committed) - LATE_POSITIONS_MAX
-        gone = [name for name, place in self._named.items() if not place.alive or place.length < oldest]
-        for name in gone:
-            del self._named[name]
+        self._named = {name: place for name, place in self._named.items() if place.alive and place.length >= oldest}
 
     def named(self, epoch: int, node: int) -> Place | None:
         """The place a name stands for; None where none was filed under it, or it was forgotten."""

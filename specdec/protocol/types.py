@@ -10,6 +10,7 @@ import enum
 import math
 import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
 
@@ -51,7 +52,7 @@ class Rule(enum.Enum):
     COUPLED = 3
 
 
-class TokenKind(enum.Enum):
+class TokenKind(enum.IntEnum):
     """How an output token came to be."""
 
     ACCEPTED = 1
@@ -229,8 +230,7 @@ class PositionLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What the target reports about one verification of `draft_length` tokens.
 
     `replacement_token_ids`: draft_length + 1 tokens. `target_probs`: one per draft token under REJECTION, else empty.
@@ -243,8 +243,7 @@ class Evidence:
     replacement_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the rule concludes: `accepted_count` draft tokens pass, then comes the correction or bonus token."""
 
     accepted_count: int

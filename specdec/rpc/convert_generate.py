@@ -5,6 +5,8 @@ A request with a field this version does not know is refused by number: nothing 
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -92,7 +94,7 @@ def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
 def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
     """The message of one event; `target` tells what `started` says of the model."""
     if isinstance(event, Delta):
-        return coordinator_pb.GenerateResponse(delta=_delta_to_message(event))
+        return coordinator_pb.GenerateResponse(delta=_delta_fields(event))
     if isinstance(event, Started):
         return coordinator_pb.GenerateResponse(started=_started_to_message(event, target))
     return coordinator_pb.GenerateResponse(finished=_finished_to_message(event))
@@ -107,18 +109,20 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
         numerics=numerics_to_message(target),
         prompt_length=event.prompt_length,
         max_tokens=event.max_tokens,
+        rule_reason=event.rule_reason,
     )
 
 
-def _delta_to_message(event: Delta) -> coordinator_pb.Delta:
-    return coordinator_pb.Delta(
-        first_output_index=event.first_output_index,
-        token_ids=event.token_ids,
-        kinds=[kind.value for kind in event.kinds],
-        text=event.text,
-        text_lengths=event.text_lengths,
-        logprobs=[_position_to_message(position) for position in event.logprobs],
-    )
+def _delta_fields(event: Delta) -> dict[str, Any]:
+    first_output_index, token_ids, kinds, text, text_lengths, logprobs = event
+    return {
+        "first_output_index": first_output_index,
+        "token_ids": token_ids,
+        "kinds": kinds,
+        "text": text,
+        "text_lengths": text_lengths,
+        "logprobs": list(map(_position_to_message, logprobs)),
+    }
 
 
 def _position_to_message(position: PositionLogprobs) -> coordinator_pb.TokenLogprobs:
@@ -139,40 +143,12 @@ def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
 
 
 def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
-    """The message of statistics, derived figures included."""
-    counts = {
-        name: getattr(statistics, name)
-        for name in (
-            "rounds",
-            "num_spec_steps",
-            "num_draft_tokens",
-            "num_accepted_draft_tokens",
-            "mean_acceptance_length",
-            "draft_acceptance_rate",
-            "acceptance_histogram",
-            "draft_link_bytes",
-            "target_link_bytes",
-            "draft_waits_expired",
-            "num_evaluated_leaves",
-            "num_branch_leaves",
-            "num_correction_lookups",
-            "num_correction_hits",
-            "num_bonus_lookups",
-            "num_bonus_hits",
-            "num_branch_tokens_accepted",
-            "num_rounds_off",
-            "predicted_tokens_per_s",
-            "observed_tokens_per_s",
-            "policy_reason",
-            "step_sessions",
-            "active_sessions",
-            "cached_prompt_tokens",
-            "evictions",
-        )
-    }
-    names = [descriptor.name for descriptor in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
-    time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in names})
-    return coordinator_pb.Statistics(time=time, **counts)
+    """The message of statistics, derived figures included: its fields are named as theirs."""
+    names = [field.name for field in coordinator_pb.Statistics.DESCRIPTOR.fields if field.name not in ("time", "rule")]
+    counts = {name: getattr(statistics, name) for name in names}
+    parts = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
+    time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in parts})
+    return coordinator_pb.Statistics(time=time, rule=statistics.rule.value, **counts)
 
 
 def coordinator_description_to_message(

@@ -1,13 +1,15 @@
 """Items of the two replica streams, to messages and back.
 
-One table per stream message says which value stands in which field of its oneof. Reading checks everything a value
-checks at construction; only nodes of a draft tree are read leniently, because what came before a malformed one is good.
+One table per stream message says which value stands in which field of its oneof, and how: as the fields of a message by
+name, and from one. Reading checks everything that a value must obey; only nodes of a draft tree are read leniently,
+because what came before a malformed one is good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
@@ -26,17 +28,46 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
+Fields = dict[str, Any]
+_NAME = ("session", "incarnation")
+_EXTEND = (*_NAME, "start_position")
+_VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
+_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "leaves")
+_FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
+_SHORT = (*_NAME, "known_length", "unknown")
+_TIMES = ("queue_us", "forward_us", "evidence_us")
+_COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions")
+_EVIDENCE = (*_TIMES, *_COUNTS, "server_us")  # in the order of EvidenceAnswer
 
-def _open_to_message(item: items.Open) -> types_pb.OpenItem:
-    return types_pb.OpenItem(
-        session=item.session,
-        incarnation=item.incarnation,
-        law=law_to_message(item.law),
-        length_max=item.length_max,
-        vocabulary_size=item.vocabulary_size,
-        trace=trace_to_message(item.trace),
-        cache_salt=item.cache_salt,
-    )
+
+def _fields_of(*names: str) -> Callable[[Any], Fields]:
+    """A writer of fields that are named and typed as the value's."""
+    get = attrgetter(*names)
+    return lambda item: dict(zip(names, get(item)))
+
+
+def _reader_of(made: type, *names: str) -> Callable[[Any], Any]:
+    """A reader of values whose fields stand in the message in this order."""
+    get = attrgetter(*names)
+    return lambda message: made(*get(message))
+
+
+_verification_fields = _fields_of(*_VERIFICATION)
+_commit_fields = _fields_of(*_COMMIT)
+_evidence_fields = _fields_of(*_NAME, "round_index", *_EVIDENCE)
+_evidence_figures = attrgetter(*_EVIDENCE)
+
+
+def _open_fields(item: items.Open) -> Fields:
+    return {
+        "session": item.session,
+        "incarnation": item.incarnation,
+        "law": law_to_message(item.law),
+        "length_max": item.length_max,
+        "vocabulary_size": item.vocabulary_size,
+        "trace": trace_to_message(item.trace),
+        "cache_salt": item.cache_salt,
+    }
 
 
 def _open_from_message(message: types_pb.OpenItem) -> items.Open:
@@ -55,17 +86,13 @@ def _extend_from_message(message: types_pb.ExtendItem) -> items.Extend:
     return items.Extend(message.session, message.incarnation, message.start_position, tuple(message.token_ids))
 
 
-def _verification_to_message(item: items.Verification) -> target_pb.VerifyItem:
-    return target_pb.VerifyItem(
-        session=item.session,
-        incarnation=item.incarnation,
-        round_index=item.round_index,
-        base_position=item.base_position,
-        suffix_token_ids=item.suffix_token_ids,
-        draft_token_ids=item.draft_token_ids,
-        rows=[row_to_message(row) for row in item.rows],
-        trace=trace_to_message(item.trace),
-    )
+def _write_verification(item: items.Verification) -> Fields:
+    fields = _verification_fields(item)
+    if item.rows:
+        fields["rows"] = list(map(row_to_message, item.rows))
+    if item.trace.trace_id:
+        fields["trace"] = trace_to_message(item.trace)
+    return fields
 
 
 def _verification_from_message(message: target_pb.VerifyItem) -> items.Verification:
@@ -76,21 +103,16 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         message.base_position,
         tuple(message.suffix_token_ids),
         tuple(message.draft_token_ids),
-        tuple(row_from_message(row) for row in message.rows),
-        trace_from_message(message.trace),
-    )
+        tuple(map(row_from_message, message.rows)),
+        trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
+    ).checked()
 
 
-def _commit_to_message(item: items.Commit) -> draft_pb.CommitItem:
-    return draft_pb.CommitItem(
-        session=item.session,
-        incarnation=item.incarnation,
-        committed_length=item.committed_length,
-        suffix_token_ids=item.suffix_token_ids,
-        window=item.window,
-        leaves=item.leaves,
-        trace=trace_to_message(item.trace),
-    )
+def _write_commit(item: items.Commit) -> Fields:
+    fields = _commit_fields(item)
+    if item.trace.trace_id:
+        fields["trace"] = trace_to_message(item.trace)
+    return fields
 
 
 def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
@@ -101,61 +123,29 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         tuple(message.suffix_token_ids),
         message.window,
         message.leaves or 1,
-        trace_from_message(message.trace),
-    )
+        trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
+    ).checked()
 
 
-def _close_from_message(message: types_pb.CloseItem) -> items.Close:
-    return items.Close(message.session, message.incarnation)
+def _node_fields(node: items.DraftNode) -> Fields:
+    back = node.node - 1 - node.parent
+    fields = {"node": node.node, "parent_back": back, "token_id": node.token_id, "branch": not node.proposal}
+    if node.row is not None:
+        fields["row"] = row_to_message(node.row)
+    return fields
 
 
-def _same_fields_to(message_class, *names: str):
-    """A converter for values whose fields are named and typed as the message's."""
-    return lambda item: message_class(**{name: getattr(item, name) for name in names})
-
-
-_NAME = ("session", "incarnation")
-_FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
-_SHORT = (*_NAME, "known_length", "unknown")
-_TIMES = ("queue_us", "forward_us", "evidence_us")
-_COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions")
-_EVIDENCE_FIGURES = (*_TIMES, *_COUNTS, "server_us")  # in the order of EvidenceAnswer
-_evidence_figures = attrgetter(*_EVIDENCE_FIGURES)
-_extend_to_message = _same_fields_to(types_pb.ExtendItem, *_NAME, "start_position", "token_ids")
-_close_to_message = _same_fields_to(types_pb.CloseItem, *_NAME)
-_failure_to_message = _same_fields_to(types_pb.ErrorItem, *_FAILURE)
-_short_to_message = _same_fields_to(types_pb.ShortItem, *_SHORT)
-
-
-def _failure_from_message(message: types_pb.ErrorItem) -> items.Failure:
-    return items.Failure(*(getattr(message, name) for name in _FAILURE))
-
-
-def _short_from_message(message: types_pb.ShortItem) -> items.Short:
-    return items.Short(*(getattr(message, name) for name in _SHORT))
-
-
-def _nodes_to_message(item: items.Nodes) -> draft_pb.NodesItem:
-    nodes = [
-        draft_pb.TreeNode(
-            node=node.node,
-            parent_back=node.node - 1 - node.parent,
-            token_id=node.token_id,
-            branch=not node.proposal,
-            row=None if node.row is None else row_to_message(node.row),
-        )
-        for node in item.nodes
-    ]
-    return draft_pb.NodesItem(
-        session=item.session,
-        incarnation=item.incarnation,
-        epoch=item.epoch,
-        root_length=item.root_length if any(node.parent == 0 for node in item.nodes) else 0,
-        nodes=nodes,
-        step_us=item.step_us,
-        step_rows=item.step_rows,
-        step_began_us=item.step_began_us,
-    )
+def _write_nodes(item: items.Nodes) -> Fields:
+    return {
+        "session": item.session,
+        "incarnation": item.incarnation,
+        "epoch": item.epoch,
+        "root_length": item.root_length if any(node.parent == 0 for node in item.nodes) else 0,
+        "nodes": list(map(_node_fields, item.nodes)),
+        "step_us": item.step_us,
+        "step_rows": item.step_rows,
+        "step_began_us": item.step_began_us,
+    }
 
 
 def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
@@ -164,9 +154,10 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     malformed_count = 0
     try:
         for node in message.nodes:
+            number = node.node
             row = row_from_message(node.row) if node.HasField("row") else None
-            parent = node.node - 1 - node.parent_back
-            nodes.append(items.DraftNode(node.node, parent, node.token_id, not node.branch, row))
+            parent = number - 1 - node.parent_back
+            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, row).checked())
     except InvalidRequest:
         malformed_count = len(message.nodes) - len(nodes)
     return items.Nodes(
@@ -182,10 +173,8 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     )
 
 
-def _logprobs_to_message(evidence: Evidence) -> target_pb.Logprobs | None:
+def _logprobs_to_message(evidence: Evidence) -> target_pb.Logprobs:
     positions = evidence.replacement_logprobs
-    if not positions:
-        return None
     return target_pb.Logprobs(
         draft=numbers_to_bytes("f", [position.logprob for position in evidence.draft_logprobs]),
         replacement=numbers_to_bytes("f", [position.logprob for position in positions]),
@@ -211,26 +200,25 @@ def _positions_from_message(message: target_pb.Logprobs, count: int):
     return tuple(map(at, range(count), draft)), tuple(map(at, range(count), replacement))
 
 
-def _evidence_to_message(item: items.EvidenceAnswer) -> target_pb.EvidenceItem:
-    return target_pb.EvidenceItem(
-        session=item.session,
-        incarnation=item.incarnation,
-        round_index=item.round_index,
-        replacement_token_ids=item.evidence.replacement_token_ids,
-        target_probs=numbers_to_bytes("d", item.evidence.target_probs),
-        logprobs=_logprobs_to_message(item.evidence),
-        **{name: getattr(item, name) for name in _EVIDENCE_FIGURES},
-    )
+def _write_evidence(item: items.EvidenceAnswer) -> Fields:
+    fields, evidence = _evidence_fields(item), item.evidence
+    fields["replacement_token_ids"] = evidence.replacement_token_ids
+    if evidence.target_probs:
+        fields["target_probs"] = numbers_to_bytes("d", evidence.target_probs)
+    if evidence.replacement_logprobs:
+        fields["logprobs"] = _logprobs_to_message(evidence)
+    return fields
 
 
 def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAnswer:
     replacements = tuple(message.replacement_token_ids)
-    draft_logprobs, replacement_logprobs = (), ()
+    draft_logprobs, replacement_logprobs, target_probs = (), (), ()
     if message.HasField("logprobs"):
         draft_logprobs, replacement_logprobs = _positions_from_message(message.logprobs, len(replacements))
-    target_probs = tuple(numbers_from_bytes("d", message.target_probs, "target_probs"))
-    if target_probs and len(target_probs) != len(replacements) - 1:
-        raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(replacements) - 1}")
+    if message.target_probs:
+        target_probs = tuple(numbers_from_bytes("d", message.target_probs, "target_probs"))
+        if len(target_probs) != len(replacements) - 1:
+            raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(replacements) - 1}")
     return items.EvidenceAnswer(
         message.session,
         message.incarnation,
@@ -240,31 +228,33 @@ def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAns
     )
 
 
-# Per stream message: the oneof's field, the value's type, to message, from message.
+# Per stream message: the oneof's field, the value's type, to fields of a message, from message.
 _COMMON_ASKS = (
-    ("open", items.Open, _open_to_message, _open_from_message),
-    ("extend", items.Extend, _extend_to_message, _extend_from_message),
-    ("close", items.Close, _close_to_message, _close_from_message),
+    ("open", items.Open, _open_fields, _open_from_message),
+    ("extend", items.Extend, _fields_of(*_EXTEND, "token_ids"), _extend_from_message),
+    ("close", items.Close, _fields_of(*_NAME), _reader_of(items.Close, *_NAME)),
 )
 _COMMON_ANSWERS = (
-    ("short", items.Short, _short_to_message, _short_from_message),
-    ("error", items.Failure, _failure_to_message, _failure_from_message),
+    ("short", items.Short, _fields_of(*_SHORT), _reader_of(items.Short, *_SHORT)),
+    ("error", items.Failure, _fields_of(*_FAILURE), _reader_of(items.Failure, *_FAILURE)),
 )
+_VERIFY_ASKS = (*_COMMON_ASKS, ("verify", items.Verification, _write_verification, _verification_from_message))
+_VERIFY_ANSWERS = (*_COMMON_ANSWERS, ("evidence", items.EvidenceAnswer, _write_evidence, _evidence_from_message))
+_DRAFT_ASKS = (*_COMMON_ASKS, ("commit", items.Commit, _write_commit, _commit_from_message))
+_DRAFT_ANSWERS = (*_COMMON_ANSWERS, ("nodes", items.Nodes, _write_nodes, _nodes_from_message))
 _TABLES = {
-    target_pb.VerifyRequestItem: (
-        *_COMMON_ASKS,
-        ("verify", items.Verification, _verification_to_message, _verification_from_message),
-    ),
-    target_pb.VerifyResponseItem: (
-        *_COMMON_ANSWERS,
-        ("evidence", items.EvidenceAnswer, _evidence_to_message, _evidence_from_message),
-    ),
-    draft_pb.DraftRequestItem: (*_COMMON_ASKS, ("commit", items.Commit, _commit_to_message, _commit_from_message)),
-    draft_pb.DraftResponseItem: (*_COMMON_ANSWERS, ("nodes", items.Nodes, _nodes_to_message, _nodes_from_message)),
+    target_pb.VerifyRequest: (target_pb.VerifyRequestItem, _VERIFY_ASKS),
+    target_pb.VerifyResponse: (target_pb.VerifyResponseItem, _VERIFY_ANSWERS),
+    draft_pb.DraftRequest: (draft_pb.DraftRequestItem, _DRAFT_ASKS),
+    draft_pb.DraftResponse: (draft_pb.DraftResponseItem, _DRAFT_ANSWERS),
 }
-_WRITERS = {message: {kind: (name, write) for name, kind, write, _ in table} for message, table in _TABLES.items()}
+_WRITERS = {
+    message: {kind: (name, write) for name, kind, write, _ in table}
+    for stream_message, (item_message, table) in _TABLES.items()
+    for message in (stream_message, item_message)
+}
 _READERS: dict[type, dict[str, Callable]] = {
-    message: {name: read for name, _, _, read in table} for message, table in _TABLES.items()
+    message: {name: read for name, _, _, read in table} for message, table in _TABLES.values()
 }
 
 
@@ -272,6 +262,13 @@ def item_to_message(message_class: type, item):
     """The stream message's item (`VerifyRequestItem`, …) that carries `item`."""
     name, write = _WRITERS[message_class][type(item)]
     return message_class(**{name: write(item)})
+
+
+def item_to_bytes(message_class: type, item) -> bytes:
+    """A whole stream message (`VerifyRequest`, …) that carries `item` alone, serialised. Several in a row are one
+    message that carries all of their items: that is how protobuf encodes repeated fields."""
+    name, write = _WRITERS[message_class][type(item)]
+    return message_class(items=({name: write(item)},)).SerializeToString()
 
 
 def item_from_message(message):

@@ -1,13 +1,16 @@
 """A link: the long-lived stream between a coordinator and one replica, kept up by itself.
 
-It carries items of many sessions and knows nothing about them. Items queued in one turn of the event loop go out as one
-message. A message without items is a ping and is answered by one, so an idle link is measured and a silent peer is
-noticed. When a connection is lost all that was queued is dropped: the owner opens its sessions again on `on_up`.
+It carries items of many sessions and knows nothing about them. An item is queued as the bytes of a request that holds
+it alone: the bytes of several in a row are one request that holds them all, so those queued in one turn of the event
+loop go out as one message. A message without items is a ping and is answered by one, so an idle link is measured and a
+silent peer is noticed. When a connection is lost all that was queued is dropped: the owner opens its sessions again on
+`on_up`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +67,7 @@ class Link:
         self._request_class = request_class
         self._response_class = response_class
         self._on_up, self._on_items, self._on_down = on_up, on_items, on_down
-        self._queue: list[Message] = []
+        self._queue: list[bytes] = []
         self._wake = asyncio.Event()
         self._silent_ticks = 0
         self._idle_ticks = 0
@@ -72,14 +75,15 @@ class Link:
     def __repr__(self) -> str:
         return f"Link({self.peer}, {'up' if self.is_up else 'down: ' + self.down_reason})"
 
-    def send(self, item: Message, is_timed: bool = False) -> bool:
-        """Queues an item for the next message, which is stamped if it is to be timed; False, and dropped, while the
-        link is down."""
+    def send(self, request: bytes, is_timed: bool = False) -> bool:
+        """Queues the item of a serialised request for the next message, which is stamped if it is to be timed; False,
+        and dropped, while the link is down."""
         if self.is_up:
             if is_timed:
                 self.stamps.force()
-            self._queue.append(item)
-            self._wake.set()
+            if not self._queue:
+                self._wake.set()
+            self._queue.append(request)
         return self.is_up
 
     async def run(self) -> None:
@@ -170,27 +174,29 @@ class Link:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                request = self._next_message()
+                data = self._next_message()
                 self._idle_ticks = 0
-                self.stamps.stamp(request, time.monotonic_ns())
-                data = request.SerializeToString()
                 self.bytes_sent += len(data)
                 await call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    def _next_message(self) -> Any:
-        """The queued items that fit one message, at least one if there is any; a ping when there is none."""
-        count = size = 0
-        for item in self._queue:
-            size += item.ByteSize()
-            if count and size > MESSAGE_BYTES_SOFT:
+    def _next_message(self) -> bytes:
+        """The queued items that fit one message, at least one if there is any, with a stamp where one is due; a ping
+        when there is none."""
+        parts, self._queue = self._queue, []
+        if sum(map(len, parts)) > MESSAGE_BYTES_SOFT:
+            sizes = itertools.accumulate(map(len, parts))
+            count = max(1, sum(size <= MESSAGE_BYTES_SOFT for size in sizes))
+            parts, self._queue = parts[:count], parts[count:]
+            if self._queue:
                 self._wake.set()
-                break
-            count += 1
-        request = self._request_class(items=self._queue[:count])
-        del self._queue[:count]
-        return request
+        now_ns = time.monotonic_ns()
+        if not parts or self.stamps.is_due(now_ns):
+            request = self._request_class()
+            self.stamps.stamp(request, now_ns)
+            parts.append(request.SerializeToString())
+        return b"".join(parts)
 
     async def _watch(self, _call: grpc.aio.StreamStreamCall) -> None:
         """Pings and notices silence. It counts its own ticks, so a pause of this process blames no peer."""

@@ -89,21 +89,37 @@ def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awai
     return Method("stream_stream", Message, handler)
 
 
-async def write_or_give_up(data: bytes, responses: AsyncGenerator[Message, None], context: Context) -> None:
-    """Writes a message; when its reader takes nothing for long, the work behind `responses` ends at once.
+class Delivery:
+    """The stream of one call. When its reader takes nothing for long, the work behind the messages ends at once."""
 
-    Raises DeliveryStalled then, once the reader has taken what was written: the status cannot leave before that.
-    """
-    loop = asyncio.get_running_loop()
-    ending: list[asyncio.Task] = []
-    timer = loop.call_later(READER_STALL_S_MAX, lambda: ending.append(loop.create_task(responses.aclose())))
-    try:
-        await context.write(data)
-    finally:
-        timer.cancel()
-    if ending:
-        await ending[0]
-        raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
+    def __init__(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
+        self._responses = responses
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._written_s: float | None = None  # since when a message has been waiting to be taken
+        self._ending: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(READER_STALL_S_MAX, self._look)
+
+    async def run(self) -> None:
+        """Writes all. Raises DeliveryStalled once a stalled reader took what was written: no status leaves before."""
+        try:
+            async for response in self._responses:
+                self._written_s = self._loop.time()
+                await self._context.write(response.SerializeToString())
+                self._written_s = None
+                if self._ending is not None:
+                    await self._ending
+                    raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
+        finally:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Gives up on a message that waited too long, or looks again when it will have."""
+        waited_s = 0.0 if self._written_s is None else self._loop.time() - self._written_s
+        if waited_s >= READER_STALL_S_MAX:
+            self._ending = self._loop.create_task(self._responses.aclose())
+            return
+        self._timer = self._loop.call_later(READER_STALL_S_MAX - waited_s, self._look)
 
 
 class Server:
@@ -203,20 +219,17 @@ class Server:
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
-                    async for response in responses:
-                        await write_or_give_up(response.SerializeToString(), responses, context)
+                    await Delivery(responses, context).run()
 
         async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._answering(name, context, counted=False):
                 await method.handler(requests, context.write, context)
 
-        makers = {
-            "unary": (grpc.unary_unary_rpc_method_handler, answer_once),
-            "unary_stream": (grpc.unary_stream_rpc_method_handler, answer_stream),
-            "stream_stream": (grpc.stream_stream_rpc_method_handler, converse),
-        }
-        make, behavior = makers[method.kind]
-        return make(behavior)
+        if method.kind == "unary":
+            return grpc.unary_unary_rpc_method_handler(answer_once)
+        if method.kind == "unary_stream":
+            return grpc.unary_stream_rpc_method_handler(answer_stream)
+        return grpc.stream_stream_rpc_method_handler(converse)
 
     @asynccontextmanager
     async def _answering(self, name: str, context: Context, counted: bool = True) -> AsyncIterator[None]:

@@ -58,10 +58,13 @@ class Stamps:
         """The next message is stamped, however short ago the last one was: something in it is to be timed."""
         self._is_forced = True
 
+    def is_due(self, now_ns: int) -> bool:
+        """Whether a message with items is worth a stamp."""
+        return self._is_forced or self._stamped_ns is None or now_ns - self._stamped_ns >= INTERVAL_NS
+
     def stamp(self, message: Any, now_ns: int) -> None:
         """Stamps a stream message about to be sent: a ping always, others as often as it is worth it."""
-        is_due = self._stamped_ns is None or now_ns - self._stamped_ns >= INTERVAL_NS
-        if message.items and not (is_due or self._is_forced):
+        if message.items and not self.is_due(now_ns):
             return
         self._stamped_ns, self._is_forced = now_ns, False
         self._sequence += 1

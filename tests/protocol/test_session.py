@@ -105,7 +105,9 @@ class ToyDraft:
                 return [Short(1, item.incarnation, len(self.tokens))]
             new = item.suffix_token_ids if isinstance(item, Commit) else item.token_ids
             added = list(new[len(self.tokens) - start :])
-            if not (isinstance(item, Commit) and self.tree is not None and self.tree.commit(added)):
+            if isinstance(item, Commit) and self.tree is not None and self.tree.commit(added):
+                self.tokens += added
+            else:
                 self.tokens[start:] = new
                 self.tree, self.epoch, self.node = DraftTree(self.tokens), self.epoch + 1, 0
                 self.root_length = len(self.tokens)
@@ -165,7 +167,10 @@ class World:
             accepted += 1
         kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.CORRECTION
         ends = accepted + 1 >= session.room
-        self.perform(session.on_verdict(Verdict(accepted, replacements[accepted], kind), accepted + 1, ends))
+        verdict = Verdict(accepted, replacements[accepted], kind)
+        record, actions = session.on_verdict(verdict, answer, accepted + 1, ends)
+        assert (record.offered_count, record.accepted_count) == (len(drafted), accepted)
+        self.perform(actions)
 
     def deliver(self) -> None:
         """One thing that can happen, chosen at random."""
@@ -280,15 +285,15 @@ def test_a_stale_or_forged_answer_is_fenced():
 def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     """Claim: a silent draft costs one wait, not one per round."""
     session = make_session(draft_length=2)
-    begin(session)
+    begun = begin(session)
     session.on_draft_up()
     session.on_nodes(nodes_of(session, 9))
     assert session.draft_state is DraftState.READY
-    actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), 1, ends=False)
+    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), evidence_for(begun, 9), 1, ends=False)
     assert any(isinstance(action, AwaitDraft) for action in actions) and session.waiting
     (sent,) = session.on_wait_expired(session.wait_index)
     assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
-    actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), 1, ends=False)
+    _, actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), evidence_for(begun, 8), 1, ends=False)
     assert not any(isinstance(action, AwaitDraft) for action in actions)
 
 
@@ -308,12 +313,12 @@ def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
 def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     """Claim (design section 8): a full draft costs that session its drafting, no more; a fresh draft is used again."""
     session = make_session()
-    begin(session)
+    begun = begin(session)
     session.on_draft_up()
     (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
     assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
     assert session.on_draft_short(Short(1, session.draft_incarnation, 0, unknown=True)) == []
-    actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), 1, ends=False)
+    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), evidence_for(begun, 9), 1, ends=False)
     assert not any(isinstance(action, ToDraft) for action in actions)
     session.on_draft_down()
     assert any(isinstance(action, ToDraft) for action in session.on_draft_up())

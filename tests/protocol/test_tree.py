@@ -88,8 +88,7 @@ def test_random_trees_agree_with_the_definition():
     agrees with the committed tokens. Conclusive: the check recomputes every path from scratch."""
     for seed in range(300):
         rng = random.Random(seed)
-        committed = [1]
-        tree = DraftTree(committed)
+        tree = DraftTree([1])
         paths: dict[int, list[int]] = {0: []}
         for number in range(1, 40):
             if rng.random() < 0.25:
@@ -99,8 +98,8 @@ def test_random_trees_agree_with_the_definition():
             path = [*paths[parent], rng.randrange(3)]
             placed = tree.add(1, 1, node(number, parent, path[-1], rng.random() < 0.5))
             full = [1, *path]
-            shared = min(len(full), len(committed))
-            agrees = full[:shared] == committed[:shared]
+            shared = min(len(full), len(tree.committed))
+            agrees = full[:shared] == tree.committed[:shared]
             assert (placed is not None) == agrees, (seed, number)
             if agrees:
                 paths[number] = path

@@ -48,7 +48,8 @@ class Owner:
         self.byte_count += byte_count
 
     def send(self, session: int) -> bool:
-        return self.link.send(target_pb.VerifyRequestItem(close=types_pb.CloseItem(session=session)))
+        item = target_pb.VerifyRequestItem(close=types_pb.CloseItem(session=session))
+        return self.link.send(target_pb.VerifyRequest(items=[item]).SerializeToString())
 
     @asynccontextmanager
     async def running(self):
@@ -140,8 +141,9 @@ async def test_a_burst_is_split_below_the_message_cap():
         size = 0
         for session in range(1, 151):
             item = target_pb.VerifyRequestItem(extend=types_pb.ExtendItem(session=session, token_ids=ids))
-            size += item.ByteSize()
-            owner.link.send(item)
+            request = target_pb.VerifyRequest(items=[item]).SerializeToString()
+            size += len(request)
+            owner.link.send(request)
         await until(lambda: len(owner.sessions) == 150)
         messages = [count for count in echo.messages if count]
         assert sum(messages) == 150

@@ -206,10 +206,11 @@ class SimulatedReplica:
         """As `Replica.detach`."""
         self.listeners.pop(session, None)
 
-    def send(self, item: Any) -> None:
-        """Sends, or drops while there is no connection."""
+    def send(self, item: Any) -> int:
+        """Sends, or drops while there is no connection; bytes are not counted."""
         if self.stream is not None:
             self.stream.send(item)
+        return 0
 
     def usable(self) -> None:
         """As `Replica.usable`."""

@@ -1,4 +1,4 @@
-"""Plants a bug in the source of a real function while a run lasts, and says how soon it is found."""
+"""Plants a bug in a real function, by its name, while a run lasts, and says how soon it is found."""
 
 from __future__ import annotations
 import __future__
@@ -17,6 +17,24 @@ from tests.simulation.schedule import run_seed
 
 @dataclass(frozen=True, slots=True)
 class Bug:
+    """The function `name` of `owner` becomes `made(the real one)`; the title of the bug says what it breaks."""
+
+    title: str
+    owner: Any
+    name: str
+    made: Callable[[Callable], Callable]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The bug, for as long as the block lasts. Raises AttributeError where there is no such function."""
+        found = inspect.getattr_static(self.owner, self.name)
+        mutant = self.made(getattr(found, "__func__", found))
+        with patch.object(self.owner, self.name, staticmethod(mutant) if isinstance(found, staticmethod) else mutant):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBug:
     """`old` becomes `new` in the function `name` of `owner`; the name of the bug says what it breaks."""
 
     title: str
@@ -60,7 +78,7 @@ class Bug:
 class Found:
     """How a bug showed: in which schedule, counted from 1, as what; 0 where it did not."""
 
-    bug: Bug
+    bug: Bug | SourceBug
     schedule: int
     problem: str
 
@@ -74,7 +92,7 @@ class Found:
         return f"{self.bug.title:62} {where}  {self.problem[:90]}"
 
 
-def hunt(bug: Bug, schedule_count: int) -> Found:
+def hunt(bug: Bug | SourceBug, schedule_count: int) -> Found:
     """Runs schedules with the bug planted until one shows it."""
     with bug.planted():
         for seed in range(schedule_count):

@@ -65,7 +65,6 @@ class Watched:
     incarnation: int = 0
     known: set[tuple[int, Path]] = field(default_factory=set)
     proposed: dict[Path, tuple[int, Row | None]] = field(default_factory=dict)
-    wait_length: int = 0
     was_late: bool = False
 
     def check(self, now_s: float) -> None:
@@ -84,12 +83,9 @@ class Watched:
             return
         if is_up == (session.draft_state is DraftState.ABSENT):
             raise Violation(f"session {session.number} says its draft is {session.draft_state.name}; it is up: {is_up}")
-        # A plan made after the wait began applies from the next nodes on: what either plan asks for ends it for sure.
-        wait_length = session.policy.plan(session.room).wait_length
-        longest = max(wait_length, self.wait_length)
-        if session.waiting and len(session.tree.proposal_path(longest)) >= longest:
+        wait_length = session.plan.wait_length
+        if session.waiting and len(session.tree.proposal_path(wait_length)) >= wait_length:
             raise Violation(f"session {session.number} waits for what it has")
-        self.wait_length = self.wait_length if session.waiting else wait_length
         is_late = session.draft_state is DraftState.LATE
         if is_late and not self.was_late and now_s < self.wait_ends_s[session.wait_index] - 1e-9:
             raise Violation(f"session {session.number} gave up a wait before its time")
@@ -140,7 +136,7 @@ class Watched:
             return
         path, in_hand = tuple(committed), []
         is_known = session.draft_incarnation == self.incarnation
-        while is_known and path in self.proposed and len(in_hand) < session.policy.plan(session.room).draft_length_max:
+        while is_known and path in self.proposed and len(in_hand) < session.plan.draft_length_max:
             in_hand.append(self.proposed[path])
             path = (*path, in_hand[-1][0])
         if in_hand != list(zip(item.draft_token_ids, item.rows or (None,) * len(item.draft_token_ids))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.trace_detail import (
+from coordinator.trace_rounds import (
     FIRST_ROUND_COUNT,
     SEGMENT_ROUND_COUNT,
     SLOW_ROUND_COUNT_MAX,
