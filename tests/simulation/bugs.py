@@ -13,21 +13,25 @@ from typing import Any
 from coordinator import rejection
 from coordinator.decode_loop import Generation
 from draft_service import drafter
-from draft_service.drafter import DraftedSession, Drafter
+from draft_service.cells import Cells
+from draft_service.drafter import Drafter
 from specdec.engine.kv_cache import KVCache
 from specdec.protocol import session as session_module
 from specdec.protocol.actions import ToDraft
 from specdec.protocol.growth import Growth
+from specdec.protocol.items import Close, DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.report import Delta
 from specdec.protocol.session import Session
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import TokenKind
-from specdec.replica.sessions import HeldSession, HeldSessions
-from target_service.room import GrowingSessions
+from specdec.replica.sessions import SessionStore
+from target_service.room import Room
+from target_service.session import TargetSession
 from target_service.verifier import Verifier
-from tests.simulation.planting import Bug, SourceBug
+from tests.simulation.model import TokenStorage
+from tests.simulation.planting import Bug
 
 
 def after(effect: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -202,6 +206,149 @@ def wait_ends_in_nothing(self: Session, wait_index: int) -> list:
     return []
 
 
+def fed(effect: Callable[[Any, Any], None]) -> Callable[[Callable], Callable]:
+    """What the target feeds is changed: `effect(feed, session)`."""
+
+    def made(real: Callable) -> Callable:
+        def mutant(self: Verifier, session: TargetSession) -> None:
+            real(self, session)
+            effect(session.feed, session)
+
+        return mutant
+
+    return made
+
+
+def is_always_current(feed: Any) -> None:
+    """The feed runs whatever became of its session."""
+    feed.is_current = lambda: True
+
+
+def with_other_noise(feed: Any, session: TargetSession) -> None:
+    """A session opened again draws from the noise of another round."""
+    feed.payload = replace(feed.payload, round_index=feed.payload.round_index + session.opened.incarnation - 1)
+
+
+def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """`of(*arguments)` has after the method, which changes its attribute `name`, what it had before."""
+
+    def made(real: Callable) -> Callable:
+        def mutant(*arguments: Any) -> Any:
+            owner = of(*arguments)
+            kept = getattr(owner, name)
+            result = real(*arguments)
+            setattr(owner, name, kept)
+            return result
+
+        return mutant
+
+    return made
+
+
+def likeliest_offered(real: Callable) -> Callable:
+    """The likeliest child is offered with the row that another was drawn from."""
+
+    def mutant(self: Growth, node: Any, name: int, guesses: Any, row: Any, *cell: int) -> DraftNode:
+        sent = real(self, node, name, guesses, row, *cell)
+        return DraftNode(sent.node, sent.parent, max(guesses, key=lambda guess: guess[1])[0], True, row)
+
+    return mutant
+
+
+def unlikely_unsent(real: Callable) -> Callable:
+    """Which drawn child is sent depends on what was drawn."""
+
+    def mutant(self: Drafter, session: Any, *counts: int) -> None:
+        session.grown[:] = [n for n in session.grown if n.row is None or n.token_id == min(n.row.token_ids)]
+        real(self, session, *counts)
+
+    return mutant
+
+
+def sent_twice(real: Callable) -> Callable:
+    """What was sent is sent with the next step too."""
+
+    def mutant(self: Drafter, session: Any, *counts: int) -> None:
+        grown = list(session.grown)
+        real(self, session, *counts)
+        session.grown[:] = grown
+
+    return mutant
+
+
+def held_beside_the_tree(self: Drafter, session: Any, item: Any) -> None:
+    """An Extend adds its tokens, and the tree grows on where it was."""
+    session.tokens[item.start_position :] = item.token_ids
+
+
+def sees_siblings(real: Callable) -> Callable:
+    """Every node of a step sees the others."""
+
+    def mutant(self: Cells, paths: Any) -> Any:
+        rows = real(self, paths)
+        rows.visible[:, list(rows.cells)] = True
+        return rows
+
+    return mutant
+
+
+def unheld(real: Callable) -> Callable:
+    """Blocks that are adopted have one holder too few."""
+
+    def mutant(self: KVCache, table: Any, token_ids: Any) -> int:
+        length = real(self, table, token_ids)
+        for block_id in table.block_ids:
+            self._holders[block_id] -= 1
+        return length
+
+    return mutant
+
+
+def kept_too(real: Callable) -> Callable:
+    """Blocks that are adopted are still there for the taking."""
+
+    def mutant(self: KVCache, table: Any, token_ids: Any) -> int:
+        kept = dict(self._kept)
+        length = real(self, table, token_ids)
+        self._kept |= {block_id: None for block_id in table.block_ids if block_id in kept}
+        return length
+
+    return mutant
+
+
+def never_again(real: Callable) -> Callable:
+    """A session that found no room once finds none any more."""
+
+    def mutant(self: Room, session: Any) -> bool:
+        return (self._tried is None or self._tried[0] is not session) and real(self, session)
+
+    return mutant
+
+
+def committed_free(real: Callable) -> Callable:
+    """Cells of committed tokens can be taken again."""
+
+    def mutant(self: Cells, cells: Any) -> None:
+        real(self, cells)
+        self.give_back(cells)
+
+    return mutant
+
+
+def taken_last(real: Callable) -> Callable:
+    """Cells that were freed are taken when there are no others."""
+
+    def mutant(self: Cells, position: int) -> int:
+        if self._end == self._capacity:
+            return real(self, position)
+        freed, self._freed = self._freed, []
+        cell = real(self, position)
+        self._freed = freed
+        return cell
+
+    return mutant
+
+
 FENCES = (
     Bug(
         "evidence of another round is accepted",
@@ -233,28 +380,20 @@ FENCES = (
         "on_wait_expired",
         lambda real: lambda self, wait_index: real(self, self.wait_index),
     ),
-    SourceBug(
+    Bug(
         "a replica carries out items of an older incarnation",
-        HeldSessions,
+        SessionStore,
         "find",
-        "return held if held.opened.incarnation == item.incarnation else None",
-        "return held",
+        lambda real: lambda self, stream, item: self.get(stream, item.session) or real(self, stream, item),
     ),
-    SourceBug(
+    Bug(
         "an older Open replaces a newer session",
-        HeldSessions,
-        "open",
-        "held.opened.incarnation >= item.incarnation",
-        "False",
+        SessionStore,
+        "take",
+        instead(lambda self, stream, item: self._sessions.pop((stream, item.session), None)),
     ),
-    SourceBug("a feed runs though its session moved on", HeldSessions, "_feed", "lane.feed is feed", "True"),
-    SourceBug(
-        "a round asked again is answered from other noise",
-        Verifier,
-        "_verify",
-        "EvidenceRequest(held.opened.law, item.round_index,",
-        "EvidenceRequest(held.opened.law, item.round_index + held.opened.incarnation - 1,",
-    ),
+    Bug("a feed runs though its session moved on", Verifier, "_feed", fed(lambda feed, _: is_always_current(feed))),
+    Bug("a round asked again is answered from other noise", Verifier, "_feed", fed(with_other_noise)),
 )
 
 ROUNDS = (
@@ -361,95 +500,74 @@ TREE = (
 )
 
 DRAFT = (
-    SourceBug("a restart keeps its epoch", Growth, "restart", "self.epoch = next(self._epochs)", "self.epoch = 1"),
-    SourceBug(
-        "the likeliest child is offered, not the drawn one",
-        Growth,
-        "evaluated",
-        "guesses[0].token_id, True, row",
-        "max(guesses, key=lambda guess: guess.confidence).token_id, True, row",
+    Bug("a restart keeps its epoch", Growth, "restart", after(lambda growth: setattr(growth, "epoch", 1))),
+    Bug("the likeliest child is offered, not the drawn one", Growth, "evaluated", likeliest_offered),
+    Bug("an unlikely drawn child is not sent", Drafter, "_send", unlikely_unsent),
+    Bug(
+        "all nodes of an epoch share a draw",
+        drafter,
+        "uniform_bits",
+        lambda real: lambda seed, lane, epoch, node: real(seed, lane, epoch, 1),
     ),
-    SourceBug(
-        "an unlikely drawn child is not sent",
-        Drafter,
-        "_keep",
-        "held.grown += nodes",
-        "held.grown += [node for node in nodes if node.row is None or node.token_id == min(node.row.token_ids)]",
-    ),
-    SourceBug(
-        "all places of an epoch share a draw",
-        Drafter,
-        "_evaluate",
-        "NoiseLane.DRAFT, epoch, node)",
-        "NoiseLane.DRAFT, epoch, 1)",
-    ),
-    SourceBug(
+    Bug(
         "the window is ignored",
-        DraftedSession,
-        "reach",
-        "len(self.tokens) + self.window",
-        "len(self.tokens) + self.window + 1",
+        Growth,
+        "take",
+        lambda real: lambda self, count, reach, is_chain: real(self, count, reach + 1, is_chain),
     ),
-    SourceBug("nodes are sent twice", Drafter, "_send", "held.grown = []", "pass"),
-    SourceBug("an Extend leaves the tree as it was", Drafter, "work", "self._stop(held)", "pass"),
+    Bug("nodes are sent twice", Drafter, "_send", sent_twice),
+    Bug("an Extend leaves the tree as it was", Drafter, "extend", instead(held_beside_the_tree)),
 )
 
 CACHE = (
-    SourceBug(
-        "the cache is not truncated", HeldSessions, "submit", "self.engine.cache.truncate(lane.table, start)", "pass"
+    Bug("the cache is not truncated", KVCache, "truncate", instead(lambda self, table, length: None)),
+    Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destination: None)),
+    Bug(
+        "Close is not honoured",
+        SessionStore,
+        "take",
+        lambda real: lambda self, stream, item: None if isinstance(item, Close) else real(self, stream, item),
     ),
-    SourceBug("what a lane was fed is not noted", HeldSessions, "submit", "lane.fed = wanted", "pass"),
-    SourceBug(
-        "a stale cache is believed",
-        HeldSession,
-        "agreement",
-        "while length < end and lane.fed[length] == wanted[length]:",
-        "while length < end:",
+    Bug("sessions of a lost stream are kept", SessionStore, "take_all", instead(lambda self, stream: [])),
+    Bug(
+        "a closed session keeps its blocks",
+        Drafter,
+        "close",
+        instead(lambda self, session: self._growing.pop(session, None) and None),
     ),
-    SourceBug(
-        "a shared block is written without a copy",
-        KVCache,
-        "prepare_write",
-        "self._holders[table.block_ids[index]] > 1",
-        "False",
-    ),
-    SourceBug("a fork does not count as a holder", KVCache, "fork", "self._holders[block_id] += 1", "pass"),
-    SourceBug(
-        "a block copied is not filled", KVCache, "_copy_on_write", "self._storage.copy_block(shared, own)", "pass"
-    ),
-    SourceBug("Close is not honoured", HeldSessions, "close", "self._drop((stream, item.session))", "pass"),
-    SourceBug("sessions of a lost stream are kept", HeldSessions, "close_stream", "self._drop(key)", "pass"),
-    SourceBug(
-        "branches outlive their session",
-        HeldSessions,
-        "_drop",
-        "for lane in held.lanes:",
-        "for lane in held.lanes[:1]:",
-    ),
+    Bug("a node sees its siblings", Cells, "nodes", sees_siblings),
+    Bug("the cells of a committed path are free", Cells, "commit", committed_free),
+    Bug("cells of nodes left behind are lost", Cells, "give_back", instead(lambda self, cells: None)),
 )
 
 ROOM = (
-    SourceBug("who adopts a block does not hold it", KVCache, "adopt", "self._holders[block_id] += 1", "pass"),
-    SourceBug("an adopted block can be taken", KVCache, "adopt", "self._kept.pop(block_id, None)", "pass"),
-    SourceBug("a block is published one too early", GrowingSessions, "_publish", "length)", "lane.table.length + 7)"),
-    SourceBug("an evicted session is taken for cached", KVCache, "vacate", "table.length, ", "_, "),
-    SourceBug("the feed of an evicted session runs", GrowingSessions, "_evict", "lane.feed = None", "pass"),
-    SourceBug(
+    Bug("who adopts a block does not hold it", KVCache, "adopt", unheld),
+    Bug("an adopted block can be taken", KVCache, "adopt", kept_too),
+    Bug(
+        "a block is published one too early",
+        KVCache,
+        "publish",
+        lambda real: lambda self, table, token_ids, length: real(self, table, token_ids, table.length + 7),
+    ),
+    Bug("an evicted session is taken for cached", KVCache, "vacate", keeping("length", lambda self, table: table)),
+    Bug("the feed of an evicted session runs", Room, "_evict", keeping("feed", lambda self, session: session)),
+    Bug(
         "what an evicted session was asked is forgotten",
-        GrowingSessions,
+        Room,
         "_evict",
-        "if lane.work is not None:",
-        "if False:",
+        lambda real: lambda self, session: (real(self, session), self._waiting.discard(session))[1],
     ),
-    SourceBug("who waits for room is forgotten", Verifier, "before_step", "self._sessions.take_turn()", "0.0"),
-    SourceBug("who has left is waited for", GrowingSessions, "_drop", "self._waiting.discard(held)", "pass"),
-    SourceBug(
-        "who found no room never looks again", GrowingSessions, "_reopen", "free_count <= self._tried[1]", "True"
-    ),
+    Bug("who waits for room is forgotten", Room, "next_waiting", instead(lambda self: None)),
+    Bug("who found no room never looks again", Room, "_reopen", never_again),
 )
 
 TIMES = (
-    SourceBug("a step is held for ever", Verifier, "before_step", "return hold_s", "return 0.001"),
+    Bug(
+        "a step is delayed for ever",
+        Verifier,
+        "next_step",
+        lambda real: lambda self: replace(real(self), delay_s=0.001),
+    ),
     Bug("the end of a wait changes nothing", Session, "on_wait_expired", instead(wait_ends_in_nothing)),
     Bug(
         "nodes do not end a wait",
@@ -467,14 +585,5 @@ TIMES = (
 
 BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *ROOM, *TIMES)
 
-# Not a bug: a lane is only where work goes on cheapest. What it holds is compared with every path that is fed to it, so
-# one chosen badly costs the re-feeding of a few tokens, and nothing else can be seen of it.
-HARMLESS = (
-    SourceBug(
-        "a path goes on in a lane that holds another",
-        drafter,
-        "lane_for",
-        "is_end = lane.table.length == agreed == length",
-        "is_end = lane.table.length == length",
-    ),
-)
+# Not a bug: which of the free cells a node takes changes where its keys lie, and nothing that anybody reads.
+HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)

@@ -257,5 +257,7 @@ class Process:
         cache = self.engine.cache
         if self.held or cache.table_count or cache.free_block_count != cache.block_count - 1:
             raise Violation(f"the {self.traits.name} leaks: sessions {list(self.held)}, cache usage {cache.usage:.2f}")
+        if self.service.waiting_count:
+            raise Violation(f"the {self.traits.name} leaks: {self.service.waiting_count} sessions wait that are gone")
         if self.engine.waiting_count:
             raise Violation(f"the {self.traits.name} leaks: {self.engine.waiting_count} feeds wait for nothing")
