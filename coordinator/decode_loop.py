@@ -18,9 +18,11 @@ from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
 from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.policy.plan import PLAIN, Plan
 from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import EvidenceAnswer, Failure, Nodes, Short
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -54,6 +56,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s
+        self._sent_plan = PLAIN
         self._wait_began_s: float | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
         self.statistics = Statistics()
@@ -186,9 +189,9 @@ class Generation:
         walked = self._walker.walk(tokens)
         now_s = time.monotonic()
         round_s, waited_s = now_s - self._verdict_s, self._waited_s
-        self._verdict_s, self._waited_s = now_s, 0.0
+        start_s, self._verdict_s, self._waited_s = self._verdict_s, now_s, 0.0
+        round_trip_s, plan = now_s - self._sent_s, self._sent_plan
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
-        self._measure(answer, round_s - waited_s)
         self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
         actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
         self._count(answer, now_s, is_after_hit)
@@ -203,24 +206,39 @@ class Generation:
         if walked.ending is not None:
             self._finish(walked.ending)
             return
-        self._tell_policy(round_s)  # while the target works on the next round: it may think for a moment
-
-    def _tell_policy(self, round_s: float) -> None:
-        outcome = self._session.outcome
-        assert outcome is not None
-        branch_hit = outcome.was_found if outcome.was_looked_up else None
-        self._session.policy.on_round(outcome.offered_count, outcome.accepted_count, branch_hit, round_s)
+        record = self._record(answer, plan, kept, (start_s, now_s), waited_s, round_trip_s)
+        self._session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
         self._perform(self._session.on_plan_changed())
-
-    def _measure(self, answer: EvidenceAnswer, round_s: float) -> None:
-        """Tells what the service has learnt from a round: the target's step, and what a round takes beside it."""
-        step_s = (answer.forward_us + answer.evidence_us) / 1e6
-        if self.statistics.rounds and answer.step_count <= 1:  # others read a prompt, or what was evicted
-            drafts = self._session.has_draft and self._session.policy.is_speculating
-            self._speculation.on_target_step(answer, step_s, drafts)
-            self._speculation.on_round_overhead(max(0.0, round_s - step_s - answer.queue_us / 1e6))
         if self._draft is not None and self._draft.is_up and not self._session.policy.is_speculating:
             self._speculation.on_network(self._draft.link.stamps.network_s)
+
+    def _record(
+        self, answer: EvidenceAnswer, plan: Plan, kept_count: int, times_s: tuple[float, float], *waits_s: float
+    ) -> RoundRecord:
+        outcome, (wait_s, round_trip_s) = self._session.outcome, waits_s
+        assert outcome is not None
+        return RoundRecord(
+            answer.round_index,
+            plan,
+            outcome.offered_count,
+            outcome.accepted_count,
+            kept_count,
+            outcome.next_kind,
+            outcome.was_looked_up,
+            outcome.was_found,
+            outcome.in_hand_count,
+            0,
+            *times_s,
+            wait_s,
+            round_trip_s,
+            answer.queue_us / 1e6,
+            answer.forward_us / 1e6,
+            answer.evidence_us / 1e6,
+            answer.step_rows,
+            answer.step_sessions,
+            answer.active_sessions,
+            answer.step_count,
+        )
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
         statistics, outcome = self.statistics, self._session.outcome
@@ -247,6 +265,7 @@ class Generation:
 
     def _note_verification(self) -> None:
         self._sent_s = time.monotonic()
+        self._sent_plan = self._session.policy.plan(self._session.room)
         if self._wait_began_s is not None:
             self._waited_s += self._sent_s - self._wait_began_s
             self.statistics.draft_wait_s += self._sent_s - self._wait_began_s
@@ -273,6 +292,8 @@ class Generation:
         prediction = session.policy.prediction
         statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
         statistics.policy_reason = prediction.reason
+        statistics.num_rounds_trial, statistics.trial_loss_s = prediction.num_rounds_trial, prediction.trial_loss_s
+        statistics.rule, statistics.rule_reason = self._started.rule, self._started.rule_reason
         statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)

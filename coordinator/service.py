@@ -56,13 +56,26 @@ class Coordinator:
         self._tokenizer = tokenizer
         self._speculation = Speculation(settings)
         self.figures = Figures()
-        self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
+        self._changed = changed
+        arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
+        self.target = Replica(TARGET, settings.target, *arguments)
         self.draft: Replica | None = None
         if settings.draft is not None:
-            self.draft = Replica(DRAFT, settings.draft, settings.link_tls, tokenizer.fingerprint, changed)
+            self.draft = Replica(DRAFT, settings.draft, *arguments)
         self._numbers = itertools.count(1)
         self._running_count = 0
         self._generations: set[Generation] = set()
+        self._known_draft: Description | None = None
+
+    def _on_changed(self) -> None:
+        """A replica is up, or gone: what it measured when it had loaded is where the policy begins."""
+        if self.target.description is not None:
+            self._speculation.on_target(self.target.description)
+        draft = None if self.draft is None else self.draft.description
+        if draft is not None and draft is not self._known_draft:
+            self._speculation.on_draft(draft)
+        self._known_draft = draft
+        self._changed()
 
     async def generate(
         self, request: coordinator_pb.GenerateRequest, context: Context
@@ -152,18 +165,19 @@ class Coordinator:
         figures: RequestFigures,
     ) -> Generation:
         """The generation, not yet begun. Raises InvalidRequest."""
-        law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
+        rule, rule_reason = self._speculation.rule(ask)
+        law = ask.law(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         session = Session(
             next(self._numbers),
             law,
             len(prompt) + walker.max_tokens,
             target.vocabulary_size,
-            self._speculation.policy(ask),
+            self._speculation.policy(ask, rule),
             [*prompt, *ask.resumed_token_ids],
             trace.context,
             ask.cache_salt,
         )
-        started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens)
+        started = Started(trace.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
         trace.admitted(ask, started, target)

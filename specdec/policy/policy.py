@@ -2,7 +2,7 @@
 
 Pure: a policy sees counts and seconds it is told and answers with a plan. It knows neither tokens nor messages, so what
 it decides under REJECTION cannot depend on the tokens just drawn (docs/exactness.md). `FixedPolicy` does what it was
-told; `AutoPolicy` (auto_policy.py) chooses by the cost model.
+told; `AutoPolicy` (auto_policy.py) chooses by what was measured.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.policy.plan import PLAIN, Plan, Prediction
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, check_integer, check_number
 
 LEAVES_MAX = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that can come true
@@ -36,9 +37,8 @@ class Policy(Protocol):
     def plan(self, room: int) -> Plan:
         """The plan for a session that can still hold `room` tokens; the same until `on_round` is told of a round."""
 
-    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
-        """One round ended: `accepted_count` of `offered_count` draft tokens passed. `branch_hit`: whether the next
-        token was in the tree; None where the tree had no child for its place. `round_s`: from verdict to verdict."""
+    def on_round(self, record: RoundRecord) -> None:
+        """One round ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class FixedPolicy:
         wait_length = self.draft_length if self.wait_s else 0
         return Plan(self.draft_length, window, self.leaves, wait_length, self.wait_s).within(room)
 
-    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """A fixed policy learns nothing."""
 
 

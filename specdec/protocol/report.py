@@ -10,13 +10,14 @@ from specdec.protocol.types import FinishReason, PositionLogprobs, Rule, TokenKi
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was admitted; `seed` and `rule` are those in force."""
+    """The request was admitted; `seed` and `rule` are those in force, `rule_reason` says why."""
 
     request_id: str
     seed: int
     rule: Rule
     prompt_length: int
     max_tokens: int
+    rule_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,10 @@ class Statistics:
     predicted_tokens_per_s: float = 0.0
     observed_tokens_per_s: float = 0.0
     policy_reason: str = ""
+    rule: Rule | None = None
+    rule_reason: str = ""
+    num_rounds_trial: int = 0
+    trial_loss_s: float = 0.0
     step_sessions: int = 0
     active_sessions: int = 0
     cached_prompt_tokens: int = 0

@@ -107,6 +107,7 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
         numerics=numerics_to_message(target),
         prompt_length=event.prompt_length,
         max_tokens=event.max_tokens,
+        rule_reason=event.rule_reason,
     )
 
 
@@ -168,11 +169,15 @@ def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
             "active_sessions",
             "cached_prompt_tokens",
             "evictions",
+            "rule_reason",
+            "num_rounds_trial",
+            "trial_loss_s",
         )
     }
     names = [descriptor.name for descriptor in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
     time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in names})
-    return coordinator_pb.Statistics(time=time, **counts)
+    rule = 0 if statistics.rule is None else statistics.rule.value
+    return coordinator_pb.Statistics(time=time, rule=rule, **counts)
 
 
 def coordinator_description_to_message(

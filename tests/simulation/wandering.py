@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specdec.protocol.noise import Lane, hash64
 from specdec.policy.plan import PLAIN, Plan, Prediction
+from specdec.protocol.round_record import RoundRecord
 
 DRAFT_LENGTH_CAP = 5
 WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)
@@ -33,7 +34,7 @@ class WanderingPolicy:
         """The plan of this round."""
         return self._plan.within(room)
 
-    def on_round(self, offered_count: int, accepted_count: int, branch_hit: bool | None, round_s: float) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         """Another round, another plan."""
         self._rounds += 1
         self._plan = self._drawn()

@@ -1,0 +1,90 @@
+"""The plans a service chooses among, and what closed formulas say of one that nobody tried yet.
+
+The formulas are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
+what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. They choose a first plan
+and give the others a place in the queue; what is measured replaces them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdec.policy.plan import PLAIN, Plan
+
+CATALOGUE = (
+    PLAIN,
+    Plan(1, 2, 1, 1),
+    Plan(2, 3, 1, 2),
+    Plan(4, 5, 1, 4),
+    Plan(8, 8, 1),
+    Plan(2, 6, 4),
+    Plan(4, 12, 4),
+    Plan(16, 32, 8),
+    Plan(3, 8, 4, 1),
+    Plan(6, 16, 8, 2),
+    Plan(16, 32, 4, 2),
+    Plan(16, 32, 8, 3),
+)
+DEPTH, DEPTH_MORE = 8.0, 8.0  # of a path that the fits count; more where nearly all tokens pass
+DEPTH_A_STEP = 1.3  # of a path, for each draft step in a target step
+STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # of the tokens a path of that depth would bring, what trees bring
+DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
+LATE_SHARE = 0.9  # of the acceptance: what a target step of delay leaves of a tree's tokens
+OUTSIDE_SHARE = 0.43  # of rounds that a tree did not foresee: they wait for the draft
+WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # a wait may last so many times what the tokens should take
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the formulas need: the target's step for one row, the draft's by nodes, the network's round trip, and the
+    acceptance per token. Times in seconds."""
+
+    target_s: float
+    draft_s: Callable[[float], float]
+    network_s: float
+    acceptance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """A round as the formulas see it: tokens offered and accepted, and seconds of waiting for the draft."""
+
+    offered: float
+    accepted: float
+    wait_s: float
+
+
+def expected_accepted(acceptance: float, length: float) -> float:
+    """a + a^2 + ... + a^length, between whole numbers too."""
+    if acceptance >= 0.999:
+        return length
+    return acceptance * (1.0 - acceptance**length) / (1.0 - acceptance)
+
+
+def prior_of(plan: Plan, conditions: Conditions) -> Prior:
+    """What the formulas say of a plan."""
+    if not plan.draft_length_max:
+        return Prior(0.0, 0.0, 0.0)
+    acceptance, target_s = conditions.acceptance, conditions.target_s
+    draft_s = conditions.draft_s(plan.leaves)
+    trip_s = conditions.network_s + max(1, plan.wait_length) * draft_s
+    if plan.wait_length and plan.leaves == 1:
+        return Prior(plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s)
+    late = WAITED_DELAY_STEPS if plan.wait_length else DELAY_STEPS
+    delay = late * draft_s + (0.0 if plan.wait_length else conditions.network_s)
+    share = (WAITED_SHARE if plan.wait_length else STREAMED_SHARE) * (LATE_SHARE * acceptance) ** (delay / target_s)
+    if plan.leaves == 1:
+        share *= acceptance**1.5
+    depth = min(DEPTH + DEPTH_MORE * acceptance**10, 1 + DEPTH_A_STEP * target_s / draft_s)
+    length = min(float(plan.draft_length_max), depth)
+    wait_s = OUTSIDE_SHARE * trip_s if plan.wait_length else 0.0
+    return Prior(share * length, share * expected_accepted(acceptance, length), wait_s)
+
+
+def wait_limit_s(plan: Plan, conditions: Conditions) -> float:
+    """How long the verifications of a plan may be held back; 0 for one that does not wait."""
+    if not plan.wait_length:
+        return 0.0
+    expected_s = conditions.network_s + plan.wait_length * conditions.draft_s(plan.leaves)
+    return min(WAIT_LEAST_S + WAIT_SLACK * expected_s, WAIT_MOST_S)
