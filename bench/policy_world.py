@@ -20,6 +20,11 @@ ROOM = 1_000_000
 PAUSE_SHARE, PAUSE_FACTOR = 0.005, 5.0  # of the target's steps: how many pause, and how long
 
 
+def always(now_s: float) -> float:
+    """As the scenario says, at any time."""
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """A scenario and what happens in it. `texts`: acceptance by place of each stream's text; `begins_s`: when each
@@ -30,8 +35,8 @@ class World:
     scenario: Scenario
     texts: tuple[tuple[float, ...], ...]
     begins_s: tuple[float, ...] = (0.0,)
-    draft_factor: Callable[[float], float | None] = lambda now_s: 1.0
-    acceptance_at: Callable[[float], float] = lambda now_s: 1.0
+    draft_factor: Callable[[float], float | None] = always
+    acceptance_at: Callable[[float], float] = always
     contention: float = 1.0
     text_tokens: int = 400
 

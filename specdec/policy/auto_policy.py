@@ -18,6 +18,7 @@ from specdec.protocol.round_record import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way
+DOUBT = 0.5
 START_GAIN = 1.05  # a plan nobody measured must promise so much over plain decoding to be the first
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
 TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
@@ -144,9 +145,12 @@ class AutoPolicy:
         gain = 1.0 if measured else START_GAIN
         return best if best.worth(self._level) > gain * off.worth(self._level) else off
 
+    def _sure(self, line: Estimate) -> float:
+        """Worth less half its uncertainty: what was measured in few rounds was lucky as often as good."""
+        return line.worth(self._level) * (1 - DOUBT * line.spread)
+
     def _best(self, lines) -> Estimate:
-        level = self._level
-        return max(lines, key=lambda line: line.worth(level))
+        return max(lines, key=self._sure)
 
     def _put_in_force(self, estimate: Estimate, now_s: float | None = None) -> None:
         arm, table = estimate.arm, self._table
@@ -188,7 +192,7 @@ class AutoPolicy:
         best = self._best([estimates[0], *adoptable])
         if self._trial is not None:
             self._account(current, best.worth(level), now_s)
-        elif best is not current and best.worth(level) < CHANGE_GAIN * current.worth(level):
+        elif best is not current and self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
         if best is not current:
             self._put_in_force(best, now_s)

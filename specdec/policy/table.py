@@ -18,7 +18,7 @@ from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import Rule
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
-PRIOR_ROUNDS = 6.0  # measured rounds that a closed formula is worth
+PRIOR_ROUNDS = 16.0  # measured rounds that a closed formula is worth
 ROUND_SPREAD = 0.6  # relative spread of a round's tokens
 ACCEPTANCE_GUESS, LEVEL_MAX = 0.65, 4.0
 OVERHEAD_GUESS_S = 0.0015
