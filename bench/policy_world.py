@@ -17,6 +17,7 @@ from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import TokenKind
 
 ROOM = 1_000_000
+GATHER_S = 0.0015  # that the target holds a step for sessions answered just now
 PAUSE_SHARE, PAUSE_FACTOR = 0.005, 5.0  # of the target's steps: how many pause, and how long
 
 
@@ -202,7 +203,7 @@ class Simulated(Simulation):
             stream.acceptance = tuple(scale * share for share in text)
             ranks = self._outcomes(stream, offered_count)
             self._close_round(stream, offered_count, ranks, (rows, count, active, step_s))
-        self._after(0.0, self._target_step)
+        self._after(GATHER_S if active > 1 else 0.0, self._target_step)
 
     def _close_round(self, stream: Stream, offered: int, ranks: list[int], step: tuple[int, int, int, float]) -> None:
         """The verdict: commit, next verification by the plan in force, then the policy, as the coordinator does."""

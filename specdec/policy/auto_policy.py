@@ -125,7 +125,6 @@ class AutoPolicy:
         arm.tested += tested
         if self._counted_rounds <= TRIAL_ROUNDS and self._tested > LEVEL_TESTED:
             arm.bias += LEVEL_GAIN / (arm.tested + 4 * LEVEL_TESTED) * surprise
-            return
         gain = max(LEVEL_GAIN / (self._tested + LEVEL_TESTED), LEVEL_GAIN_MIN)
         self._tested += tested
         keep = SURPRISE_KEPT**tested

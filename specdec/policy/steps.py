@@ -13,10 +13,11 @@ from specdec.protocol.round_record import RoundRecord
 SHAPE_WEIGHT = 0.003  # slower than the level by far, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
 CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
-CONTENTION_WEIGHT = 0.15
-CONTENTION_MIN, CONTENTION_MAX = 0.8, 4.0
+CONTENTION_WEIGHT = 0.08
+CONTENTION_MAX = 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
 SESSIONS_WEIGHT = 0.05
+ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
 STEP_S_GUESS = 0.02
 
 
@@ -30,6 +31,8 @@ class Steps:
         self._steps_since_change = CONTENTION_ROUNDS
         self._drafted_s = float("-inf")
         self.sessions = self.active = 1.0
+        self._waiting = 0.0  # share of sessions whose plan waits
+        self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Takes what the target measured when it had loaded, where nothing else is known yet."""
@@ -42,6 +45,10 @@ class Steps:
         weight = max(SESSIONS_WEIGHT, 0.2 / max(1, record.active_sessions))
         self.sessions += weight * (max(1, record.step_sessions) - self.sessions)
         self.active += weight * (max(1, record.step_sessions, record.active_sessions) - self.active)
+        waits = record.plan.wait_length > 0
+        self._waiting += weight * (waits - self._waiting)
+        if abs(self._waiting - waits) < ALIKE:
+            self._turns[waits] += weight * (self.active / self.sessions - self._turns[waits])
         if record.plan.draft_length_max:
             self._drafted_s = record.end_s
         is_drafting = self._drafted_s > record.start_s
@@ -62,14 +69,15 @@ class Steps:
         if not self._is_drafting:
             self._level *= factor
             factor = 1 / factor
-        self._contention = min(max(self._contention * factor, CONTENTION_MIN), CONTENTION_MAX)
+        self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
 
     def seconds(self, rows: float, is_drafting: bool) -> float:
         """A step of so many rows, of all sessions in it."""
         shape_s = self._shape.seconds(rows)
         return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
-    @property
-    def turns(self) -> float:
-        """Steps that pass in a round: more than one where sessions take turns."""
-        return max(1.0, self.active / self.sessions)
+    def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
+        """The steps that pass in a round if all sessions bring so many rows each: more than one where they take turns,
+        as those that wait for the draft may."""
+        turns = max(1.0, self._turns[waits])
+        return turns * self.seconds(self.active / turns * rows, is_drafting)

@@ -249,7 +249,7 @@ class Table:
         def draft_s(leaves: float) -> float:
             return draft.step_s(leaves * sessions, self._rule)
 
-        target_s = self.steps.turns * self.steps.seconds(self.steps.sessions, True) + self.overhead_s
+        target_s = self.steps.round_s(1.0, True, False) + self.overhead_s
         return Conditions(target_s, draft_s, draft.network_s or 0.0, probability(self.level))
 
     def _estimate(self, arm: Arm, conditions: Conditions, now_s: float) -> Estimate:
@@ -264,10 +264,10 @@ class Table:
         overhead_s = (PRIOR_ROUNDS * self.overhead_s + arm.overhead_s) / count
         share = PRIOR_ROUNDS / (PRIOR_ROUNDS + arm.arrivals)
         is_drafting = arm.plan.draft_length_max > 0
-        step_s = self.steps.seconds(self.steps.sessions * (1 + offered), is_drafting)
+        step_s = self.steps.round_s(1 + offered, is_drafting, arm.plan.wait_length > 0)
         return Estimate(
             arm,
-            self.steps.turns * step_s + wait_s + overhead_s,
+            step_s + wait_s + overhead_s,
             accepted,
             max(0.5, (PRIOR_ROUNDS * prior.offered + arm.offered) / (PRIOR_ROUNDS + arm.arrivals)),
             share * self.level + (1 - share) * arm.level,
