@@ -19,6 +19,7 @@ from specdec.protocol.round_record import RoundRecord
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way
 DOUBT = 0.5
+WORTH_GAIN = 1.02  # over plain decoding: less is noise, and a draft's work for nothing
 START_GAIN = 1.05  # a plan nobody measured must promise so much over plain decoding to be the first
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
 TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
@@ -27,8 +28,8 @@ BASELINE_SHARE = 0.003  # of all time, that looks at plain decoding may lose
 BASELINE_MOST_S, BASELINE_FIRST_S = 60.0, 0.4
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
 OWN_CREDIT_ROUNDS = 3.0
-LEVEL_GAIN, LEVEL_TESTED, LEVEL_GAIN_MIN = 5.0, 12.0, 0.03
-TABLE_GAIN = 0.03  # of a session's level in the service's, with each round
+LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 12.0, 150.0, 0.03  # tokens that the service's level is worth
+TABLE_GAIN = 0.06  # of a session's level in the service's, with each round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
 REST_LEVEL_S = 15.0  # a session that rests is taken for one like the others again after about this time
 LEVEL_SPREAD = 0.5
@@ -43,6 +44,7 @@ class Trial:
     began_s: float
     rounds_wanted: int
     ends_s: float
+    otherwise: Estimate
 
 
 class AutoPolicy:
@@ -122,17 +124,18 @@ class AutoPolicy:
             return
         expected = probability(self._level + arm.bias)
         surprise = record.accepted_count - tested * expected
+        variance = expected * (1 - expected)
+        step = surprise / max(variance, LEVEL_VARIANCE_MIN)
         arm.tested += tested
         if self._counted_rounds <= TRIAL_ROUNDS and self._tested > LEVEL_TESTED:
-            arm.bias += LEVEL_GAIN / (arm.tested + 4 * LEVEL_TESTED) * surprise
-        gain = max(LEVEL_GAIN / (self._tested + LEVEL_TESTED), LEVEL_GAIN_MIN)
-        self._tested += tested
+            arm.bias += step / (arm.tested + 4 * LEVEL_TESTED)
+        self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
+        self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
         keep = SURPRISE_KEPT**tested
         self._surprise = keep * self._surprise + surprise
-        self._variance = keep * self._variance + tested * expected * (1 - expected)
+        self._variance = keep * self._variance + tested * variance
         if self._surprise**2 > SURPRISE_SIGMA**2 * max(self._variance, 1.0):
-            self._tested = self._surprise = self._variance = 0.0
-        self._level = min(max(self._level + gain * surprise, -LEVEL_MAX), LEVEL_MAX)
+            self._tested, self._surprise, self._variance = -0.5 * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
     def _first(self) -> Estimate:
@@ -141,7 +144,7 @@ class AutoPolicy:
         measured = [line for line in estimates[1:] if line.rounds >= ADOPTED_ROUNDS]
         best = self._best(measured or estimates[1:])
         off = estimates[0]
-        gain = 1.0 if measured else START_GAIN
+        gain = WORTH_GAIN if measured else START_GAIN
         return best if best.worth(self._level) > gain * off.worth(self._level) else off
 
     def _sure(self, line: Estimate) -> float:
@@ -189,6 +192,8 @@ class AutoPolicy:
             return
         adoptable = [line for line in estimates if line.rounds >= ADOPTED_ROUNDS or line is current]
         best = self._best([estimates[0], *adoptable])
+        if best.worth(level) < WORTH_GAIN * estimates[0].worth(level):
+            best = estimates[0]
         if self._trial is not None:
             self._account(current, best.worth(level), now_s)
         elif best is not current and self._sure(best) < CHANGE_GAIN * self._sure(current):
@@ -219,12 +224,15 @@ class AutoPolicy:
         self._trial = None
 
     def _loss_s(self, line: Estimate, best: float, seconds: float) -> float:
-        """What so long a trial loses against the best plan, in seconds of that; on the way there and back, tokens are
-        those of plain decoding."""
-        off = self._table.estimates(-math.inf)[0].worth(self._level)
-        warm_s = self._warm_s(line) if line.arm.plan.draft_length_max else 0.0
-        back_s = self._warm_s(self._estimate) if self._trial is None else 0.0
-        lost_s = (seconds - warm_s) * (1 - line.worth(self._level) / best) + (warm_s + back_s) * (1 - off / best)
+        """What so long a trial loses against the best plan, in seconds. Between two plans that draft the tokens under
+        way go on; where one does not, tokens are those of plain decoding until the draft's come."""
+        lost_s = seconds * (1 - line.worth(self._level) / best)
+        otherwise = self._estimate if self._trial is None else self._trial.otherwise
+        drafts = otherwise.arm.plan.draft_length_max > 0
+        if not (line.arm.plan.draft_length_max and drafts):
+            drafting = otherwise if drafts else line
+            off = self._table.estimates(-math.inf)[0].worth(self._level)
+            lost_s += self._warm_s(drafting) * (1 - off / best)
         return max(0.0, lost_s)
 
     def _consider_trial(self, estimates: tuple[Estimate, ...], best: Estimate, now_s: float) -> None:
@@ -241,7 +249,7 @@ class AutoPolicy:
                 table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
                 self._try(off, worth, BASELINE_ROUNDS, now_s)
                 return
-        spread = LEVEL_SPREAD / math.sqrt(1 + self._tested / LEVEL_TESTED) if not self.is_speculating else 0.0
+        spread = LEVEL_SPREAD / math.sqrt(1 + max(0.0, self._tested) / LEVEL_TESTED) if not self.is_speculating else 0.0
         rated = [(line.worth(level + spread) * (1 + line.spread), line) for line in estimates if line is not best]
         hopeful, line = max(rated, key=lambda entry: entry[0])
         if hopeful <= worth:
@@ -252,6 +260,6 @@ class AutoPolicy:
 
     def _try(self, line: Estimate, best: float, rounds: int, now_s: float) -> None:
         most_s = 2 * (self._warm_s(line) + rounds * line.seconds)
-        self._trial = Trial(line, best, now_s, rounds, now_s + most_s)
+        self._trial = Trial(line, best, now_s, rounds, now_s + most_s, self._estimate)
         self._table.trial_ends_s = self._trial.ends_s
         self._put_in_force(line, now_s)

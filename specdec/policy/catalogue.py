@@ -29,6 +29,7 @@ CATALOGUE = (
 DEPTH, DEPTH_MORE = 8.0, 8.0  # of a path that the fits count; more where nearly all tokens pass
 DEPTH_A_STEP = 1.3  # of a path, for each draft step in a target step
 STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # of the tokens a path of that depth would bring, what trees bring
+OFFERED_SHARE = 0.4  # of that depth is offered even where little of it passes
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
 LATE_SHARE = 0.9  # of the acceptance: what a target step of delay leaves of a tree's tokens
 OUTSIDE_SHARE = 0.43  # of rounds that a tree did not foresee: they wait for the draft
@@ -79,7 +80,7 @@ def prior_of(plan: Plan, conditions: Conditions) -> Prior:
     depth = min(DEPTH + DEPTH_MORE * acceptance**10, 1 + DEPTH_A_STEP * target_s / draft_s)
     length = min(float(plan.draft_length_max), depth)
     wait_s = OUTSIDE_SHARE * trip_s if plan.wait_length else 0.0
-    return Prior(share * length, share * expected_accepted(acceptance, length), wait_s)
+    return Prior(max(share, OFFERED_SHARE) * length, share * expected_accepted(acceptance, length), wait_s)
 
 
 def wait_limit_s(plan: Plan, conditions: Conditions) -> float:

@@ -24,7 +24,8 @@ ACCEPTANCE_GUESS, LEVEL_MAX = 0.65, 4.0
 OVERHEAD_GUESS_S = 0.0015
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
 FAST_S = 0.6  # the window in which arrivals are held against what is usual
-ARRIVALS_SIGMA = 3.0
+ARRIVALS_SIGMA, ARRIVALS_SPREAD = 3.0, 0.25
+LOST_SHARE = 0.4  # of the usual arrivals: below, the draft is taken for lost, whatever the plan
 ARRIVALS_BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
 ESTIMATES_S = 0.05
 TRIAL_SHARE = 0.015  # of all time, that trying may lose
@@ -200,12 +201,14 @@ class Table:
         self._noticed_s = max(self._noticed_s, record.end_s)
         self._fast_expected = self._fast_expected * keep + offered
         self._fast_offered = self._fast_offered * keep + record.offered_count
-        self._fast_squares = self._fast_squares * keep + offered * offered + 0.25
+        self._fast_squares = self._fast_squares * keep + offered * offered + ARRIVALS_SPREAD
         surplus = self._fast_offered - self._fast_expected
         if surplus * surplus < ARRIVALS_SIGMA * ARRIVALS_SIGMA * self._fast_squares:
             return
+        share = self._fast_offered / self._fast_expected
+        if LOST_SHARE < share and self._arrival_share > LOST_SHARE:
+            return
         if surplus < 0:
-            share = self._fast_offered / self._fast_expected
             self._arrival_share *= share
             for other in self.arms:
                 other.scale_arrivals(share)
