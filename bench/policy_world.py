@@ -209,32 +209,17 @@ class Simulated(Simulation):
         """The verdict: commit, next verification by the plan in force, then the policy, as the coordinator does."""
         session = self._session(stream)
         rows, count, active, step_s = step
-        record = RoundRecord(
-            round_index=session.rounds,
-            plan=session.sent_plan,
-            offered_count=offered,
-            accepted_count=len(ranks) - 1,
-            kept_count=len(ranks),
-            next_kind=TokenKind.BONUS,
-            was_looked_up=False,
-            was_found=False,
-            in_hand_count=0,
-            discarded_count=0,
-            start_s=session.verdict_s,
-            end_s=self.now_s,
-            wait_s=session.waited_s,
-            round_trip_s=self.now_s - session.sent_s,
-            queue_s=self._step_began_s - session.queued_s,
-            forward_s=step_s,
-            evidence_s=0.0,
-            step_rows=rows,
-            step_sessions=count,
-            active_sessions=active,
-        )
-        self.plans[session.sent_plan] = self.plans.get(session.sent_plan, 0) + 1
+        times_s = session.verdict_s, self.now_s, session.waited_s, self.now_s - session.sent_s
+        plan, round_index, queue_s = session.sent_plan, session.rounds, self._step_began_s - session.queued_s
+        self.plans[plan] = self.plans.get(plan, 0) + 1
         session.rounds += 1
         session.verdict_s, session.waited_s = self.now_s, 0.0
         self._commit(stream, ranks)
+        stream.path_length(self.now_s, ROOM)  # goes as far along the committed tokens as has arrived
+        was_found = not stream.ahead
+        counts = offered, len(ranks) - 1, len(ranks), TokenKind.BONUS, True, was_found, 0, 0
+        of_step = 0.0, rows, count, active
+        record = RoundRecord(round_index, plan, *counts, *times_s, queue_s, step_s, *of_step)
         session.timeline.append((self.now_s, stream.committed_count))
         if stream.committed_count >= session.text_end:
             session.policy = self.service.policy()

@@ -16,7 +16,7 @@ BENCHMARKS = {
     "overhead": ("bench.overhead", "What a token costs beside the models: time, CPU, bytes, leaves."),
     "peers": ("bench.peers", "transformers' own generation and assisted generation, and the engine alone."),
     "goals": ("bench.goals", "Each goal beside what the last runs reached."),
-    "ceiling": ("bench.ceiling", "An event simulation, and the cost model beside it."),
+    "policy-cells": ("bench.policy_cells", "The policy in a simulated service, against off and the best fixed plan."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),
     "tensor-parallel": ("bench.tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),
