@@ -28,9 +28,10 @@ BASELINE_SHARE = 0.003  # of all time, that looks at plain decoding may lose
 BASELINE_MOST_S, BASELINE_FIRST_S = 60.0, 0.4
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
 OWN_CREDIT_ROUNDS = 3.0
-LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 12.0, 150.0, 0.03  # tokens that the service's level is worth
+LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens that the service's level is worth
 TABLE_GAIN = 0.06  # of a session's level in the service's, with each round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
+SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
 REST_LEVEL_S = 15.0  # a session that rests is taken for one like the others again after about this time
 LEVEL_SPREAD = 0.5
 
@@ -135,7 +136,7 @@ class AutoPolicy:
         self._surprise = keep * self._surprise + surprise
         self._variance = keep * self._variance + tested * variance
         if self._surprise**2 > SURPRISE_SIGMA**2 * max(self._variance, 1.0):
-            self._tested, self._surprise, self._variance = -0.5 * LEVEL_TESTED, 0.0, 0.0
+            self._tested, self._surprise, self._variance = -SURPRISE_SHARE * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
     def _first(self) -> Estimate:

@@ -28,7 +28,7 @@ ARRIVALS_SIGMA, ARRIVALS_SPREAD = 3.0, 0.25
 LOST_SHARE = 0.4  # of the usual arrivals: below, the draft is taken for lost, whatever the plan
 ARRIVALS_BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
 ESTIMATES_S = 0.05
-TRIAL_SHARE = 0.015  # of all time, that trying may lose
+TRIAL_SHARE = 0.01  # of all time, that trying may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 8.0, 1.0  # what it may lose at first, and save up
 DRAFT_STEP_GUESS_S, NETWORK_WEIGHT = 0.003, 0.1
 
