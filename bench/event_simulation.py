@@ -2,7 +2,7 @@
 
 An event simulation with explicit trees: the draft grows best-first, coordinator and draft learn of each other half a
 round trip late, the target takes whatever is in hand. It shares no code with the policy, whose formulas are fitted to
-it, and knows no models: tokens are ranks among the draft's candidates, drawn at random when they are decided.
+it, and knows no models: tokens are ranks among the draft's candidates, drawn when they are decided.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class Scenario:
     round_overhead_s: float = 0.0
     session_count: int = 1
     step_jitter: float = 0.1
-
-    def hazard(self, place: int) -> float:
-        """The acceptance of the `place`-th offered token, from 0."""
-        return self.acceptance[min(place, len(self.acceptance) - 1)]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,8 +175,7 @@ class Simulation:
         self._all_costs = [-math.log(share) for share in (first, *rest)]
         self.evaluated_count = self.round_count = 0
 
-    def _costs(self, stream: Stream) -> list[float]:
-        """Of a node's children: a chain has no branches."""
+    def _costs(self, stream: Stream) -> list[float]:  # of a node's children: a chain has no branches
         return self._all_costs[: 1 if stream.drafted_plan.leaves == 1 else None]
 
     def run(self, token_count: int) -> float:
@@ -270,7 +265,8 @@ class Simulation:
     def _draft(self) -> None:
         """One step of the draft for all streams: the commits heard of meanwhile first, then their likeliest leaves."""
         for stream in self.streams:
-            for committed_count, stream.drafted_plan in stream.commits:
+            for committed_count, plan in stream.commits:
+                stream.drafted_plan = plan
                 stream.learn(committed_count, self._names)
             stream.commits.clear()
         chosen = [(stream, node) for stream in self.streams for node in stream.leaves()]
@@ -301,5 +297,5 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, plan: Plan, token_count: int, seed: int = 0) -> float:
-    """Tokens per second of one stream under a plan. The same seed gives the same number."""
+    """Tokens per second of one stream under a plan, the same for the same seed."""
     return Simulation(scenario, plan, seed).run(token_count)

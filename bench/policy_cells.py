@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from bench.event_simulation import Scenario
-from bench.policy_world import FixedService, Service, Simulated, World
+from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import CATALOGUE
 from specdec.policy.plan import PLAIN
@@ -44,7 +44,7 @@ class AutoService(Service):
         draft.on_network(scenario.network_s)
         self.draft, self.table = draft, Table(steps, draft, Rule.GREEDY, LENGTH_CAP)
 
-    def policy(self) -> Policy:
+    def policy(self, index: int) -> Policy:
         return AutoPolicy(self.table, LENGTH_CAP)
 
     def on_draft_step(self, nodes: int, seconds: float) -> None:
@@ -54,10 +54,21 @@ class AutoService(Service):
         self.draft.on_network(network_s)
 
 
+class SomeOff(AutoService):
+    """The same, but some streams decode plainly."""
+
+    def __init__(self, world: World, streams: tuple[int, ...]) -> None:
+        super().__init__(world)
+        self._streams = streams
+
+    def policy(self, index: int) -> Policy:
+        return OnePlan(PLAIN) if index in self._streams else super().policy(index)
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A world, and the time from which it counts, 2 s after what changes in it. `streams`: those that count; `bar`: of
-    off. `pays`: the best fixed plan is looked for, and the bar is of that."""
+    """A world, and the time from which it counts, 2 s after what changes in it. `streams`: those that count; with
+    `beside`, off is those streams alone, the others speculate. `pays`: the bar is of the best fixed plan."""
 
     name: str
     world: World
@@ -65,6 +76,7 @@ class Cell:
     to_s: float
     streams: tuple[int, ...] = (0,)
     pays: bool = False
+    beside: bool = False
 
 
 def steps_of(slope: float) -> Callable[[int], float]:
@@ -131,7 +143,7 @@ def failing_cells() -> list[Cell]:
         Cell("silent from 10 s on", replace(one(), draft_factor=_silent_later), 12, 30),
         Cell("always wrong from 10 s on", replace(one(), acceptance_at=_wrong_later), 12, 30),
         Cell("gains on its own, loses by shared cores", replace(one(0.5, network_s=0.03), contention=1.6), 2, 20),
-        Cell("useless text beside three perfect ones", _mixed(), 2, 15, (0,)),
+        Cell("useless text beside three perfect ones", _mixed(), 2, 15, (0,), beside=True),
         Cell("perfect texts beside a useless one", _mixed(), 2, 15, (1, 2, 3)),
         Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 16, tuple(range(32))),
         Cell("32 streams, steep rows", many(32, 0.6, (0.0,) * 32, slope=0.25), 2, 6, tuple(range(32))),
@@ -194,7 +206,8 @@ def run(cell: Cell, seed_count: int, make: Callable[[World], Service] = AutoServ
     def mean(service_of: Callable[[], Service], first_seed: int = 0) -> float:
         return sum(rate(cell, service_of(), first_seed + seed) for seed in seeds) / seed_count
 
-    auto, off = mean(lambda: make(cell.world)), mean(lambda: FixedService(PLAIN))
+    auto = mean(lambda: make(cell.world))
+    off = mean(lambda: SomeOff(cell.world, cell.streams) if cell.beside else FixedService(PLAIN))
     if not cell.pays:
         return Result(cell.name, off, auto, None, "")
     waits = {plan: replace(plan, wait_s=WAIT_S if plan.wait_length else 0.0) for plan in CATALOGUE}

@@ -6,6 +6,7 @@ A policy sees what a session would tell it and nothing else: records of rounds, 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,8 +46,8 @@ class World:
 class Service:
     """What a simulated coordinator knows: makes a policy for a text, and is told of drafts' steps and rounds."""
 
-    def policy(self) -> Policy:
-        """The policy of a new text."""
+    def policy(self, index: int) -> Policy:
+        """The policy of a new text of a stream."""
         raise NotImplementedError
 
     def on_draft_step(self, nodes: int, seconds: float) -> None:
@@ -66,7 +67,7 @@ class FixedService(Service):
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def policy(self) -> Policy:
+    def policy(self, index: int) -> Policy:
         return OnePlan(self._plan)
 
 
@@ -118,8 +119,6 @@ class Simulated(Simulation):
 
     def run_until(self, end_s: float) -> None:
         """Runs to a time."""
-        import heapq
-
         for stream, begin_s in zip(self.streams, self.world.begins_s):
             self._after(begin_s, lambda stream=stream: self._begin(stream))
         self._ping()
@@ -145,7 +144,7 @@ class Simulated(Simulation):
         if stream not in self._running:
             self._running.append(stream)
         session = self._session(stream)
-        session.policy = self.service.policy()
+        session.policy = self.service.policy(self._index[id(stream)])
         session.text_end = stream.committed_count + self.world.text_tokens
         session.rounds, session.verdict_s, session.is_cold, session.is_late = 0, self.now_s, True, False
         stream.plan = session.policy.plan(ROOM)
@@ -222,7 +221,7 @@ class Simulated(Simulation):
         record = RoundRecord(round_index, plan, *counts, *times_s, queue_s, step_s, *of_step)
         session.timeline.append((self.now_s, stream.committed_count))
         if stream.committed_count >= session.text_end:
-            session.policy = self.service.policy()
+            session.policy = self.service.policy(self._index[id(stream)])
             session.rounds, session.text_end = 0, stream.committed_count + self.world.text_tokens
         else:
             self.service.on_round(session.policy, record)
@@ -234,7 +233,8 @@ class Simulated(Simulation):
         """As the simulation's, for streams that have begun; a silent draft begins nothing."""
         factor = self.world.draft_factor(self.now_s)
         for stream in self._running:
-            for committed_count, stream.drafted_plan in stream.commits:
+            for committed_count, plan in stream.commits:
+                stream.drafted_plan = plan
                 stream.learn(committed_count, self._names)
             stream.commits.clear()
         if factor is None:

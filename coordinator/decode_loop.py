@@ -217,28 +217,11 @@ class Generation:
     ) -> RoundRecord:
         outcome, (wait_s, round_trip_s) = self._session.outcome, waits_s
         assert outcome is not None
-        return RoundRecord(
-            answer.round_index,
-            plan,
-            outcome.offered_count,
-            outcome.accepted_count,
-            kept_count,
-            outcome.next_kind,
-            outcome.was_looked_up,
-            outcome.was_found,
-            outcome.in_hand_count,
-            0,
-            *times_s,
-            wait_s,
-            round_trip_s,
-            answer.queue_us / 1e6,
-            answer.forward_us / 1e6,
-            answer.evidence_us / 1e6,
-            answer.step_rows,
-            answer.step_sessions,
-            answer.active_sessions,
-            answer.step_count,
-        )
+        found = outcome.next_kind, outcome.was_looked_up, outcome.was_found, outcome.in_hand_count, 0
+        step_s = answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6
+        step = answer.step_rows, answer.step_sessions, answer.active_sessions, answer.step_count
+        counts = outcome.offered_count, outcome.accepted_count, kept_count
+        return RoundRecord(answer.round_index, plan, *counts, *found, *times_s, wait_s, round_trip_s, *step_s, *step)
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
         statistics, outcome = self.statistics, self._session.outcome

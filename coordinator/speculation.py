@@ -91,7 +91,7 @@ class Speculation:
             steps.prime(description.step_times)
 
     def on_draft(self, description: Description) -> None:
-        """A draft is connected: the steps it measured hold, and what was measured of plans with another one does not."""
+        """A draft is connected: its steps hold as it measured them; plans measured with another do not."""
         self._draft.prime(description.step_times)
         for table in self._tables.values():
             table.forget_draft()

@@ -29,6 +29,7 @@ class Steps:
         self._level = self._contention = 1.0
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
+        self._contention_steps = 0.0
         self._drafted_s = float("-inf")
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
@@ -60,7 +61,9 @@ class Steps:
         mean_s = self._shape.add(record.step_rows, record.step_s / speed)
         ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
         if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
-            self._learn_contention(1 + CONTENTION_WEIGHT / self.sessions * (ratio - 1))
+            self._contention_steps += 1 / self.sessions
+            gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
+            self._learn_contention(1 + gain * (ratio - 1))
         else:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
 

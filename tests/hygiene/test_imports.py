@@ -47,7 +47,9 @@ TABLE = (
         MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
     ),
     Imports(
-        "specdec.protocol", ("specdec.errors", "specdec.policy"), MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE
+        "specdec.protocol",
+        ("specdec.errors", "specdec.policy"),
+        MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
     ),
     Imports(
         "specdec.policy",

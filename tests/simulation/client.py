@@ -19,8 +19,8 @@ from coordinator.output import Ending, Walked
 from coordinator.speculation import Speculation
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, ReplicaUnavailable
-from specdec.protocol.noise import Lane, hash64
 from specdec.policy.policy import FixedPolicy, Policy
+from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import Ask, SamplingPolicy
 from specdec.protocol.session import Session

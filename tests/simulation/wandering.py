@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specdec.protocol.noise import Lane, hash64
 from specdec.policy.plan import PLAIN, Plan, Prediction
+from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.round_record import RoundRecord
 
 DRAFT_LENGTH_CAP = 5
