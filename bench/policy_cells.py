@@ -21,12 +21,11 @@ from rich.table import Table as Printed
 from bench.event_simulation import Scenario
 from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import CATALOGUE
+from specdec.policy.catalogue import CATALOGUE, DraftTimes
 from specdec.policy.plan import PLAIN
 from specdec.policy.policy import Policy
 from specdec.policy.steps import Steps
-from specdec.policy.table import DraftTimes, Table
-from specdec.protocol.types import Rule
+from specdec.policy.table import Table
 
 TARGET_S, OVERHEAD_S, LENGTH_CAP = 0.018, 0.0012, 16
 OF_OFF, OF_BEST = 0.98, 0.97
@@ -42,13 +41,13 @@ class AutoService(Service):
         steps.prime(tuple((rows, scenario.target_step_s(rows)) for rows in (1, 2, 4, 8, 16)))
         draft.prime(tuple((nodes, scenario.draft_step_s(nodes)) for nodes in (1, 2, 4, 8)))
         draft.on_network(scenario.network_s)
-        self.draft, self.table = draft, Table(steps, draft, Rule.GREEDY, LENGTH_CAP)
+        self.draft, self.table = draft, Table(steps, draft, LENGTH_CAP)
 
     def policy(self, index: int) -> Policy:
         return AutoPolicy(self.table, LENGTH_CAP)
 
     def on_draft_step(self, nodes: int, seconds: float) -> None:
-        self.draft.steps.add(nodes, seconds)
+        self.draft.on_step(nodes, seconds)
 
     def on_network(self, network_s: float) -> None:
         self.draft.on_network(network_s)

@@ -7,9 +7,10 @@ import math
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
+from specdec.policy.catalogue import DraftTimes
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.policy.steps import Steps
-from specdec.policy.table import DraftTimes, Table
+from specdec.policy.table import Table
 from specdec.protocol.items import Nodes
 from specdec.protocol.request import Ask, SpeculationMode
 from specdec.protocol.types import Description, Rule
@@ -25,7 +26,7 @@ class Speculation:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         mbit = settings.draft_link_mbit
-        self._draft = DraftTimes(link_bytes_per_s=None if mbit is None else mbit * 1e6 / 8)
+        self._drafts = {rule: DraftTimes(None if mbit is None else mbit * 1e6 / 8) for rule in Rule}
         self._steps = {rule: Steps() for rule in Rule}
         self._tables: dict[tuple[Rule, int], Table] = {}
         self._choice_count = 0
@@ -71,7 +72,7 @@ class Speculation:
             cap = limit if asked is None else asked
             table = self._tables.get((rule, cap))
             if table is None:
-                table = self._tables[rule, cap] = Table(self._steps[rule], self._draft, rule, cap)
+                table = self._tables[rule, cap] = Table(self._steps[rule], self._drafts[rule], cap)
             return AutoPolicy(table, cap)
         return self._fixed(ask)
 
@@ -92,7 +93,8 @@ class Speculation:
 
     def on_draft(self, description: Description) -> None:
         """A draft is connected: its steps hold as it measured them; plans measured with another do not."""
-        self._draft.prime(description.step_times)
+        for draft in self._drafts.values():
+            draft.prime(description.step_times)
         for table in self._tables.values():
             table.forget_draft()
 
@@ -100,12 +102,13 @@ class Speculation:
         """What one step of the draft sent for one session, and the network time to it, both ways, if it is known."""
         node_count = sum(node.proposal for node in nodes.nodes)
         if node_count:
-            self._draft.on_bytes(rule, byte_count / node_count)
+            self._drafts[rule].on_bytes(byte_count / node_count)
         if nodes.step_us:
-            self._draft.steps.add(max(1, nodes.step_rows), nodes.step_us / 1e6)
+            self._drafts[rule].on_step(nodes.step_rows, nodes.step_us / 1e6)
         self.on_network(network_s)
 
     def on_network(self, network_s: float | None) -> None:
         """The network time to the draft, both ways, if it is known: while nothing is drafted, pings tell it."""
         if network_s is not None and math.isfinite(network_s):
-            self._draft.on_network(network_s)
+            for draft in self._drafts.values():
+                draft.on_network(network_s)
