@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.plan import Plan, Prediction
-from specdec.policy.table import LEVEL_MAX, TRIAL_SHARE, Arm, Estimate, Table, probability
+from specdec.policy.table import LEVEL_MAX, TRIAL_SHARE, Estimate, Table, probability
 from specdec.protocol.round_record import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
@@ -30,7 +30,7 @@ LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens
 TABLE_GAIN = 0.06  # of a session's level in the service's, with each round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
 SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
-REST_LEVEL_S, LEVEL_SPREAD = 15.0, 0.5  # how long a session that rests is taken for other than the service's others
+REST_LEVEL_S, LEVEL_SPREAD = 40.0, 0.5  # how long a session that rests is taken for other than the service's others
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class AutoPolicy:
         arm = self._table.arm_of(record.plan)
         if arm is self._line.arm and self._counts(record):
             self._counted_rounds += 1
-            self._learn_level(arm, record)
+            self._learn_level(record)
             self._table.measure(self._line, record, self._level)
         if record.round_index >= self._review_round and record.end_s >= self._review_s:
             self._review(record)
@@ -107,18 +107,14 @@ class AutoPolicy:
             self._counts_from_s, self._is_first = record.start_s, False
         return record.start_s >= self._counts_from_s
 
-    def _learn_level(self, arm: Arm, record: RoundRecord) -> None:
-        """Moves the session's level, and the plan's bias while the plan is new to it: a change that comes with the plan
-        is the plan's. Only tokens up to the first rejection are looked at."""
+    def _learn_level(self, record: RoundRecord) -> None:
+        """Moves the session's level. Only tokens up to the first rejection are looked at."""
         tested = min(record.offered_count, record.accepted_count + 1)
         if not tested:
             return
-        expected = probability(self._level + arm.bias)
+        expected = probability(self._level)
         surprise, variance = record.accepted_count - tested * expected, expected * (1 - expected)
         step = surprise / max(variance, LEVEL_VARIANCE_MIN)
-        arm.tested += tested
-        if self._counted_rounds <= TRIAL_ROUNDS and self._tested > LEVEL_TESTED:
-            arm.bias += step / (arm.tested + LEVEL_TESTED)
         self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
         self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
         keep = SURPRISE_KEPT**tested

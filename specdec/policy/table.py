@@ -36,7 +36,7 @@ def probability(level: float) -> float:
 @dataclass(slots=True, eq=False)
 class Arm:
     """One plan and its rounds, as forgotten sums. `level`: mean acceptance level of the sessions in rounds where draft
-    tokens arrived; `bias`: how far the plan's own tokens pass more or less often than that says."""
+    tokens arrived."""
 
     plan: Plan
     rounds: float = 0.0
@@ -44,8 +44,6 @@ class Arm:
     offered: float = 0.0
     accepted: float = 0.0
     level: float = 0.0
-    bias: float = 0.0
-    tested: float = 0.0
     wait_s: float = 0.0
     overhead_s: float = 0.0
     told_s: float = 0.0
@@ -53,7 +51,6 @@ class Arm:
     def keep(self, share: float) -> None:
         """Forgets all but a share."""
         self.rounds *= share
-        self.tested *= share
         self.wait_s *= share
         self.overhead_s *= share
         self.scale_arrivals(share)
@@ -100,7 +97,6 @@ class Estimate:
     accepted: float
     length: float
     level: float
-    bias: float
     rounds: float
     spread: float
 
@@ -108,8 +104,8 @@ class Estimate:
         """Tokens per second of a session at an acceptance level."""
         if not self.accepted:
             return 1.0 / self.seconds
-        now = expected_accepted(probability(level + self.bias), self.length)
-        then = expected_accepted(probability(self.level + self.bias), self.length)
+        now = expected_accepted(probability(level), self.length)
+        then = expected_accepted(probability(self.level), self.length)
         return (1.0 + min(self.accepted * now / then, self.length)) / self.seconds
 
 
@@ -138,11 +134,8 @@ class Table:
         """The line of a plan; None for one that was cut to the end of a text."""
         return self._arms.get(self._shape(plan))
 
-    def forget_draft(self) -> None:
-        """Another draft is connected: what the last one did says nothing of it."""
-        self._expect_again(0.0)
-
-    def _expect_again(self, share: float, but: Arm | None = None) -> None:
+    def forget_draft(self, share: float = 0.0, but: Arm | None = None) -> None:
+        """Another draft is connected, or the same is back: what was measured of all plans but one counts for less."""
         for arm in self._arms.values():
             if arm not in (self.off, but):
                 arm.keep(share)
@@ -183,7 +176,7 @@ class Table:
                 other.scale_arrivals(share)
             arm.keep(LOST_KEPT)
         else:
-            self._expect_again(LOST_KEPT, arm)
+            self.forget_draft(LOST_KEPT, arm)
         self._fast_expected = self._fast_offered = self._fast_squares = 0.0
 
     def estimates(self, now_s: float) -> tuple[Estimate, ...]:
@@ -230,7 +223,6 @@ class Table:
             (arrived * prior.accepted + arm.accepted) / count,
             max(0.5, (PRIOR_ROUNDS * prior.offered + arm.offered) / arrivals),
             (PRIOR_ROUNDS * self.level + arm.arrivals * arm.level) / arrivals,
-            arm.bias * arm.rounds / count,
             arm.rounds,
             0.0 if is_off else ROUND_SPREAD / math.sqrt(count),
         )
