@@ -170,7 +170,8 @@ class AutoPolicy:
         if best.worth(self._level) < WORTH_GAIN * off.worth(self._level):
             best = off
         if self._trial is not None:
-            trial, self._trial, table.trial_ends_s = self._trial, None, now_s
+            trial, self._trial = self._trial, None
+            table.on_trial_end(now_s, in_vain=best is off and trial.otherwise.arm is table.off)
             lost_s = self._loss_s(current, trial.otherwise, best.worth(self._level), now_s - trial.began_s)
             self._charge(lost_s - trial.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):

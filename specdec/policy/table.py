@@ -24,6 +24,7 @@ FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is h
 LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
 BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
 ESTIMATES_S = 0.05
+REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
 TRIAL_SHARE = 0.01  # of all time, that trying may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 8.0, 1.0  # what it may lose at first, and save up
 
@@ -119,6 +120,7 @@ class Table:
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
         self.round_count = 0
         self.trial_ends_s, self.next_baseline_s = -math.inf, 0.0
+        self._rest_s = REST_LEAST_S
         self._overhead_s = OVERHEAD_GUESS_S
         self._arrival_share = 1.0
         self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
@@ -146,6 +148,11 @@ class Table:
         self._steps.on_step(record)
         self.round_count += 1
         self.credit_s = min(self.credit_s + TRIAL_SHARE * record.round_s, CREDIT_MAX_S)
+
+    def on_trial_end(self, now_s: float, in_vain: bool) -> None:
+        """Another may be tried, after a rest twice as long as the last where plain decoding stays the best."""
+        self._rest_s = min(2 * self._rest_s, REST_MOST_S) if in_vain else REST_LEAST_S
+        self.trial_ends_s = now_s + (self._rest_s if in_vain else 0.0)
 
     def measure(self, line: Estimate, record: RoundRecord, level: float) -> None:
         """A round that counts for its plan."""
