@@ -144,8 +144,8 @@ def failing_cells() -> list[Cell]:
         Cell("gains on its own, loses by shared cores", replace(one(0.5, network_s=0.03), contention=1.6), 2, 20),
         Cell("useless text beside three perfect ones", _mixed(), 2, 15, (0,), beside=True),
         Cell("perfect texts beside a useless one", _mixed(), 2, 15, (1, 2, 3)),
-        Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 16, tuple(range(32))),
-        Cell("32 streams, steep rows", many(32, 0.6, (0.0,) * 32, slope=0.25), 2, 6, tuple(range(32))),
+        Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 30, tuple(range(32))),
+        Cell("32 streams, steep rows", many(32, 0.6, (0.0,) * 32, slope=0.25), 2, 20, tuple(range(32))),
         Cell("32 streams, flat rows", many(32, 0.7, (0.0,) * 32, slope=0.002), 2, 6, tuple(range(32))),
     ]
     for network_ms in (0, 10, 30, 100):

@@ -188,9 +188,8 @@ class Generation:
         first_output_index = self._walker.count
         walked = self._walker.walk(tokens)
         now_s = time.monotonic()
-        round_s, waited_s = now_s - self._verdict_s, self._waited_s
-        start_s, self._verdict_s, self._waited_s = self._verdict_s, now_s, 0.0
-        round_trip_s, plan = now_s - self._sent_s, self._sent_plan
+        start_s, waited_s, round_trip_s, plan = self._verdict_s, self._waited_s, now_s - self._sent_s, self._sent_plan
+        round_s, self._verdict_s, self._waited_s = now_s - start_s, now_s, 0.0
         is_after_hit = session.outcome is not None and session.outcome.is_branch_hit
         self._trace.verdict(session, answer, now_s, waited_s, walked.ending is not None)
         actions = session.on_verdict(verdict, walked.kept_count, walked.ending is not None)
@@ -209,7 +208,7 @@ class Generation:
         record = self._record(answer, plan, kept, (start_s, now_s), waited_s, round_trip_s)
         self._session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
         self._perform(self._session.on_plan_changed())
-        if self._draft is not None and self._draft.is_up and not self._session.policy.is_speculating:
+        if self._draft is not None and not self._session.policy.is_speculating:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
     def _record(

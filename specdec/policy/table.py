@@ -22,6 +22,7 @@ OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
 FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is held against the usual arrivals
 LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
+KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan, before its arrivals say that; where none came at all
 BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
 ESTIMATES_S = 0.05
 REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
@@ -172,7 +173,8 @@ class Table:
         self._fast_offered = self._fast_offered * keep + record.offered_count
         self._fast_squares = self._fast_squares * keep + expected * expected + ARRIVALS_SPREAD
         surplus = self._fast_offered - self._fast_expected
-        is_lost = self._fast_offered < LOST_SHARE * self._fast_expected
+        is_known = arm.rounds >= KNOWN_ROUNDS if arm.arrivals else arm.rounds >= SILENT_ROUNDS
+        is_lost = is_known and self._fast_offered < LOST_SHARE * self._fast_expected
         if surplus**2 < ARRIVALS_SIGMA**2 * self._fast_squares or not (is_lost or self._arrival_share < LOST_SHARE):
             return
         if surplus < 0:
