@@ -1,8 +1,8 @@
 """Every step of coordinator, draft and target, simulated: what a plan reaches in a world that is given by numbers.
 
 An event simulation with explicit trees: the draft grows best-first, coordinator and draft learn of each other half a
-round trip late, the target takes whatever is in hand. It shares no code with the policy's cost model, which is tested
-against it, and knows no models: tokens are ranks among the draft's candidates, drawn at random when they are decided.
+round trip late, the target takes whatever is in hand. It shares no code with the policy, whose formulas are fitted to
+it, and knows no models: tokens are ranks among the draft's candidates, drawn when they are decided.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class Scenario:
     round_overhead_s: float = 0.0
     session_count: int = 1
     step_jitter: float = 0.1
-
-    def hazard(self, place: int) -> float:
-        """The acceptance of the `place`-th offered token, from 0."""
-        return self.acceptance[min(place, len(self.acceptance) - 1)]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,8 +81,11 @@ class Draws:
 @dataclass(slots=True, eq=False)
 class Stream:
     """One session as all three see it. `root` is the coordinator's; `ahead` are committed candidates below it whose
-    nodes are not there yet. `draft_root`, `frontier` and `beyond_window` are the draft's."""
+    nodes are not there yet. `draft_root`, `frontier` and `beyond_window` are the draft's; `drafted_plan` is the plan
+    it last heard of."""
 
+    plan: Plan
+    acceptance: tuple[float, ...]
     committed_count: int = 0
     root: Node = field(default_factory=lambda: Node(0, 0.0))
     ahead: list[int] = field(default_factory=list)
@@ -94,13 +93,18 @@ class Stream:
     draft_root: Node = field(init=False)
     frontier: list[tuple[float, int, Node]] = field(default_factory=list)
     beyond_window: list[tuple[float, int, Node]] = field(default_factory=list)
-    commits: list[int] = field(default_factory=list)
+    commits: list[tuple[int, Plan]] = field(default_factory=list)
+    drafted_plan: Plan = field(init=False)
     wait_index: int = 0
     waiting: bool = False
 
     def __post_init__(self) -> None:
-        self.draft_root = self.root
+        self.draft_root, self.drafted_plan = self.root, self.plan
         self.frontier.append((0.0, 0, self.root))
+
+    def hazard(self, place: int) -> float:
+        """The acceptance of the `place`-th offered token of this stream's text, from 0."""
+        return self.acceptance[min(place, len(self.acceptance) - 1)]
 
     def path_length(self, now_s: float, length_max: int) -> int:
         """Draft tokens in hand, at most so many."""
@@ -136,8 +140,9 @@ class Stream:
         self.frontier = [(0.0, next(names), self.root)]
         self.beyond_window.clear()
 
-    def leaves(self, plan: Plan) -> list[Node]:
+    def leaves(self) -> list[Node]:
         """The likeliest nodes that are not evaluated yet, within the window."""
+        plan = self.drafted_plan
         chosen: list[Node] = []
         root = self.draft_root
         cost_max = -math.log(LIKELIHOOD_MIN) if plan.leaves > 1 else math.inf
@@ -154,16 +159,14 @@ class Stream:
 
 
 class Simulation:
-    """All events of one run, in order of time; every stream follows the same plan."""
-
+    """All events of one run, in order of time; every stream begins with the same plan."""
     def __init__(self, scenario: Scenario, plan: Plan, seed: int) -> None:
         self.scenario = scenario
-        self.plan = plan
         self.draws = Draws(seed)
         self.now_s = 0.0
         self.verified: list[tuple[Stream, int]] = []
         self.target_is_busy = self.draft_is_busy = False
-        self.streams = [Stream() for _ in range(scenario.session_count)]
+        self.streams = [Stream(plan, scenario.acceptance) for _ in range(scenario.session_count)]
         self._names = itertools.count(1)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         first = scenario.acceptance[0]
@@ -171,10 +174,8 @@ class Simulation:
         self._all_costs = [-math.log(share) for share in (first, *rest)]
         self.evaluated_count = self.round_count = 0
 
-    @property
-    def _costs(self) -> list[float]:
-        """Of a node's children: a chain has no branches."""
-        return self._all_costs[: 1 if self.plan.leaves == 1 else None]
+    def _costs(self, stream: Stream) -> list[float]:  # of a node's children: a chain has no branches
+        return self._all_costs[: 1 if stream.drafted_plan.leaves == 1 else None]
 
     def run(self, token_count: int) -> float:
         """Tokens per second of one stream, over about so many tokens of each."""
@@ -192,7 +193,7 @@ class Simulation:
 
     def _verify(self, stream: Stream) -> None:
         """Asks for the next verification, or holds it until enough tokens are in hand."""
-        plan = self.plan
+        plan = stream.plan
         if plan.wait_length and stream.path_length(self.now_s, plan.wait_length) < plan.wait_length:
             stream.waiting = True
             index = stream.wait_index
@@ -207,7 +208,7 @@ class Simulation:
     def _send(self, stream: Stream) -> None:
         stream.waiting = False
         stream.wait_index += 1
-        offered_count = stream.path_length(self.now_s, self.plan.draft_length_max)
+        offered_count = stream.path_length(self.now_s, stream.plan.draft_length_max)
         self._after(self.scenario.round_overhead_s, lambda: self._queue(stream, offered_count))
 
     def _queue(self, stream: Stream, offered_count: int) -> None:
@@ -226,21 +227,21 @@ class Simulation:
 
     def _conclude(self, batch: list[tuple[Stream, int]]) -> None:
         for stream, offered_count in batch:
-            self._commit(stream, self._outcomes(offered_count))
+            self._commit(stream, self._outcomes(stream, offered_count))
         self._after(0.0, self._target_step)
 
-    def _outcomes(self, offered_count: int) -> list[int]:
+    def _outcomes(self, stream: Stream, offered_count: int) -> list[int]:
         """Which candidate each token of the round is: first ones that pass, then the next token."""
         ranks: list[int] = []
         scenario = self.scenario
-        while len(ranks) < offered_count and self.draws.uniform() < scenario.hazard(len(ranks)):
+        while len(ranks) < offered_count and self.draws.uniform() < stream.hazard(len(ranks)):
             ranks.append(0)
         if len(ranks) == offered_count:
-            match = scenario.hazard(offered_count) if scenario.bonus_match is None else scenario.bonus_match
+            match = stream.hazard(offered_count) if scenario.bonus_match is None else scenario.bonus_match
             if self.draws.uniform() < match:
                 return [*ranks, 0]
         choice = self.draws.uniform()
-        for rank, probability in enumerate(scenario.branch_probabilities[: len(self._costs) - 1], 1):
+        for rank, probability in enumerate(scenario.branch_probabilities[: len(self._costs(stream)) - 1], 1):
             choice -= probability
             if choice < 0:
                 return [*ranks, rank]
@@ -252,21 +253,22 @@ class Simulation:
         stream.ahead += ranks
         stream.committed_count += len(ranks)
         self._verify(stream)
-        committed_count = stream.committed_count
-        self._after(self.scenario.network_s / 2, lambda: self._hear(stream, committed_count))
+        commit = stream.committed_count, stream.plan
+        self._after(self.scenario.network_s / 2, lambda: self._hear(stream, *commit))
 
-    def _hear(self, stream: Stream, committed_count: int) -> None:
-        stream.commits.append(committed_count)
+    def _hear(self, stream: Stream, committed_count: int, plan: Plan) -> None:
+        stream.commits.append((committed_count, plan))
         if not self.draft_is_busy:
             self._draft()
 
     def _draft(self) -> None:
         """One step of the draft for all streams: the commits heard of meanwhile first, then their likeliest leaves."""
         for stream in self.streams:
-            for committed_count in stream.commits:
+            for committed_count, plan in stream.commits:
+                stream.drafted_plan = plan
                 stream.learn(committed_count, self._names)
             stream.commits.clear()
-        chosen = [(stream, node) for stream in self.streams for node in stream.leaves(self.plan)]
+        chosen = [(stream, node) for stream in self.streams for node in stream.leaves()]
         self.draft_is_busy = bool(chosen)
         if chosen:
             self.evaluated_count += len(chosen)
@@ -278,20 +280,21 @@ class Simulation:
         arrival_s = self.now_s + self.scenario.network_s / 2
         for stream, node in chosen:
             node.arrival_s = arrival_s
-            node.children = tuple(Node(node.length + 1, node.cost + cost) for cost in self._costs)
+            node.children = tuple(Node(node.length + 1, node.cost + cost) for cost in self._costs(stream))
             for child in node.children:
                 heapq.heappush(stream.frontier, (child.cost, next(self._names), child))
-        if self.plan.wait_length:
+        if any(stream.waiting or stream.plan.wait_length for stream, _ in chosen):
             self._after(self.scenario.network_s / 2, self._arrive)
         self._draft()
 
     def _arrive(self) -> None:
         """Nodes came: those who waited for them may go on."""
         for stream in self.streams:
-            if stream.waiting and stream.path_length(self.now_s, self.plan.wait_length) >= self.plan.wait_length:
+            wait_length = stream.plan.wait_length
+            if stream.waiting and stream.path_length(self.now_s, wait_length) >= wait_length:
                 self._send(stream)
 
 
 def simulate(scenario: Scenario, plan: Plan, token_count: int, seed: int = 0) -> float:
-    """Tokens per second of one stream under a plan. The same seed gives the same number."""
+    """Tokens per second of one stream under a plan, the same for the same seed."""
     return Simulation(scenario, plan, seed).run(token_count)

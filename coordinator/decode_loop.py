@@ -246,8 +246,7 @@ class Generation:
         prediction = session.policy.prediction
         statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
         statistics.policy_reason = prediction.reason
-        statistics.num_rounds_trial = session.policy.trial_round_count
-        statistics.trial_loss_s = session.policy.trial_loss_s
+        statistics.num_rounds_trial, statistics.trial_loss_s = prediction.num_rounds_trial, prediction.trial_loss_s
         statistics.count_rate(self._walker.count - self._first_output_index)
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)

@@ -26,7 +26,7 @@ from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, S
 from specdec.protocol.report import Event, Finished, Started
 from specdec.protocol.request import Ask
 from specdec.protocol.session import Session
-from specdec.protocol.types import Description, Rule
+from specdec.protocol.types import Description
 from specdec.rpc.convert_generate import ask_from_message, coordinator_description_to_message, event_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
@@ -55,13 +55,26 @@ class Coordinator:
         self._tokenizer = tokenizer
         self._speculation = Speculation(settings)
         self.figures = Figures()
-        self.target = Replica(TARGET, settings.target, settings.link_tls, tokenizer.fingerprint, changed)
+        self._changed = changed
+        arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
+        self.target = Replica(TARGET, settings.target, *arguments)
         self.draft: Replica | None = None
         if settings.draft is not None:
-            self.draft = Replica(DRAFT, settings.draft, settings.link_tls, tokenizer.fingerprint, changed)
+            self.draft = Replica(DRAFT, settings.draft, *arguments)
         self._numbers = itertools.count(1)
         self._taken_count = 0
         self._generations: set[Generation] = set()
+        self._known_draft: Description | None = None
+
+    def _on_changed(self) -> None:
+        """A replica is up, or gone: what it measured when it had loaded is where the policy begins."""
+        if self.target.description is not None:
+            self._speculation.on_target(self.target.description)
+        draft = None if self.draft is None else self.draft.description
+        if draft is not None and draft is not self._known_draft:
+            self._speculation.on_draft(draft)
+        self._known_draft = draft
+        self._changed()
 
     async def generate(
         self, request: coordinator_pb.GenerateRequest, context: Context
@@ -144,17 +157,18 @@ class Coordinator:
         prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
         if self.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
-        law = ask.law(len(prompt), secrets.randbits(64), target.end_token_ids)
+        rule, rule_reason = self._speculation.rule(ask)
+        law = ask.law(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         session = Session(
             next(self._numbers),
             law,
             len(prompt) + walker.max_tokens,
             target.vocabulary_size,
-            self._speculation.policy(ask),
+            self._speculation.policy(ask, rule),
             [*prompt, *ask.resumed_token_ids],
             ask.cache_salt,
         )
-        started = Started(trace.request_id, law.seed, law.rule, len(prompt), walker.max_tokens, rule_reason(ask))
+        started = Started(trace.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
         trace.admitted(ask, started, target)
@@ -181,15 +195,6 @@ class Coordinator:
             group.create_task(self.target.run())
             if self.draft is not None:
                 group.create_task(self.draft.run())
-
-
-def rule_reason(ask: Ask) -> str:
-    """Why a request's rule is in force, in one line."""
-    if ask.speculative.rule is not None:
-        return "asked for"
-    if ask.rule() is Rule.GREEDY:
-        return "temperature 0"
-    return "a seed was given" if ask.rule() is Rule.COUPLED else "sampling without a seed"
 
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:

@@ -18,7 +18,7 @@ BENCHMARKS = {
     "overhead": ("bench.overhead", "Time, CPU and bytes of a token beside the models, an echo and a bare server."),
     "peers": ("bench.peers", "transformers' own generation and assisted generation, and the engine alone."),
     "goals": ("bench.goals", "Each bar beside what the last runs reached."),
-    "ceiling": ("bench.ceiling", "An event simulation, and the cost model beside it."),
+    "policy-cells": ("bench.policy_cells", "The policy in a simulated service, against off and the best fixed plan."),
     "rounds": ("bench.rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("bench.engine", "The engine's step by rows, sequences and context, its streams and its evidence."),
     "tensor-parallel": ("bench.tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),

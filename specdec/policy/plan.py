@@ -1,4 +1,4 @@
-"""What a round is to do, as a value; the words that policies, sessions and the cost model speak in.
+"""What a round is to do, as a value; the words that policies and sessions speak in.
 
 It knows neither how a plan is chosen nor how it is carried out.
 """
@@ -54,7 +54,10 @@ PLAIN = Plan(draft_length_max=0, window=0)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy expects of its plan, tokens per second of this session (None: it has no model), and its reason."""
+    """What a policy expects of its plan, tokens per second of this session (None: it has no model), and its reason; the
+    rounds in which it tried another plan, and the seconds it lost by that, as estimated."""
 
     tokens_per_s: float | None
     reason: str
+    num_rounds_trial: int = 0
+    trial_loss_s: float = 0.0

@@ -2,7 +2,7 @@
 
 Pure: a policy sees counts and seconds it is told and answers with a plan. It knows neither tokens nor messages, so what
 it decides under REJECTION cannot depend on the tokens just drawn (docs/exactness.md). `FixedPolicy` does what it was
-told; `AutoPolicy` (auto_policy.py) chooses by the cost model.
+told; `AutoPolicy` (auto_policy.py) chooses by what was measured.
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ class Policy(Protocol):
 
     def plan(self, room: int) -> Plan:
         """The plan for a session that can still hold `room` tokens; the same until `on_round` is told of a round."""
-
-    @property
-    def trial_round_count(self) -> int:
-        """Rounds in which it tried a plan that it did not hold for the best."""
-
-    @property
-    def trial_loss_s(self) -> float:
-        """What those rounds cost beyond the best plan, in seconds, as estimated."""
 
     def on_round(self, record: RoundRecord) -> None:
         """One round ended."""
@@ -87,14 +79,6 @@ class FixedPolicy:
         window = min(self.draft_length + 1, DRAFT_LENGTH_LIMIT) if self.window is None else self.window
         wait_length = self.draft_length if self.wait_s else 0
         return Plan(self.draft_length, window, self.leaves, wait_length, self.wait_s).within(room)
-
-    @property
-    def trial_round_count(self) -> int:
-        return 0
-
-    @property
-    def trial_loss_s(self) -> float:
-        return 0.0
 
     def on_round(self, record: RoundRecord) -> None:
         """A fixed policy learns nothing."""

@@ -12,16 +12,18 @@ OUTLIER_FACTOR = 1.5  # a sample counts for at most so many times the mean: a pa
 class StepCurve:
     """Seconds a step takes, as a function of its rows (or leaves): robust means in buckets, straight lines between."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample_weight: float = SAMPLE_WEIGHT) -> None:
+        self._sample_weight = sample_weight
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
 
-    def add(self, rows: float, seconds: float) -> None:
-        """Tells one step."""
+    def add(self, rows: float, seconds: float) -> float:
+        """Tells one step; returns the mean of steps of about so many rows, this one included."""
         bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
-        weight = max(SAMPLE_WEIGHT, 1 / bucket[0])
+        weight = max(self._sample_weight, 1 / bucket[0])
         bucket[1] += weight * (rows - bucket[1])
         bucket[2] += weight * (min(seconds, OUTLIER_FACTOR * bucket[2]) - bucket[2])
+        return bucket[2]
 
     @property
     def sample_count(self) -> float:

@@ -84,7 +84,7 @@ class SamplingPolicy:
 
 
 class SpeculationMode(enum.Enum):
-    """Who chooses how much to speculate: the cost model, the request and the settings, or nobody."""
+    """Who chooses how much to speculate: what was measured, the request and the settings, or nobody."""
 
     AUTO = 1
     FIXED = 2
@@ -143,8 +143,11 @@ class Ask:
         check_salt(self.cache_salt)
         self.rule()
 
-    def rule(self) -> Rule:
-        """The rule in force (design section 5). Raises InvalidRequest where rule and sampling contradict each other."""
+    def rule(self) -> Rule | None:
+        """The rule that the request names, or that follows from it; None where it is the server's choice.
+
+        Raises InvalidRequest where rule and sampling contradict each other.
+        """
         asked, sampling = self.speculative.rule, self.sampling
         if sampling.temperature == 0:
             if asked not in (None, Rule.GREEDY):
@@ -154,7 +157,14 @@ class Ask:
             raise InvalidRequest("speculative.rule", "GREEDY", "REJECTION or COUPLED with a temperature above 0")
         if asked is Rule.REJECTION and sampling.seed is not None:
             raise InvalidRequest("speculative.rule", "REJECTION", "COUPLED with a seed: REJECTION cannot honour one")
-        return asked or (Rule.REJECTION if sampling.seed is None else Rule.COUPLED)
+        return asked or (None if sampling.seed is None else Rule.COUPLED)
+
+    @property
+    def rule_reason(self) -> str:
+        """Why the rule of `rule()` is in force, in one line."""
+        if self.speculative.rule is not None:
+            return "named by the request"
+        return "temperature 0" if self.sampling.temperature == 0 else "the request has a seed"
 
     def max_tokens(self, prompt_length: int, positions_max: int) -> int:
         """Most output tokens. Raises InvalidRequest when prompt and output do not fit the model."""
@@ -184,11 +194,11 @@ class Ask:
         ends = () if self.sampling.ignore_eos else end_token_ids
         return tuple(sorted({*self.sampling.stop_token_ids, *ends}))
 
-    def law(self, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
-        """The law of the session; `drawn_seed` serves where the request has none."""
+    def law(self, rule: Rule, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
+        """The law of the session under a rule; `drawn_seed` serves where the request has none."""
         sampling = self.sampling
         return Law(
-            rule=self.rule(),
+            rule=rule,
             seed=drawn_seed if sampling.seed is None else sampling.seed,
             prompt_length=prompt_length,
             temperature=sampling.temperature,

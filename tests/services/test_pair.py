@@ -92,8 +92,13 @@ def test_resume_at_every_token_of_real_text(services: Services):
 
 
 def test_unseeded_sampling_speculates_too(services: Services):
-    """Claim: without seed the rule is REJECTION, draft tokens pass, and every token lies in the vocabulary."""
-    outcome = services.client.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
-    assert outcome.started.rule == 2
+    """Claim: without a seed the rule is the server's choice, COUPLED before anything was measured, and it says so; draft
+    tokens pass under REJECTION too, if named, and every token lies in the vocabulary."""
+    chosen = services.client.generate(PROMPTS[0], max_tokens=8, ignore_eos=True)
+    assert chosen.started.rule == chosen.finished.statistics.rule == 3
+    assert chosen.started.rule_reason.startswith("the server's choice")
+    named = {"rule": "RULE_REJECTION"}
+    outcome = services.client.generate(PROMPTS[0], max_tokens=60, ignore_eos=True, speculative=named)
+    assert outcome.started.rule == 2 and outcome.started.rule_reason == "named by the request"
     assert outcome.finished.statistics.num_accepted_draft_tokens > 0
     assert len(outcome.token_ids) == 60 and max(outcome.token_ids) < 4096

@@ -61,7 +61,7 @@ class Order:
                 temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
                 seed=self.seed if self.rule is Rule.COUPLED else None,
             )
-            return speculation.policy(Ask(token_ids=self.prompt, sampling=sampling))
+            return speculation.policy(Ask(token_ids=self.prompt, sampling=sampling), self.rule)
         return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
 
     def law(self, attempt: int) -> Law:

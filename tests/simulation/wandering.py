@@ -34,14 +34,6 @@ class WanderingPolicy:
         """The plan of this round."""
         return self._plan.within(room)
 
-    @property
-    def trial_round_count(self) -> int:
-        return 0
-
-    @property
-    def trial_loss_s(self) -> float:
-        return 0.0
-
     def on_round(self, record: RoundRecord) -> None:
         """Another round, another plan."""
         self._rounds += 1

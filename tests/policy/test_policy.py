@@ -1,0 +1,115 @@
+"""Policies by their plans: fixed ones do what they are told, the measuring one fits the room and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
+from specdec.errors import InvalidRequest
+from specdec.policy.auto_policy import AutoPolicy
+from specdec.policy.plan import PLAIN, Plan
+from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
+from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, TokenKind
+
+ROOM = 100_000
+
+
+def auto() -> AutoPolicy:
+    """Of a service that has just begun."""
+    policy = AutoService(one()).policy(0)
+    assert isinstance(policy, AutoPolicy)
+    return policy
+
+
+def record_of(index: int, plan: Plan, offered: int, accepted: int, found: bool = True) -> RoundRecord:
+    """Round `index` of one session, one target step after the one before."""
+    round_s = TARGET_S + 0.001
+    start_s = 100 + index * round_s
+    return RoundRecord(
+        index,
+        plan,
+        offered,
+        accepted,
+        accepted + 1,
+        TokenKind.BONUS if found else TokenKind.CORRECTION,
+        found,
+        found,
+        0,
+        0,
+        start_s,
+        start_s + round_s,
+        0.0,
+        round_s,
+        0.0,
+        TARGET_S,
+        0.0,
+        offered + 1,
+    )
+
+
+def test_plans_fit_the_room() -> None:
+    """Claim: a round commits one more than it accepts, so neither draft length nor window nor wait reaches the room;
+    with room for one token the plan is plain decoding."""
+    policies: list[Policy] = [FixedPolicy(3), FixedPolicy(16, 32, 8, 0.0), auto()]
+    for policy in policies:
+        for room in range(1, 70):
+            plan = policy.plan(room)
+            assert max(plan.draft_length_max, plan.window, plan.wait_length) <= room - 1, (policy, plan)
+            assert plan.draft_length_max <= min(policy.draft_length_cap, plan.window)
+        assert policy.plan(1) == PLAIN
+
+
+def test_fixed_policies_do_what_they_are_told() -> None:
+    """Claim: a draft length alone waits for all its tokens with a draft one ahead; what is named is kept; 0 is off."""
+    assert FixedPolicy(3, wait_s=0.1).plan(ROOM) == Plan(3, 4, 1, 3, 0.1)
+    assert FixedPolicy(16, 32, 8, 0.0).plan(ROOM) == Plan(16, 32, 8)
+    assert FixedPolicy(64).plan(ROOM).window == DRAFT_LENGTH_LIMIT
+    assert OFF_POLICY.plan(ROOM) == PLAIN and OFF_POLICY.draft_length_cap == 0 and not OFF_POLICY.is_speculating
+    with pytest.raises(InvalidRequest):
+        FixedPolicy(4, window=3)
+
+
+def test_it_says_why_in_numbers() -> None:
+    """Claim: one line of the table: the plan, what is predicted of it, how much was measured, and off."""
+    reason = auto().prediction.reason
+    assert "tokens/s predicted" in reason and "; off 5" in reason and "\n" not in reason
+    slow = AutoService(one(draft_s=10 * TARGET_S)).policy(0)
+    assert isinstance(slow, AutoPolicy) and slow.prediction.reason.startswith("off: 5")
+
+
+def test_decisions_depend_on_counts_alone() -> None:
+    """Claim (docs/exactness.md): two sessions with the same counts and times make the same plans, whatever the next
+    tokens were. Conclusive: everything else in a record differs between the two, and plans are compared each round."""
+    policies = auto(), auto()
+    for index in range(400):
+        plan = policies[0].plan(ROOM)
+        offered = min(4, plan.draft_length_max)
+        accepted = min(offered, index * 7 % 5)
+        for policy, found in zip(policies, (True, False)):
+            policy.on_round(record_of(index, plan, offered, accepted, found))
+        assert policies[0].plan(ROOM) == policies[1].plan(ROOM)
+        assert policies[0].prediction == policies[1].prediction
+
+
+def test_a_plan_stands_between_rounds() -> None:
+    """Claim: asked twice between two rounds, a policy answers the same."""
+    policy = auto()
+    for index in range(200):
+        plan = policy.plan(ROOM)
+        assert policy.plan(ROOM) == plan
+        policy.on_round(record_of(index, plan, min(2, plan.draft_length_max), 0))
+
+
+def test_rounds_of_other_plans_do_not_count() -> None:
+    """Claim: rounds sent under a plan that is no longer in force, and those cut to the end of a text, teach nothing of
+    the plan in force. Conclusive: hundreds of them with everything accepted leave what is predicted as it was."""
+    policy = auto()
+    before = policy.prediction.reason
+    other = replace(policy.plan(ROOM), draft_length_max=LENGTH_CAP - 3, window=LENGTH_CAP - 2)
+    for index in range(1, 4):
+        policy.on_round(record_of(index, other, 1, 1))
+    assert policy.prediction.reason.split(":")[0] == before.split(":")[0]
+    assert "not measured yet" in policy.prediction.reason
