@@ -21,7 +21,7 @@ from specdec.errors import SpecdecError
 from specdec.protocol.items import DraftAsk, Nodes
 from specdec.protocol.types import Law
 from specdec.rpc.client import open_channel
-from specdec.rpc.convert_items import item_from_message, item_to_message
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.link import Link
 
 STARTED_S_MAX, SILENCE_S = 60.0, 0.02
@@ -110,4 +110,4 @@ class Delivery:
         self._came.set()
 
     def _send(self, item: DraftAsk) -> None:
-        self._link.send(item_to_message(DRAFT.request_item, item))
+        self._link.send(item_to_bytes(DRAFT.request, item))

@@ -1,8 +1,8 @@
-"""The draft tree: all draft tokens below the committed ones.
+"""The coordinator's draft tree: all draft tokens received below the committed ones.
 
 A node is named (epoch, node) and is usable while the path from its root agrees with the committed tokens, whenever it
 arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of models or of
-messages, and only carries the likelihoods the draft grows it by.
+messages.
 """
 
 from __future__ import annotations
@@ -17,22 +17,11 @@ LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are forgo
 NAME_COUNT_KEPT = 256  # names that may be forgotten are looked for when there are more, not at every commit
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """One child the draft thinks of: its rank (0 is the proposal child), and the confidence the draft puts in it."""
-
-    token_id: int
-    rank: int
-    confidence: float
-
-
 @dataclass(slots=True, eq=False)
 class Place:
     """One token at one position with one path before it. `length` is the length of the path that ends with it.
 
-    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only). The
-    draft alone keeps a `score`, the logarithm of the path's likelihood up to a constant of the tree, and what it
-    guessed when it evaluated the place (growth.py).
+    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only).
     """
 
     length: int
@@ -43,8 +32,6 @@ class Place:
     proposal: Place | None = None
     row: Row | None = None
     alive: bool = True
-    score: float = 0.0
-    guesses: tuple[Guess, ...] = ()
 
     def below(self) -> Iterator[Place]:
         """This place and every place below it."""
@@ -173,15 +160,6 @@ class DraftTree:
             place.alive = False
         self._named.clear()
         self.root = Place(len(self.committed), self.committed[-1])
-
-    def tokens_to(self, place: Place) -> list[int]:
-        """The tokens of a living place's path that are not committed yet, its own the last."""
-        tokens: list[int] = []
-        walker: Place | None = place
-        while walker is not None and walker is not self.root:
-            tokens.append(walker.token_id)
-            walker = walker.parent
-        return tokens[::-1]
 
     def proposal_path(self, length_max: int) -> list[Place]:
         """The places from the root down along proposal children, at most `length_max` of them."""

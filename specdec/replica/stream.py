@@ -17,7 +17,7 @@ from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.items import Commit, DraftAsk, Failure, TargetAsk, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
-from specdec.rpc.convert_items import item_from_message, item_name, item_to_message
+from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
@@ -33,7 +33,6 @@ class StreamMessages:
 
     request: type
     response: type
-    response_item: type
 
 
 class ReplicaStream:
@@ -113,13 +112,17 @@ class ReplicaStream:
         self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
 
     def _message(self) -> bytes:
-        """One message with the answers that are ready and fit; an empty one answers pings."""
+        """One message with the answers that are ready and fit, and a stamp where one is due; pings are answered by a
+        stamp alone."""
         self._is_pinged = False
-        answers: list = []
+        parts: list[bytes] = []
         byte_count = 0
         while self._answers and byte_count < MESSAGE_BYTES_SOFT:
-            answers.append(item_to_message(self._messages.response_item, self._answers.popleft()))
-            byte_count += answers[-1].ByteSize()
-        message = self._messages.response(items=answers)
-        self._stamps.stamp(message, time.monotonic_ns())
-        return message.SerializeToString()
+            parts.append(item_to_bytes(self._messages.response, self._answers.popleft()))
+            byte_count += len(parts[-1])
+        now_ns = time.monotonic_ns()
+        if not parts or self._stamps.is_due(now_ns):
+            message = self._messages.response()
+            self._stamps.stamp(message, now_ns)
+            parts.append(message.SerializeToString())
+        return b"".join(parts)

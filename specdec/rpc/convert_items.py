@@ -250,18 +250,11 @@ _TABLES = {
 }
 _WRITERS = {
     message: {kind: (name, write) for name, kind, write, _ in table}
-    for stream_message, (item_message, table) in _TABLES.items()
-    for message in (stream_message, item_message)
+    for message, (_, table) in _TABLES.items()
 }
 _READERS: dict[type, dict[str, Callable]] = {
     message: {name: read for name, _, _, read in table} for message, table in _TABLES.values()
 }
-
-
-def item_to_message(message_class: type, item):
-    """The stream message's item (`VerifyRequestItem`, …) that carries `item`."""
-    name, write = _WRITERS[message_class][type(item)]
-    return message_class(**{name: write(item)})
 
 
 def item_to_bytes(message_class: type, item) -> bytes:

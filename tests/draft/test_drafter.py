@@ -19,7 +19,7 @@ from specdec.engine.interface import RaggedBatch, Segment
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, Nodes, Open
-from specdec.protocol.tree import DraftTree
+from specdec.protocol.tree import DraftTree, Place
 from specdec.protocol.types import Description, Law, Rule
 from specdec.replica.handler import ItemHandler
 from tests.support.engine_models import make_tiny_model
@@ -27,6 +27,11 @@ from tests.support.engine_models import make_tiny_model
 VOCABULARY_SIZE = 288
 LENGTH_MAX = 120
 BLOCK_SIZE = 8  # branches part inside blocks and across their borders
+
+
+def draft_tokens(place: Place) -> list[int]:
+    """The tokens below the committed ones that lead to a place of a coordinator's tree, its own the last."""
+    return [] if place.parent is None else [*draft_tokens(place.parent), place.token_id]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ class Draft:
             place = tree.add(answer.epoch, answer.root_length, node)
             assert place is not None, "nothing was in flight, so nothing may be late"
             if node.proposal:
-                path = [*tree.committed, *tree.tokens_to(place)]
+                path = [*tree.committed, *draft_tokens(place)]
                 assert path[-1] == self.next_token(path[:-1]), f"the proposal after {path[:-1][-6:]}"
         tree.check()
 

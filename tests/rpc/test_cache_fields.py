@@ -9,11 +9,16 @@ from specdec.protocol.items import EvidenceAnswer, Open
 from specdec.protocol.types import CACHE_SALT_LENGTH_MAX, CacheSize, Description, Evidence, Law, Rule
 from specdec.rpc.convert import description_from_message, description_to_message
 from specdec.rpc.convert_generate import ask_from_message
-from specdec.rpc.convert_items import item_from_message, item_to_message
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import target_service_pb2 as target_pb
 
 LAW = Law(Rule.GREEDY, seed=1, prompt_length=2, temperature=0.0)
+
+
+def through_the_wire(message_class: type, item: object) -> object:
+    """The item as it is read from a message's bytes."""
+    return item_from_message(message_class.FromString(item_to_bytes(message_class, item)).items[0])
 
 
 def test_values_of_the_cache_come_back() -> None:
@@ -22,10 +27,10 @@ def test_values_of_the_cache_come_back() -> None:
     Conclusive: every field has a value of its own, so two that were exchanged would show.
     """
     opened = Open(1, 2, LAW, 10, 7, cache_salt="tenant")
-    assert item_from_message(item_to_message(target_pb.VerifyRequestItem, opened)) == opened
+    assert through_the_wire(target_pb.VerifyRequest, opened) == opened
     answer = EvidenceAnswer(1, 2, 3, Evidence((4,)), 5, 6, 7, 8, 9, 10, 11, 12, 13)
     assert (answer.cached_prompt_tokens, answer.step_count, answer.evictions) == (11, 12, 13)
-    assert item_from_message(item_to_message(target_pb.VerifyResponseItem, answer)) == answer
+    assert through_the_wire(target_pb.VerifyResponse, answer) == answer
     for size in (None, CacheSize(10, 64, 1 << 40)):
         description = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch", cache=size)
         assert description_from_message(description_to_message(description)) == description
