@@ -92,7 +92,7 @@ def test_resume_at_every_token_of_real_text(services: Services):
 
 
 def test_unseeded_sampling_speculates_too(services: Services):
-    """Claim: without a seed the rule is the server's choice, COUPLED before anything was measured, and it says so; draft
+    """Claim: without a seed the rule is the server's choice, COUPLED before anything was measured, and says so; draft
     tokens pass under REJECTION too, if named, and every token lies in the vocabulary."""
     chosen = services.client.generate(PROMPTS[0], max_tokens=8, ignore_eos=True)
     assert chosen.started.rule == chosen.finished.statistics.rule == 3
