@@ -22,7 +22,8 @@ class Calibration:
     """One draft model's record: `probability` is asked for every guess, `record` told of those on a committed path."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[Rule, int], list[list[float]]] = {}
+        bin_count = (1 + max(rule.value for rule in Rule)) * RANK_COUNT
+        self._bins = [[[0.0, 0.0] for _ in range(len(EDGES) + 1)] for _ in range(bin_count)]
 
     def probability(self, rule: Rule, rank: int, confidence: float) -> float:
         """P(committed | the path before it is) of a guess: the bin's share, shrunk towards the confidence."""
@@ -41,8 +42,5 @@ class Calibration:
 
     def _bin(self, rule: Rule, rank: int, confidence: float) -> list[float]:
         """[came true, counted] of the bin a confidence falls in."""
-        key = rule, min(rank, RANK_COUNT - 1)
-        bins = self._counts.get(key)
-        if bins is None:
-            bins = self._counts[key] = [[0.0, 0.0] for _ in range(len(EDGES) + 1)]
+        bins = self._bins[rule.value * RANK_COUNT + min(rank, RANK_COUNT - 1)]
         return bins[bisect.bisect_right(EDGES, confidence)]
