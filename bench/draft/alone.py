@@ -29,7 +29,7 @@ from specdec.telemetry.tracing import Tracing
 STREAM = "benchmark"
 BLOCK_SIZE, CACHE_POSITIONS = 64, 1 << 16
 FULL_SHARE = 0.75  # of the nodes a step was asked for: where a tree has few likely places, it evaluates fewer
-OPENING_S_MAX, STEPS_S_MAX, SILENCE_S = 60.0, 3.0, 0.03
+OPENING_S_MAX, STEPS_S_MAX, SILENCE_S = 60.0, 10.0, 0.03
 POLL_S = 0.004  # answers are looked at together, seldom: who looks takes time from the thread that is measured
 
 
