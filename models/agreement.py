@@ -82,14 +82,14 @@ def draft_logits(draft: LlamaForCausalLM, text: Text) -> Tensor:
 
 def equal_share(text: Text, logits: Tensor, law: Law) -> float:
     """The share of output positions where the draft proposes the target's token.  logits: [output, vocab] float32"""
-    proposals = propose(requests_along(text, law), [1] * len(text.output), logits)
+    proposals = propose(requests_along(text, law), logits)
     return statistics.fmean(proposal.token_id == token for proposal, token in zip(proposals, text.output, strict=True))
 
 
 def rejection_share(text: Text, logits: Tensor, law: Law) -> float:
     """The mean probability that a token drawn from the draft's row passes.  logits: [output, vocab] float32"""
     drawn_law = replace(law, rule=Rule.REJECTION)
-    proposals = propose(requests_along(text, drawn_law), [1] * len(text.output), logits)
+    proposals = propose(requests_along(text, drawn_law), logits)
     context = PathContext(drawn_law, text.prompt, text.output[:-1])
     target_probs = dense_scores(text.logits, [context]).softmax(dim=1)  # [output, vocab] float64
     pairs = zip(target_probs, proposals, strict=True)

@@ -261,15 +261,12 @@ class KVCache:
         return taken
 
     def _take_run(self, count: int) -> list[int]:
-        """`count` blocks that lie one after another where some do, so that keys can be read where they are."""
-        run: list[int] = []
-        for block_id in sorted(self._free):
-            run = [*run, block_id] if run and block_id == run[-1] + 1 else [block_id]
-            if len(run) == count:
+        """`count` blocks, one after another where so many are, so that keys can be read where they lie."""
+        free = sorted(self._free)
+        for start in range(len(free) - count + 1):
+            if free[start + count - 1] - free[start] == count - 1:
+                self._free = [*free[:start], *free[start + count :]][::-1] + free[start : start + count][::-1]
                 break
-        if len(run) == count and count <= self.free_block_count:
-            wanted = set(run)
-            self._free = [block_id for block_id in self._free if block_id not in wanted] + run[::-1]
         return self._take(count)
 
     def _take_kept(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.hygiene.sources import FunctionNode, product_modules, report
 
-FILE_LINES_MAX = 300
+FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P90_MAX = 30
 LINE_CHARACTERS_MAX = 120
@@ -15,7 +15,7 @@ def line_count(function: FunctionNode) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
-def test_no_file_is_longer_than_300_lines() -> None:
+def test_no_file_is_longer_than_400_lines() -> None:
     """Claim: every file can be read in one sitting."""
     counts = {module.path: len(module.text.splitlines()) for module in product_modules()}
     problems = [f"{path}:1: {count} lines" for path, count in counts.items() if count > FILE_LINES_MAX]
