@@ -56,9 +56,8 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._born_s = time.monotonic()
         self._sent_s = self._verdict_s = self._born_s
-        self._sent_plan = PLAIN
         self._wait_began_s: float | None = None
-        self._waited_s = 0.0  # for draft tokens, since the last verdict
+        self._sent_plan, self._waited_s = PLAIN, 0.0  # for draft tokens, since the last verdict
         self.statistics = Statistics()
         self.names = {"trace_id": session.trace.trace_id.hex(), "session": session.number}  # in logs
         self._started = started
@@ -185,8 +184,7 @@ class Generation:
             self._fail(error)
             return
         tokens = (*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id)
-        first_output_index = self._walker.count
-        walked = self._walker.walk(tokens)
+        first_output_index, walked = self._walker.count, self._walker.walk(tokens)
         now_s = time.monotonic()
         start_s, waited_s, round_trip_s, plan = self._verdict_s, self._waited_s, now_s - self._sent_s, self._sent_plan
         round_s, self._verdict_s, self._waited_s = now_s - start_s, now_s, 0.0
@@ -214,13 +212,13 @@ class Generation:
     def _record(
         self, answer: EvidenceAnswer, plan: Plan, kept_count: int, times_s: tuple[float, float], *waits_s: float
     ) -> RoundRecord:
-        outcome, (wait_s, round_trip_s) = self._session.outcome, waits_s
+        outcome = self._session.outcome
         assert outcome is not None
         found = outcome.next_kind, outcome.was_looked_up, outcome.was_found, outcome.in_hand_count, 0
         step_s = answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6
         step = answer.step_rows, answer.step_sessions, answer.active_sessions, answer.step_count
         counts = outcome.offered_count, outcome.accepted_count, kept_count
-        return RoundRecord(answer.round_index, plan, *counts, *found, *times_s, wait_s, round_trip_s, *step_s, *step)
+        return RoundRecord(answer.round_index, plan, *counts, *found, *times_s, *waits_s, *step_s, *step)
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
         statistics, outcome = self.statistics, self._session.outcome
