@@ -203,22 +203,20 @@ class Generation:
         if walked.ending is not None:
             self._finish(walked.ending)
             return
-        record = self._record(answer, plan, kept, (start_s, now_s), waited_s, round_trip_s)
+        record = self._record(answer, plan, kept, start_s, now_s, waited_s, round_trip_s)
         self._session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
         self._perform(self._session.on_plan_changed())
         if self._draft is not None and not self._session.policy.is_speculating:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
-    def _record(
-        self, answer: EvidenceAnswer, plan: Plan, kept_count: int, times_s: tuple[float, float], *waits_s: float
-    ) -> RoundRecord:
+    def _record(self, answer: EvidenceAnswer, plan: Plan, kept_count: int, *times_s: float) -> RoundRecord:
         outcome = self._session.outcome
         assert outcome is not None
         found = outcome.next_kind, outcome.was_looked_up, outcome.was_found, outcome.in_hand_count, 0
         step_s = answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6
         step = answer.step_rows, answer.step_sessions, answer.active_sessions, answer.step_count
-        counts = outcome.offered_count, outcome.accepted_count, kept_count
-        return RoundRecord(answer.round_index, plan, *counts, *found, *times_s, *waits_s, *step_s, *step)
+        counts = plan, outcome.offered_count, outcome.accepted_count, kept_count
+        return RoundRecord(answer.round_index, *counts, *found, *times_s, *step_s, *step)
 
     def _count(self, answer: EvidenceAnswer, now_s: float, follows_branch_hit: bool) -> None:
         statistics, outcome = self.statistics, self._session.outcome

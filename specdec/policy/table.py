@@ -27,7 +27,7 @@ BACK_S = 20.0  # how long a lost draft counts against plans that were not tried 
 ESTIMATES_S = 0.05
 REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
 TRIAL_SHARE = 0.01  # of all time, that trying may lose
-CREDIT_ROUNDS, CREDIT_MAX_S = 8.0, 1.0  # what it may lose at first, and save up
+CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # what it may lose at first, and save up
 
 
 def probability(level: float) -> float:
