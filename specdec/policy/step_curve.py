@@ -15,9 +15,11 @@ class StepCurve:
     def __init__(self, sample_weight: float = SAMPLE_WEIGHT) -> None:
         self._sample_weight = sample_weight
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
+        self._points: tuple[tuple[float, float], ...] | None = None
 
     def add(self, rows: float, seconds: float) -> float:
         """Tells one step; returns the mean of steps of about so many rows, this one included."""
+        self._points = None
         bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
         weight = max(self._sample_weight, 1 / bucket[0])
@@ -32,10 +34,12 @@ class StepCurve:
 
     def points(self) -> tuple[tuple[float, float], ...]:
         """(mean rows, seconds) of every bucket in order of rows; seconds never fall as rows grow."""
-        points: list[tuple[float, float]] = []
-        for _, bucket in sorted(self._buckets.items()):
-            points.append((bucket[1], max(bucket[2], points[-1][1] if points else 0.0)))
-        return tuple(points)
+        if self._points is None:
+            points: list[tuple[float, float]] = []
+            for _, bucket in sorted(self._buckets.items()):
+                points.append((bucket[1], max(bucket[2], points[-1][1] if points else 0.0)))
+            self._points = tuple(points)
+        return self._points
 
     def seconds(self, rows: float) -> float | None:
         """The time of a step of so many rows; None before the first sample. Never falls as rows grow.

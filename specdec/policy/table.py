@@ -27,7 +27,7 @@ BACK_S = 20.0  # how long a lost draft counts against plans that were not tried 
 ESTIMATES_S = 0.05
 REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
 TRIAL_SHARE = 0.01  # of all time, that trying may lose
-CREDIT_ROUNDS, CREDIT_MAX_S = 8.0, 1.0  # what it may lose at first, and save up
+CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # what it may lose at first, and save up
 
 
 def probability(level: float) -> float:
@@ -89,26 +89,24 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """One line of the table as of now. `accepted`: tokens a round at `level`; `length`: of what arrived; `seconds`: of
-    a round if all sessions ran the plan, `remainder_s` of it beside the step; `spread`: relative uncertainty."""
+    """One line of the table as of now. `seconds`: of a round if all sessions ran the plan, `remainder_s` of it beside
+    the step; `offered`: tokens a round; `length`: of what arrived; `gain`: accepted over a + ... + a^length, a being the
+    acceptance of the sessions that were measured; `spread`: relative uncertainty."""
 
     arm: Arm
     seconds: float
     remainder_s: float
     offered: float
-    accepted: float
+    gain: float
     length: float
-    level: float
     rounds: float
     spread: float
 
     def worth(self, level: float) -> float:
         """Tokens per second of a session at an acceptance level."""
-        if not self.accepted:
+        if not self.gain:
             return 1.0 / self.seconds
-        now = expected_accepted(probability(level), self.length)
-        then = expected_accepted(probability(self.level), self.length)
-        return (1.0 + min(self.accepted * now / then, self.length)) / self.seconds
+        return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.seconds
 
 
 class Table:
@@ -223,15 +221,17 @@ class Table:
         offered = (arrived * prior.offered + arm.offered) / count
         wait_s = (PRIOR_ROUNDS * prior.wait_s + arm.wait_s) / count
         remainder_s = wait_s + (PRIOR_ROUNDS * self._overhead_s + arm.overhead_s) / count
+        accepted = (arrived * prior.accepted + arm.accepted) / count
+        length = max(0.5, (PRIOR_ROUNDS * prior.offered + arm.offered) / arrivals)
+        level = (PRIOR_ROUNDS * self.level + arm.arrivals * arm.level) / arrivals
         is_off = arm is self.off
         return Estimate(
             arm,
             self._steps.round_s(1 + offered, not is_off, arm.plan.wait_length > 0) + remainder_s,
             remainder_s,
             offered,
-            (arrived * prior.accepted + arm.accepted) / count,
-            max(0.5, (PRIOR_ROUNDS * prior.offered + arm.offered) / arrivals),
-            (PRIOR_ROUNDS * self.level + arm.arrivals * arm.level) / arrivals,
+            accepted / expected_accepted(probability(level), length),
+            length,
             arm.rounds,
             0.0 if is_off else ROUND_SPREAD / math.sqrt(count),
         )

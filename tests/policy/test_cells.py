@@ -16,6 +16,7 @@ from specdec.policy.table import TRIAL_SHARE
 pytestmark = pytest.mark.lengthy
 
 NOISE = 0.02  # of a mean over two runs: steps jitter, and now and then one pauses
+NOISE_BESIDE = 0.06  # where the others' rows set the pace, and what they choose differs from run to run
 STREAMS_MANY = 8  # more are left to the command: they take a minute
 FAILING = {cell.name: cell for cell in failing_cells() if len(cell.world.texts) <= STREAMS_MANY}
 PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.85, RTT 30 ms")
@@ -26,7 +27,8 @@ def test_a_draft_of_no_use_costs_next_to_nothing(name: str) -> None:
     """Claim: 0.98 of off, reached within 2 s of the change. Conclusive: nothing is left out, trials and the way to them
     included; off runs in the same world with the same seeds."""
     result = run(FAILING[name], 2)
-    assert result.share >= OF_OFF - NOISE, (result.off, result.auto)
+    noise = NOISE_BESIDE if FAILING[name].beside else NOISE
+    assert result.share >= OF_OFF - noise, (result.off, result.auto)
 
 
 @pytest.mark.parametrize("name", PAYING)
