@@ -90,8 +90,8 @@ class Arm:
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
     """One line of the table as of now. `seconds`: of a round if all sessions ran the plan, `remainder_s` of it beside
-    the step; `offered`: tokens a round; `length`: of what arrived; `gain`: accepted over a + ... + a^length, a being the
-    acceptance of the sessions that were measured; `spread`: relative uncertainty."""
+    the step; `offered`: tokens a round; `length`: of what arrived; `gain`: accepted over a + ... + a^length, a being
+    the acceptance of the sessions that were measured; `spread`: relative uncertainty."""
 
     arm: Arm
     seconds: float
