@@ -156,7 +156,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=56, help="output tokens of each generation (56)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--seed", type=int, help="with a temperature: the rule COUPLED; absent: the rule is the service's choice")
+    help = "with a temperature: the rule COUPLED; absent: the service chooses the rule"
+    parser.add_argument("--seed", type=int, help=help)
     parser.add_argument("--num-speculative-tokens", type=int, help="draft tokens in a verification (the service's)")
     parser.add_argument("--repeats", type=int, default=1, help="times each prompt is measured on and off (1)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
