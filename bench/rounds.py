@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import grpc
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.table import Table
 from bench.harness import heldout_prompts, running
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from specdec.v1 import types_pb2 as types_pb
 
 RULES = {
     "GREEDY, temperature 0": {"temperature": 0.0},
@@ -34,12 +36,20 @@ RULES = {
 PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_evidence_s", "target_link_s")
 
 
+def named_rule(sampling: dict[str, Any]) -> Any:
+    """The wire's number of the rule that sampling parameters of RULES stand for: unseeded, the server would choose."""
+    is_drawn = sampling["temperature"] > 0 and "seed" not in sampling
+    return types_pb.RULE_REJECTION if is_drawn else types_pb.RULE_UNSPECIFIED
+
+
 def measure(stub, prompt: str, rule: str, draft_length: int, max_tokens: int) -> dict[str, float]:
     """One generation: tokens/s after the first token, acceptance, bytes, and milliseconds a round by part."""
     request = pb.GenerateRequest(
         text=prompt,
         sampling=pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule]),
-        speculative=pb.SpeculativePolicy(policy=pb.POLICY_FIXED, num_speculative_tokens=draft_length),
+        speculative=pb.SpeculativePolicy(
+            policy=pb.POLICY_FIXED, num_speculative_tokens=draft_length, rule=named_rule(RULES[rule])
+        ),
     )
     *_, last = stub.Generate(request, timeout=300)
     counts = last.finished.statistics

@@ -70,7 +70,9 @@ def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
 def request_of(variant: Variant, rule: str, prompt: str, max_tokens: int) -> pb.GenerateRequest:
     """A generation of exactly `max_tokens` tokens."""
     sampling = pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
-    return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative_policy(variant))
+    speculative = speculative_policy(variant)
+    speculative.rule = rounds.named_rule(RULES[rule])
+    return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative)
 
 
 def rule_of(rule: str) -> tuple[Rule, float]:

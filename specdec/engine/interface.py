@@ -102,7 +102,7 @@ class Storage(Protocol):
 
 
 class CausalModel(Protocol):
-    """A model the engine can step. One thread at a time; rows do not depend on what else is in the batch."""
+    """A model the engine can step. One thread at a time. A target's rows do not depend on what else is in the batch."""
 
     description: ModelDescription
 

@@ -19,7 +19,7 @@ from tests.support.services import Outcome, fixed
 PROMPT = [1, 2, 3]
 TREE = fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=100)
 COUPLED = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
-REJECTION = {"temperature": 0.9, "ignore_eos": True}
+UNSEEDED = {"temperature": 0.9, "ignore_eos": True}
 VLLM = "vllm:spec_decode_num_"
 # A counter of the page, and the figure of every response's statistics it is the sum of.
 SUMS = {
@@ -73,7 +73,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
-    """Claim: after generations under COUPLED, REJECTION and GREEDY, of several shapes, some at a time, a resumed one
+    """Claim: after generations under COUPLED, REJECTION, the server's choice and GREEDY, of several shapes, some at a time, a resumed one
     and one with its draft killed on the way, the counters equal the sums over the responses' own statistics.
 
     Conclusive: the services are fresh, so nothing else was counted; counts are compared with ==.
@@ -81,8 +81,13 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
     with watched(table_models) as services:
         client, outcomes = services.services.client, []
         asks = [
-            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative, **law}
-            for law in (COUPLED, REJECTION, {"temperature": 0, "ignore_eos": True})
+            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative | rule, **law}
+            for law, rule in (
+                (COUPLED, {}),
+                (UNSEEDED, {"rule": "RULE_REJECTION"}),
+                (UNSEEDED, {}),
+                ({"temperature": 0, "ignore_eos": True}, {}),
+            )
             for speculative in (TREE, fixed(3), {"policy": "POLICY_AUTO"}, {"policy": "POLICY_OFF"})
         ]
         outcomes += client.generate_all(asks, width=4)
