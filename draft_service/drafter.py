@@ -93,13 +93,16 @@ class Drafter:
         """Nothing beside the engine's own."""
         return {}
 
-    def open(self, item: Open, reply: Reply) -> DraftSession:
-        """Checks what does not depend on room, then reserves it. Raises SpecdecError."""
+    def check(self, item: Open) -> None:
+        """Raises CacheExhausted for a prompt that the draft's positions do not hold, InvalidRequest for its law."""
         positions_max = self._description.positions_max
         if item.law.prompt_length >= positions_max:
             raise CacheExhausted(f"the prompt has {item.law.prompt_length} tokens, the draft {positions_max} positions")
         check_law_tokens(item.law, item.vocabulary_size)
-        table = self._engine.cache.reserve(min(item.length_max, positions_max) + TREE_CELLS)
+
+    def open(self, item: Open, reply: Reply) -> DraftSession:
+        """Reserves all the room it may need. Raises CacheExhausted."""
+        table = self._engine.cache.reserve(min(item.length_max, self._description.positions_max) + TREE_CELLS)
         growth = Growth(item.law.rule, self._calibration, self._epochs)
         return DraftSession(item, reply, table, Cells(table.capacity), growth)
 

@@ -169,7 +169,7 @@ class SpeculationSettings(Settings):
     speculation_policy: Literal["auto", "fixed", "off"] = setting(
         "auto",
         SPECULATION,
-        "Who chooses how much to speculate when a request does not say: what is measured, the settings below, or nobody.",
+        "Who chooses how much to speculate when a request does not say: measurement, the settings below, or nobody.",
     )
     num_speculative_tokens: int = setting(
         3, SPECULATION, "With policy fixed: draft tokens in one verification; 0 is plain decoding.", ge=0, le=64

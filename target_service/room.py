@@ -65,11 +65,14 @@ class Room:
         """Sessions that wait for room."""
         return len(self._waiting)
 
-    def open(self, item: Open) -> BlockTable:
-        """An empty table for a session. Raises InvalidRequest where the whole cache is too small for it."""
+    def check(self, item: Open) -> None:
+        """Raises InvalidRequest for a session that the whole cache is too small for."""
         if item.length_max > self._cache.position_count:
             limit = f"at most {self._cache.position_count}, all positions of the target's cache; raise --kv-cache-bytes"
             raise InvalidRequest("length_max", item.length_max, limit)
+
+    def open(self, item: Open) -> BlockTable:
+        """An empty table for a session."""
         return self._cache.open(item.length_max, item.cache_salt)
 
     def add(self, session: TargetSession) -> None:

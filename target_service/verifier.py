@@ -51,15 +51,18 @@ class Verifier:
         """What became of the cache's room."""
         return asdict(self._room.counters)
 
-    def open(self, item: Open, reply: Reply) -> TargetSession:
-        """Checks what can be said before there are tokens; room is taken with the first verification. Raises
-        SpecdecError."""
+    def check(self, item: Open) -> None:
+        """Raises InvalidRequest for what can be said before there are tokens."""
         size, positions_max = self._description.vocabulary_size, self._description.positions_max
         check_law_tokens(item.law, size)
         if item.vocabulary_size != size:
             raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {size}")
         if item.length_max > positions_max:
             raise InvalidRequest("length_max", item.length_max, f"at most the model's {positions_max}")
+        self._room.check(item)
+
+    def open(self, item: Open, reply: Reply) -> TargetSession:
+        """A session without any block: room is taken with its first verification."""
         session = TargetSession(item, self._room.open(item), reply)
         self._room.add(session)
         return session

@@ -95,7 +95,7 @@ class GenerateSettings(ClientSettings):
         SPECULATION, "Most draft tokens in one verification; absent: as the server is set.", ge=0, le=UINT32_MAX
     )
     policy: Literal["auto", "fixed", "off"] | None = option(
-        SPECULATION, "Who chooses how much to speculate: what is measured, these flags, or nobody; absent: the server's."
+        SPECULATION, "Who chooses how much to speculate: measurement, these flags, or nobody; absent: the server's."
     )
     draft_window: int | None = option(
         SPECULATION, "With --policy fixed: positions the draft may run ahead.", ge=0, le=UINT32_MAX

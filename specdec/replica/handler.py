@@ -24,8 +24,11 @@ STOPPING = "the replica stops and takes no more sessions"
 class ReplicaService(Protocol):
     """What tells a draft from a target: what is done for a session. Every method is called on the engine thread."""
 
+    def check(self, item: Open) -> None:
+        """Raises SpecdecError for a session that could never be opened here."""
+
     def open(self, item: Open, reply: Reply) -> Any:
-        """A session, with the room it needs from the start. Raises SpecdecError; then nothing was allocated."""
+        """A checked session, with the room it needs from the start. Raises SpecdecError; then nothing was allocated."""
 
     def extend(self, session: Any, item: Extend) -> Short | None:
         """Holds committed tokens; Short when tokens before them are missing. Raises SpecdecError."""
@@ -65,6 +68,8 @@ class ItemHandler:
                     reply(short)
             except SpecdecError as error:
                 get_logger().info("item refused", **self._log_names(stream, item), reason=error.reason)
+                if isinstance(error, CacheExhausted) and not isinstance(item, Open):
+                    self._close(stream, Close(item.session, item.incarnation))
                 reply(failure_from_error(error, item.session, item.incarnation))
             except Exception:
                 get_logger().exception("an item failed", **self._log_names(stream, item))
@@ -92,29 +97,29 @@ class ItemHandler:
             self._open(stream, item, reply)
             return None
         if isinstance(item, Close):
-            if (ended := self.sessions.take(stream, item)) is not None:
-                self.service.close(ended)
+            self._close(stream, item)
             return None
         session = self.sessions.find(stream, item)
         if session is None or isinstance(session, Short):
             return session
         if isinstance(item, Extend):
             return self.service.extend(session, item)
-        try:
-            return self.service.work(session, item, arrived_s)
-        except CacheExhausted:
-            self.sessions.take(stream, Close(item.session, item.incarnation))
-            self.service.close(session)
-            raise
+        return self.service.work(session, item, arrived_s)
+
+    def _close(self, stream: object, item: Open | Close) -> bool:
+        """Ends the session that an item ends; False where there is none."""
+        ended = self.sessions.take(stream, item)
+        if ended is not None:
+            self.service.close(ended)
+        return ended is not None
 
     def _open(self, stream: object, item: Open, reply: Reply) -> None:
         """Opens a session in place of an older incarnation; nothing for one that is open already, or older."""
+        self.service.check(item)
         known = self.sessions.get(stream, item.session)
         if known is None and self._emptied is not None:
             raise ReplicaUnavailable(STOPPING)
-        if (older := self.sessions.take(stream, item)) is not None:
-            self.service.close(older)
-        elif known is not None:
+        if not self._close(stream, item) and known is not None:
             return
         self.sessions.check_room()
         self.sessions.add(stream, self.service.open(item, reply))
