@@ -87,28 +87,27 @@ class DraftFigure:
 def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], console: Console) -> Iterator[DraftFigure]:
     """All cells with one type, in turns. Raises SpecdecError."""
     draft = DraftAlone(asked.model, dtype)
-    try:
-        bare = BareLoop(asked.model, draft.dtype)
-        set_startup_objects_aside()  # as services do
-        bare_ms: dict[tuple[int, int], list[float]] = {}
-        found: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in cells}
-        with Delivery(asked.model, draft.dtype, draft.vocabulary_size) as delivery:
-            for _ in track(range(asked.turns + 1), draft.dtype, console=console):
-                for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
-                    texts = texts_of(sessions, context + ROOM)
-                    loop_ms = bare.step_ms([text[:context] for text in texts], asked.steps)
-                    bare_ms.setdefault((context, sessions), []).append(loop_ms)
-                    for cell in (own for own in cells if (own.context, own.sessions) == (context, sessions)):
-                        shape = (cell.law, texts, cell.nodes)
-                        found[cell].append((draft.step_ms(*shape, asked.steps), delivery.rate(*shape, asked.seconds)))
-    finally:
-        draft.stop()
+    bare = BareLoop(asked.model, draft.dtype)
+    set_startup_objects_aside()  # as services do
+    bare_ms: dict[tuple[int, int], list[float]] = {}
+    found: dict[Cell, list[tuple[float | None, float]]] = {cell: [] for cell in cells}
+    with Delivery(asked.model, draft.dtype, draft.vocabulary_size) as delivery:
+        for _ in track(range(asked.turns + 1), draft.dtype, console=console):
+            for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
+                texts = texts_of(sessions, context + ROOM)
+                loop_ms = bare.step_ms([text[:context] for text in texts], asked.steps)
+                bare_ms.setdefault((context, sessions), []).append(loop_ms)
+                for cell in (own for own in cells if (own.context, own.sessions) == (context, sessions)):
+                    shape = (cell.law, texts, cell.nodes)
+                    found[cell].append((draft.step_ms(*shape, asked.steps), delivery.rate(*shape, asked.seconds)))
     for cell, values in found.items():
         loops = bare_ms[cell.context, cell.sessions][1:]  # the first turn warms up
-        steps, rates = zip(*values[1:])
-        ratio = ratio_of([step / loop for step, loop in zip(steps, loops, strict=True)])
-        times = statistics.median(loops), statistics.median(steps)
-        yield DraftFigure(draft.dtype, *astuple(cell), *times, ratio, statistics.median(rates))
+        rates = [rate for _, rate in values[1:]]
+        pairs = [(step, loop) for (step, _), loop in zip(values[1:], loops, strict=True) if step is not None]
+        if pairs:  # else the trees have no step that wide
+            ratio = ratio_of([step / loop for step, loop in pairs])
+            times = statistics.median(loops), statistics.median(step for step, _ in pairs)
+            yield DraftFigure(draft.dtype, *astuple(cell), *times, ratio, statistics.median(rates))
 
 
 def bounds_of(figure: DraftFigure) -> float | None:

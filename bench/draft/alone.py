@@ -1,17 +1,15 @@
-"""The draft service's step in this process, without streams and messages: its own engine and its own handler.
+"""The draft service's step in this process and thread, without streams and messages: its own engine and handler.
 
-`DraftAlone` is all that is known here of the service's inside: how an engine and a handler are made, and that items go
-in and answers come out. A step takes from one moment its answers were handed over to the next, while the sessions are
-never out of work: choosing, feeding, forward, guesses or rows, the tree, the answers.
+`DraftAlone` is all that is known here of the service's inside: items go into the handler, the service chooses a step,
+the engine runs it, and answers come out. A step takes all of that but the handling of commits: choosing, feeding,
+forward, guesses or draft distributions, the tree, the answers.
 """
 
 from __future__ import annotations
 
 import itertools
-import queue
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.draft.reader import ROOM, Reader, texts_of
@@ -29,40 +27,11 @@ from specdec.telemetry.tracing import Tracing
 STREAM = "benchmark"
 BLOCK_SIZE, CACHE_POSITIONS = 64, 1 << 16
 FULL_SHARE = 0.75  # of the nodes a step was asked for: where a tree has few likely places, it evaluates fewer
-OPENING_S_MAX, STEPS_S_MAX, SILENCE_S = 60.0, 10.0, 0.03
-POLL_S = 0.004  # answers are looked at together, seldom: who looks takes time from the thread that is measured
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One answer: when it was handed over, whose it is, and how many nodes were evaluated for it."""
-
-    moment_s: float
-    session: int
-    node_count: int
-
-
-def steps_in(arrivals: Iterable[Arrival | None], node_count: int) -> Iterator[tuple[float, float]]:
-    """(seconds, steps) from the end of one step to the end of the next, of those that evaluated about `node_count`
-    nodes or more, all sessions together; counted in steps of exactly so many.
-
-    A step ends where a session would have a second answer, and at None, where the draft was out of work.
-    """
-    group: list[Arrival] = []
-    ended_s: float | None = None
-    for arrival in [*arrivals, None]:
-        if arrival is not None and arrival.session not in {own.session for own in group}:
-            group.append(arrival)
-            continue
-        total = sum(own.node_count for own in group)
-        if group and ended_s is not None and total >= FULL_SHARE * node_count:
-            yield group[-1].moment_s - ended_s, total / node_count
-        ended_s = group[-1].moment_s if group and arrival is not None else None
-        group = [] if arrival is None else [arrival]
+TRIES_PER_STEP = 8  # steps taken for each that has to be full, before the rest is given up
 
 
 class DraftAlone:
-    """One draft in this process. Its thread runs where the thread that made it may."""
+    """One draft, run by its caller's thread."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         model = load_model(str(folder), dtype, has_stable_rows=DRAFT.has_stable_rows)
@@ -70,83 +39,64 @@ class DraftAlone:
         self.dtype = model.description.dtype
         self.vocabulary_size = model.description.vocabulary_size
         self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, DRAFT.evidence)
-        service = make_drafter(self._engine, describe(model, settings), settings, Tracing())
-        self._handler = ItemHandler(service, settings.max_num_seqs)
-        self._answers: queue.SimpleQueue[tuple[float, object]] = queue.SimpleQueue()
+        self._drafter = make_drafter(self._engine, describe(model, settings), settings, Tracing())
+        self._handler = ItemHandler(self._drafter, settings.max_num_seqs)
         self._numbers = itertools.count(1)
-        self._engine.start(service.next_step)
+        self._readers: dict[int, Reader] = {}
+        self._answers: list[object] = []
 
-    def stop(self) -> None:
-        """Ends its thread."""
-        self._engine.stop()
+    def step_ms(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, step_count: int) -> float | None:
+        """Mean milliseconds of a step that evaluates about so many leaves for each text, counted in steps of exactly
+        so many, over about `step_count` of them, below the prompt of the law; texts are longer by ROOM.
 
-    def _tell(self, items: Sequence[DraftAsk]) -> None:
-        def reply(answer: object) -> None:
-            self._answers.put((time.perf_counter(), answer))
-
-        if items:
-            self._engine.post(lambda: self._handler.handle(STREAM, list(items), reply, 0.0))
-
-    def step_ms(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, step_count: int) -> float:
-        """Mean milliseconds of a step that evaluates so many leaves for each text, over about so many steps, below the
-        prompt of the law; texts are longer by ROOM. SpecdecError where it never takes such a step."""
-        context = law.prompt_length
-        readers = {number: Reader(number, text, context, leaves) for text, number in zip(texts, self._numbers)}
-        for reader in readers.values():
+        None where the trees have no step that wide. SpecdecError where the draft refuses an item."""
+        context, node_count = law.prompt_length, len(texts) * leaves
+        self._readers = {number: Reader(number, text, context, leaves) for text, number in zip(texts, self._numbers)}
+        for reader in self._readers.values():
             self._tell(reader.opening(law, self.vocabulary_size))
-        self._read(readers, OPENING_S_MAX, len(readers))
-        arrivals: list[Arrival | None] = []
-        found: list[tuple[float, float]] = []
-        deadline_s = time.perf_counter() + STEPS_S_MAX
-        while sum(count for _, count in found) < step_count and time.perf_counter() < deadline_s:
-            self._tell([reader.commit() for reader in readers.values()])
-            arrivals += self._grown(readers)
-            found = list(steps_in(arrivals, len(readers) * leaves))
-        self._tell([Close(number, 1) for number in readers])
-        if not found:
-            raise SpecdecError(f"no step of the draft evaluated {leaves} nodes for each of {len(texts)} sessions")
-        return sum(seconds for seconds, _ in found) / sum(count for _, count in found) * 1e3
-
-    def _grown(self, readers: dict[int, Reader]) -> list[Arrival | None]:
-        """The answers until half of the sessions have grown enough; None at the end where nothing came any more."""
-        found: list[Arrival | None] = []
-        latest_s = time.perf_counter()
-        while 2 * sum(reader.is_grown for reader in readers.values()) < len(readers):
-            came = self._read(readers, POLL_S)
-            found += came
-            latest_s = came[-1].moment_s if came else latest_s
-            if time.perf_counter() > latest_s + SILENCE_S:
-                return [*found, None]
-        return found
-
-    def _read(self, readers: dict[int, Reader], seconds: float, count: int | None = None) -> list[Arrival]:
-        """The answers of some time, or as soon as they are so many."""
-        found: list[Arrival] = []
-        deadline_s = time.perf_counter() + seconds
-        if count is None:
-            time.sleep(seconds)
-        while count is None or len(found) < count:
-            try:
-                wait_s = 0.0 if count is None else max(0.0, deadline_s - time.perf_counter())
-                moment_s, answer = self._answers.get(wait_s > 0, wait_s)
-            except queue.Empty:
+        while self._step()[1] is not None:
+            pass
+        seconds = steps = 0.0
+        for _ in range(TRIES_PER_STEP * step_count):
+            step_s, evaluated = self._step()
+            if evaluated is None:
+                self._tell(reader.commit() for reader in self._readers.values())
+            elif evaluated >= FULL_SHARE * node_count:
+                seconds, steps = seconds + step_s, steps + evaluated / node_count
+            self._tell(reader.commit() for reader in self._readers.values() if reader.is_grown)
+            if steps >= step_count:
                 break
-            if not isinstance(answer, Nodes):
+        self._tell(Close(number, 1) for number in self._readers)
+        return seconds / steps * 1e3 if steps else None
+
+    def _tell(self, items: Iterable[DraftAsk]) -> None:
+        self._handler.handle(STREAM, list(items), self._answers.append)
+
+    def _step(self) -> tuple[float, int | None]:
+        """One step of the draft: its seconds and the nodes it evaluated; None for those where it had no work."""
+        began_s = time.perf_counter()
+        turn = self._drafter.next_step()
+        if turn.pieces:
+            turn.done(self._engine.run(turn.pieces))
+        took_s = time.perf_counter() - began_s
+        evaluated = 0 if turn.pieces else None
+        for answer in self._answers:
+            if not isinstance(answer, Nodes) or evaluated is None:
                 raise SpecdecError(f"the draft answered {answer}")
-            if (reader := readers.get(answer.session)) is not None:
-                found.append(Arrival(moment_s, answer.session, reader.take(answer)))
-        return found
+            evaluated += self._readers[answer.session].take(answer)
+        self._answers.clear()
+        return took_s, evaluated
 
 
 def draft_steps_ms(
     folder: Path, dtype: str, laws: Sequence[Law], leaf_counts: Sequence[int], step_count: int = 24
 ) -> list[dict[int, float]]:
-    """Milliseconds of a step for one session by leaves, of each law, after a text of its prompt's length."""
+    """Milliseconds of a step for one session by leaves, of each law, after a text of its prompt's length; without the
+    leaves that no step was wide enough for."""
     draft = DraftAlone(folder, dtype)
-    try:
-        return [
-            {n: draft.step_ms(law, texts_of(1, law.prompt_length + ROOM), n, step_count) for n in leaf_counts}
-            for law in laws
-        ]
-    finally:
-        draft.stop()
+    found = []
+    for law in laws:
+        texts = texts_of(1, law.prompt_length + ROOM)
+        steps = ((leaves, draft.step_ms(law, texts, leaves, step_count)) for leaves in leaf_counts)
+        found.append({leaves: step_ms for leaves, step_ms in steps if step_ms is not None})
+    return found

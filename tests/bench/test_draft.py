@@ -1,8 +1,8 @@
-"""The draft's benchmark: what counts as a step, and a run of each of its parts on the shipped draft."""
+"""The draft's benchmark: a run of each of its parts on the shipped draft."""
 
 from __future__ import annotations
 
-from bench.draft.alone import Arrival, draft_steps_ms, steps_in
+from bench.draft.alone import draft_steps_ms
 from bench.draft.bare import BareLoop
 from bench.draft.delivery import Delivery
 from bench.draft.reader import ROOM, texts_of
@@ -15,20 +15,10 @@ CONTEXT = 64
 LAWS = [Law(rule, 1, CONTEXT, temperature) for rule, temperature in map(rule_of, RULES_DEFAULT[:3])]
 
 
-def test_a_step_lasts_from_the_end_of_one_to_the_end_of_the_next() -> None:
-    """Claim: answers of different sessions are one step until one has a second; steps of fewer nodes are left out, and
-    so is the first after a pause; nodes of several steps at once count as so many steps."""
-    full = [Arrival(1.0, 1, 4), Arrival(1.1, 2, 4), Arrival(2.0, 2, 4), Arrival(2.2, 1, 4)]
-    assert [(round(s, 9), n) for s, n in steps_in(full, 8)] == [(1.1, 1.0)]
-    pause = [*full, None, Arrival(9.0, 1, 4), Arrival(9.1, 2, 4), Arrival(9.5, 1, 8), Arrival(9.6, 2, 8)]
-    assert [(round(s, 9), n) for s, n in steps_in(pause, 8)] == [(1.1, 1.0), (0.5, 2.0)]
-    assert not list(steps_in([Arrival(1.0, 1, 8), Arrival(2.0, 1, 3)], 8))
-
-
 def test_steps_of_every_size_are_timed_under_every_rule() -> None:
     """Claim: the draft takes steps of as many nodes as it is asked for, whatever the rule, and they are timed.
 
-    Conclusive: without one step of a size there is no time but an error.
+    Conclusive: a size without a step has no time.
     """
     found = draft_steps_ms(DRAFT_MODEL, "float32", LAWS, (1, 4), 4)
     assert [list(own) for own in found] == [[1, 4]] * 3
