@@ -155,10 +155,9 @@ class Session:
     def expects(self, answer: EvidenceAnswer) -> bool:
         """The fence: whether this evidence is for the verification in flight. Its shape is the rule's to check."""
         flying = self.in_flight
-        return flying is not None and (answer.incarnation, answer.round_index) == (
-            flying.incarnation,
-            flying.round_index,
-        )
+        if flying is None:
+            return False
+        return answer.incarnation == flying.incarnation and answer.round_index == flying.round_index
 
     def on_verdict(
         self,

@@ -75,12 +75,3 @@ PHASE_MOVES: dict[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.WAITING, PhaseEvent.SENT): Phase.VERIFYING,
     (Phase.WAITING, PhaseEvent.ENDED): Phase.FINISHED,
 }
-
-
-def diagram(moves: dict) -> str:
-    """A table as a Mermaid state diagram, in the table's order; moves from a state to itself are left out."""
-    lines = ["stateDiagram-v2"]
-    for (before, event), after in moves.items():
-        if before is not after:
-            lines.append(f"    {before.name} --> {after.name}: {event.name}")
-    return "\n".join(lines)

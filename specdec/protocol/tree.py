@@ -89,8 +89,7 @@ class DraftTree:
         if length < len(self.committed):
             if self.committed[length] != node.token_id:
                 return None
-            is_root = length + 1 == len(self.committed)
-            place = self.root if is_root else Place(length + 1, node.token_id)
+            place = self.root if length + 1 == self.root.length else Place(length + 1, node.token_id)
         else:
             place = self._attach(parent or self.root, node)
         self.named[name] = place
@@ -116,17 +115,15 @@ class DraftTree:
 
     def commit(self, token_ids: Sequence[int]) -> bool:
         """Takes note of committed tokens and re-roots; False when they left the tree, which is then empty."""
-        inside = True
+        child: Place | None = self.root
         for token_id in token_ids:
             self.committed.append(token_id)
             child = self._descend(token_id)
-            if child is None:
-                inside = False
-                child = Place(len(self.committed), token_id)
-            self.root = child
+            self.root = child or Place(len(self.committed), token_id)
         if len(self.named) > NAME_COUNT_KEPT:
-            self._forget()
-        return inside
+            oldest = len(self.committed) - LATE_POSITIONS_MAX
+            self.named = {name: place for name, place in self.named.items() if place.alive and place.length >= oldest}
+        return child is not None
 
     def _descend(self, token_id: int) -> Place | None:
         """The root's child, cut loose; whatever else stood below the root is dead."""
@@ -138,10 +135,6 @@ class DraftTree:
         if child is not None:
             child.parent = None
         return child
-
-    def _forget(self) -> None:
-        oldest = len(self.committed) - LATE_POSITIONS_MAX
-        self.named = {name: place for name, place in self.named.items() if place.alive and place.length >= oldest}
 
     def place(self, token_ids: Sequence[int]) -> Place | None:
         """The place at the end of a path below the committed tokens; None where the tree does not hold it."""
