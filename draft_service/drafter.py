@@ -22,8 +22,7 @@ from specdec.engine.interface import TreeRows
 from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import NO_CELL, GrownNode, Growth
+from specdec.protocol.growth import NO_CELL, Calibration, GrownNode, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, check_token_ids

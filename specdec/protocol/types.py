@@ -204,10 +204,9 @@ class Row:
 
     def probability(self, token_id: int) -> float:
         """weight / total as float64; 0 for a token without weight."""
-        for candidate, weight in zip(self.token_ids, self.weights):
-            if candidate == token_id:
-                return weight / self.total
-        return 0.0
+        if token_id not in self.token_ids:
+            return 0.0
+        return self.weights[self.token_ids.index(token_id)] / self.total
 
     def check_proposal(self, token_id: int, vocabulary_size: int) -> None:
         """Raises InvalidRequest unless ids are in range and `token_id` has weight: otherwise it must not be tested."""

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import GrownNode, Growth
+from specdec.protocol.growth import Calibration, GrownNode, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule

@@ -10,8 +10,7 @@ import random
 
 import pytest
 
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, Calibration, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
