@@ -32,7 +32,7 @@ from specdec.policy.plan import PLAIN
 from specdec.policy.policy import FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.report import Finished, Statistics
-from specdec.protocol.round_record import RoundRecord, RoundTimes
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
 from specdec.replica.figures import ReplicaFigures
@@ -101,7 +101,7 @@ def told_s(trace: GenerationTrace) -> float:
         now_s = time.monotonic()
         trace.sent(session, now_s)
         answer = EvidenceAnswer(1, 1, index, Evidence((3,)), 10, 100, 10, server_us=150)
-        times = RoundTimes(now_s, now_s, 0.0, 0.0)
+        times = now_s, now_s, 0.0, 0.0
         record, actions = session.on_verdict(Verdict(0, 3, TokenKind.BONUS), answer, 1, False, times)
         trace.on_round(session, record, link)
         for action in actions:

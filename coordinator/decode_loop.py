@@ -18,11 +18,10 @@ from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
 from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.protocol.actions import Action, AwaitDraft, ToTarget
 from specdec.protocol.items import NO_TRACE, EvidenceAnswer, Failure, Nodes, Short, within
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.round_record import RoundRecord, RoundTimes
-from specdec.protocol.session import Session
+from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
@@ -175,7 +174,7 @@ class Generation:
         first_output_index = self._walker.count
         texts, ending = self._walker.walk(tokens)
         now_s = time.monotonic()
-        times = RoundTimes(self._verdict_s, now_s, self._waited_s, round_trip_s)
+        times = self._verdict_s, now_s, self._waited_s, round_trip_s
         self._verdict_s, self._waited_s, self._sent_s = now_s, 0.0, None
         kept = len(texts)
         record, actions = session.on_verdict(verdict, answer, kept, ending is not None, times)

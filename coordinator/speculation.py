@@ -35,7 +35,7 @@ class Speculation:
         """The rule of one request, and why in one line; a request that leaves it open counts as one more such."""
         named = ask.rule()
         if named is not None:
-            return named, ask.rule_reason
+            return named
         self._choice_count += 1
         coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
         if coupled is not None and rejection is not None:

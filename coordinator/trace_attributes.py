@@ -143,7 +143,7 @@ class DraftMessages:
     def message(self, session: Session, nodes: Nodes, stamps: Stamps, root: Trace, phases: Sequence[Phase]) -> Span:
         """The span of a message that has just come; it hangs on the phase its step began in."""
         arrived_s = time.monotonic()
-        places = [session.tree.named(nodes.epoch, node.node) for node in nodes.nodes]
+        places = [session.tree.named.get((nodes.epoch, node.node)) for node in nodes.nodes]
         usable = tuple(place for place in places if place is not None and place.alive)
         span_id = draft_span_id(root.span_id, nodes)
         self._recent.append(DraftMessage(span_id, arrived_s, usable))

@@ -22,8 +22,7 @@ from specdec.engine.interface import TreeRows
 from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import NO_CELL, GrownNode, Growth
+from specdec.protocol.growth import NO_CELL, Calibration, GrownNode, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, check_token_ids
@@ -143,16 +142,14 @@ class Drafter:
         """Brings tokens and tree to the commit: re-roots inside the tree, else restarts there."""
         known_count = len(session.tokens) - item.suffix_start
         known, new = item.suffix_token_ids[:known_count], item.suffix_token_ids[known_count:]
-        is_inside = False
         if session.growth.root is not None and tuple(session.tokens[item.suffix_start :]) == known:
-            followed = session.growth.commit(new)
-            session.cells.commit(followed.kept_cells)
-            session.cells.give_back(followed.freed_cells)
+            kept, freed = session.growth.commit(new)
+            session.cells.commit(kept)
+            session.cells.give_back(freed)
             session.tokens += new
-            is_inside = followed.is_inside
         else:
             self._hold(session, item.suffix_start, item.suffix_token_ids)
-        if not is_inside:
+        if session.growth.root is None:
             session.cells.truncate(len(session.tokens) - 1)  # the root is evaluated as it is fed
             session.growth.restart(session.tokens)
 

@@ -32,7 +32,7 @@ def gumbel_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.de
 
 
 def gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """protocol.noise.gumbel_bits for keys [rows, 1] and token ids [rows or 1, columns].  # [rows, columns] int64"""
+    """52 bits of hash64 for keys [rows, 1] and token ids [rows or 1, columns].  # [rows, columns] int64"""
     state = (token_ids + 1) * signed(INCREMENT) + keys
     xor_shifted(state, 30).mul_(signed(MULTIPLIER_1))
     xor_shifted(state, 27).mul_(signed(MULTIPLIER_2))

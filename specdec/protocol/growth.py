@@ -8,58 +8,78 @@ along its path and frees all others. Pure: no model, no clock, no messages.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
+from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import Row, Rule
 
 LIKELIHOOD_MIN = 0.003  # work on a path that comes true once in 300 rounds is better left undone
 CANDIDATES_MAX = 1024  # above, those that commits have passed are sorted out
 NO_CELL = -1
+EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+RANK_COUNT = 4  # the proposal child and three branch children
+PRIOR_COUNT = 8.0  # outcomes the confidence itself is worth: after so many in a bin both count alike
+COUNT_MAX = 2048.0  # a fuller bin is halved, so that a changing text is followed
+PROBABILITY_MIN, PROBABILITY_MAX = 0.001, 0.999
+
+
+class Calibration:
+    """From a draft's confidence in a token to the probability that the token is committed, learned from what happened.
+
+    A draft trained to sharpness is sure too often. So confidences are sorted into bins, one set for each rule and rank,
+    and each bin counts how often its tokens came true. What is learned orders the draft's work and nothing else, so it
+    cannot change a law (docs/exactness.md).
+    """
+
+    def __init__(self) -> None:
+        bin_count = (1 + max(rule.value for rule in Rule)) * RANK_COUNT
+        self._bins = [[[0.0, 0.0] for _ in range(len(EDGES) + 1)] for _ in range(bin_count)]
+
+    def probability(self, rule: Rule, rank: int, confidence: float) -> float:
+        """P(committed | the path before it is) of a guess: the bin's share, shrunk towards the confidence."""
+        came_true, count = self._bin(rule, rank, confidence)
+        share = (came_true + PRIOR_COUNT * confidence) / (count + PRIOR_COUNT)
+        return min(max(share, PROBABILITY_MIN), PROBABILITY_MAX)
+
+    def record(self, rule: Rule, rank: int, confidence: float, came_true: bool) -> None:
+        """Counts one guess whose place was reached by the committed tokens, once."""
+        counts = self._bin(rule, rank, confidence)
+        counts[0] += came_true
+        counts[1] += 1
+        if counts[1] > COUNT_MAX:
+            counts[0] /= 2
+            counts[1] /= 2
+
+    def _bin(self, rule: Rule, rank: int, confidence: float) -> list[float]:
+        """[came true, counted] of the bin a confidence falls in."""
+        bins = self._bins[rule.value * RANK_COUNT + min(rank, RANK_COUNT - 1)]
+        return bins[bisect.bisect_right(EDGES, confidence)]
 
 
 @dataclass(slots=True, eq=False)
-class GrownNode:
-    """One token after one path; `length` is that of the path that ends with it.
+class GrownNode(TreeNode):
+    """A node of the draft's own tree.
 
-    `name`: as the coordinator knows it, 0 for the root of an epoch and for a guess that was not sent. `guesses`: what
-    the model said of its children, the proposal child first; none before it is evaluated. `score`: the logarithm of the
-    path's likelihood, up to a constant of the tree. `cell`: where its keys and values lie.
+    `score`: the logarithm of its path's likelihood, up to a constant of the tree. `name`: as the coordinator knows it,
+    0 for the root of an epoch and for a guess that was not sent. `guesses`: what the model said of its children, the
+    proposal child first; none before it is evaluated. `cell`: where its keys and values lie.
     """
 
-    length: int
-    token_id: int
-    score: float
-    parent: GrownNode | None = None
+    score: float = 0.0
     name: int = 0
     guesses: tuple[tuple[int, float], ...] = ()
-    children: dict[int, GrownNode] = field(default_factory=dict)
-    proposal: GrownNode | None = None
     cell: int = NO_CELL
-    is_alive: bool = True
-
-    def below(self) -> Iterator[GrownNode]:
-        """This node and every node below it."""
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What a commit came to: whether it stayed inside the tree; the cells of the tokens committed, from the first on,
-    as far as they were evaluated; and the cells that are free now."""
-
-    is_inside: bool
-    kept_cells: tuple[int, ...]
-    freed_cells: tuple[int, ...]
+def cells_of(nodes: Iterable[GrownNode]) -> list[int]:
+    """Where nodes lie, as far as they were evaluated."""
+    return [node.cell for node in nodes if node.cell != NO_CELL]
 
 
 class Growth:
@@ -67,11 +87,6 @@ class Growth:
 
     `epoch` is the next of `epochs` at each restart, `root_length` is where it began, nodes are named from 1 in each.
     `root` is the last committed token; None before the first commit and while committed tokens are missing.
-
-    Invariants, checked by `check()`:
-    1. a child is one longer than its parent and filed under its token; the proposal is one of the children;
-    2. nodes below the root are alive; only evaluated ones have children;
-    3. no two nodes below the root share a cell.
     """
 
     def __init__(self, rule: Rule, calibration: Calibration, epochs: Iterator[int] | None = None) -> None:
@@ -86,36 +101,38 @@ class Growth:
         self._candidates: list[tuple[float, int, GrownNode]] = []  # by falling score; equal ones in order of arrival
         self._beyond: list[GrownNode] = []  # past the window, until the next commit
 
-    def drop(self) -> tuple[int, ...]:
+    def drop(self) -> list[int]:
         """Stops growing until the next restart; the cells that are free now."""
-        freed = () if self.root is None else tuple(node.cell for node in self.root.below() if node.cell != NO_CELL)
-        self.root = None
-        self._candidates, self._beyond = [], []
-        return freed
+        root, self.root = self.root, None
+        return [] if root is None else cells_of(root.end())
 
     def restart(self, committed: Sequence[int]) -> None:
-        """A new epoch after `drop`, rooted at the last committed token, which is the one candidate."""
+        """A new epoch where there is no root, below the last committed token, which is the one candidate."""
         self.epoch = next(self._epochs)
         self.root_length = len(committed)
         self._name_count = 0
-        self.root = GrownNode(len(committed), committed[-1], 0.0)
+        self.root = GrownNode(len(committed), committed[-1])
         self._candidates, self._beyond = [], []
         self.give_back(self.root)
 
-    def commit(self, token_ids: Sequence[int]) -> Followed:
-        """Follows newly committed tokens. Where they leave the nodes sent, nothing is left: `restart` is due."""
+    def commit(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Follows newly committed tokens, and tells the calibration which guesses along them came true.
+
+        The cells of the tokens, from the first on, as far as they were evaluated; and the cells that are free now.
+        Where the tokens leave the nodes sent, there is no root any more: `restart` is due.
+        """
         assert self.root is not None
-        self._learn(token_ids)
         kept: list[int] = []
         freed: list[int] = []
         for token_id in token_ids:
+            for rank, (guess, confidence) in enumerate(self.root.guesses):
+                self._calibration.record(self.rule, rank, confidence, guess == token_id)
             child = self.root.children.pop(token_id, None)
-            freed += self._give_up(self.root)
+            freed += cells_of(self.root.end())
             if child is None or not child.name:  # the coordinator knows no name for what lies below a guess
                 self.root = None
-                return Followed(False, tuple(kept), tuple(freed))
-            if child.cell != NO_CELL:
-                kept.append(child.cell)
+                return kept, freed
+            kept += cells_of([child])
             child.parent, child.cell = None, NO_CELL
             self.root = child
         for node in self._beyond:
@@ -124,27 +141,7 @@ class Growth:
         if len(self._candidates) > CANDIDATES_MAX:
             self._candidates = [entry for entry in self._candidates if self._is_open(entry[2])]
             heapq.heapify(self._candidates)
-        return Followed(True, tuple(kept), tuple(freed))
-
-    @staticmethod
-    def _give_up(root: GrownNode) -> list[int]:
-        """Ends a root and all that is left below it; the cells that are free now."""
-        cells = []
-        for node in root.below():
-            node.is_alive = False
-            if node.cell != NO_CELL:
-                cells.append(node.cell)
-        return cells
-
-    def _learn(self, token_ids: Sequence[int]) -> None:
-        """Tells the calibration which guesses along the committed path came true."""
-        node = self.root
-        for token_id in token_ids:
-            if node is None:
-                return
-            for rank, (guess, confidence) in enumerate(node.guesses):
-                self._calibration.record(self.rule, rank, confidence, guess == token_id)
-            node = node.children.get(token_id)
+        return kept, freed
 
     def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[GrownNode]:
         """The likeliest nodes to evaluate, at most so many, best first; they are the caller's now.
@@ -186,7 +183,7 @@ class Growth:
 
     def _is_open(self, node: GrownNode) -> bool:
         """Whether it is still to be evaluated, and its path agrees with the committed tokens."""
-        return node.is_alive and not node.guesses
+        return node.alive and not node.guesses
 
     def path(self, node: GrownNode) -> list[GrownNode]:
         """The nodes from below the root down to a node, itself the last; none for the root."""
@@ -218,7 +215,7 @@ class Growth:
         probability = self._calibration.probability
         for rank, (token_id, confidence) in enumerate(guesses):
             score = node.score + math.log(probability(self.rule, rank, confidence))
-            child = node.children[token_id] = GrownNode(node.length + 1, token_id, score, node)
+            child = node.children[token_id] = GrownNode(node.length + 1, token_id, node, score=score)
             self.give_back(child)
             if rank == 0:
                 child.name, node.proposal = name, child
@@ -226,13 +223,8 @@ class Growth:
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
-        cells: set[int] = set()
-        for node in () if self.root is None else self.root.below():
-            for token_id, child in node.children.items():
-                assert (child.length, child.token_id) == (node.length + 1, token_id), "1: a child follows its parent"
-                assert child.parent is node, "1: a child knows its parent"
-            assert node.proposal is None or node.proposal in node.children.values(), "1: a proposal is a child"
-            assert node.is_alive, "2: nodes below the root are alive"
-            assert node.guesses or not node.children, "2: only evaluated nodes have children"
-            assert node.cell == NO_CELL or node.cell not in cells, "3: a cell holds one node"
-            cells.add(node.cell)
+        if self.root is not None:
+            self.root.check()
+            nodes = list(self.root.below())
+            assert all(node.guesses or not node.children for node in nodes), "only evaluated nodes have children"
+            assert len(set(cells_of(nodes))) == len(cells_of(nodes)), "a cell holds one node"

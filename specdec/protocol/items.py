@@ -1,8 +1,7 @@
-"""What services say to each other, one value per item of `proto/specdec/v1`.
+"""What services say to each other, one value per item of `proto/specdec/v1`; `specdec.rpc.convert` encodes them.
 
 A value that came from elsewhere obeys every limit that does not depend on the model served: what is made seldom is
 checked at construction, what is made every round is a named tuple, checked when it is read from a message (`checked`).
-The session state machine produces and consumes these; only `specdec.rpc.convert` knows their encoding.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import NamedTuple
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
-    EXTEND_TOKEN_COUNT_MAX,
     LEAVES_LIMIT,
     TOKENS_MAX,
     Evidence,
@@ -26,6 +24,7 @@ from specdec.protocol.types import (
 )
 
 UINT32_MAX = (1 << 32) - 1
+EXTEND_TOKEN_COUNT_MAX = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +276,7 @@ def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verificat
 
 
 TargetAsk = Open | Extend | Verification | Close
-TargetAnswer = EvidenceAnswer | Short | Failure
 DraftAsk = Open | Extend | Commit | Close
-DraftAnswer = Nodes | Short | Failure
 
 
 def catch_up(
@@ -289,11 +286,9 @@ def catch_up(
 
     The last piece is a committed suffix, never empty: `known_length` is below the committed length.
     """
-    if len(committed) - known_length <= EXTEND_TOKEN_COUNT_MAX:
+    size = EXTEND_TOKEN_COUNT_MAX
+    if len(committed) - known_length <= size:
         return [], tuple(committed[known_length:])
-    starts = range(known_length, len(committed), EXTEND_TOKEN_COUNT_MAX)
-    extends = [
-        Extend(session, incarnation, start, tuple(committed[start : start + EXTEND_TOKEN_COUNT_MAX]))
-        for start in starts[:-1]
-    ]
+    starts = range(known_length, len(committed), size)
+    extends = [Extend(session, incarnation, start, tuple(committed[start : start + size])) for start in starts[:-1]]
     return extends, tuple(committed[starts[-1] :])

@@ -11,7 +11,6 @@ bit depends on every input bit. The last word runs through one SplitMix64 stream
 from __future__ import annotations
 
 import enum
-import math
 
 MASK64 = (1 << 64) - 1
 INCREMENT = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiples of it visit all 64-bit values
@@ -60,13 +59,3 @@ def uniform_bits(seed: int, lane: Lane, a: int, b: int) -> int:
 def uniform(seed: int, lane: Lane, a: int, b: int) -> float:
     """A float64 in [0, 1), a multiple of 2**-53."""
     return uniform_bits(seed, lane, a, b) * 2.0**-UNIFORM_BITS
-
-
-def gumbel_bits(seed: int, position: int, token_id: int) -> int:
-    """The integer in [0, 2**52) behind the Gumbel noise of one token at one position."""
-    return hash64(seed, Lane.GUMBEL, position, token_id) >> (64 - GUMBEL_BITS)
-
-
-def gumbel(seed: int, position: int, token_id: int) -> float:
-    """G = -log(-log((h + 1/2) * 2**-52)): finite, from -3.61 to 36.74. The reference of the vectorised one."""
-    return -math.log(-math.log((gumbel_bits(seed, position, token_id) + 0.5) * 2.0**-GUMBEL_BITS))

@@ -7,6 +7,8 @@ attributes, and names the series of the metrics page that sums it over generatio
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.protocol.items import Nodes
@@ -50,42 +52,33 @@ class Series:
     label: tuple[str, str] = ("", "")
 
 
-def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), traced: bool = False) -> Any:
-    """A statistic that adds up over generations; `traced`: an attribute of the root span too."""
-    metadata = {"summed": True, "traced": traced, "series": Series(name, help, label) if name else None}
-    return field(default=0, metadata=metadata)
+def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), is_traced: bool = False) -> Any:
+    """A statistic that adds up over generations, and its series if it has one; `is_traced`: on the root span too."""
+    return field(default=0, metadata={"series": name and Series(name, help, label), "is_traced": is_traced})
 
 
-def times(part: str, help: str = "") -> Any:
-    """A part of the rounds' time."""
-    return summed("specdec_round_time_seconds", help, ("part", part))
+traced = partial(summed, is_traced=True)
 
 
 @dataclass(slots=True)
 class Statistics:
     """How speculation went in one stream, counted round by round. Times in seconds, summed over rounds."""
 
-    rounds: int = summed("specdec_rounds", "Verifications that were answered and committed.", traced=True)
-    num_spec_steps: int = summed("vllm:spec_decode_num_drafts", "Rounds that offered draft tokens.", traced=True)
-    num_draft_tokens: int = summed("vllm:spec_decode_num_draft_tokens", "Draft tokens offered.", traced=True)
-    num_accepted_draft_tokens: int = summed(
-        "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", traced=True
+    rounds: int = traced("specdec_rounds", "Verifications that were answered and committed.")
+    num_spec_steps: int = traced("vllm:spec_decode_num_drafts", "Rounds that offered draft tokens.")
+    num_draft_tokens: int = traced("vllm:spec_decode_num_draft_tokens", "Draft tokens offered.")
+    num_accepted_draft_tokens: int = traced("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+    draft_link_bytes: int = traced(
+        "specdec_link_payload_bytes", "Payload to and from a replica for generations, without pings.", ("peer", "draft")
     )
-    draft_link_bytes: int = summed(
-        "specdec_link_payload_bytes",
-        "Payload to and from a replica for generations, without pings.",
-        ("peer", "draft"),
-        traced=True,
+    target_link_bytes: int = traced("specdec_link_payload_bytes", label=("peer", "target"))
+    draft_waits_expired: int = traced(
+        "specdec_draft_waits_expired", "Verifications that waited for draft tokens in vain."
     )
-    target_link_bytes: int = summed("specdec_link_payload_bytes", label=("peer", "target"), traced=True)
-    draft_waits_expired: int = summed(
-        "specdec_draft_waits_expired", "Verifications that waited for draft tokens in vain.", traced=True
-    )
-    num_evaluated_leaves: int = summed(
+    num_evaluated_leaves: int = traced(
         "specdec_draft_tokens_received",
         "Draft tokens received: proposal (may be offered) or branch (stands by for a miss).",
         ("kind", "proposal"),
-        traced=True,
     )
     num_branch_leaves: int = summed("specdec_draft_tokens_received", label=("kind", "branch"))
     num_correction_lookups: int = summed(
@@ -94,30 +87,31 @@ class Statistics:
         ("next", "correction"),
     )
     num_bonus_lookups: int = summed("specdec_tree_lookups", label=("next", "bonus"))
-    num_correction_hits: int = summed(
+    num_correction_hits: int = traced(
         "specdec_tree_hits",
         "Those of them that were a child with tokens below; of a correction: a branch hit.",
         ("next", "correction"),
-        traced=True,
     )
     num_bonus_hits: int = summed("specdec_tree_hits", label=("next", "bonus"))
     num_branch_tokens_accepted: int = summed()
-    num_rounds_off: int = summed(
-        "specdec_rounds_without_speculation", "Rounds in which the policy in force did not speculate.", traced=True
+    num_rounds_off: int = traced(
+        "specdec_rounds_without_speculation", "Rounds in which the policy in force did not speculate."
     )
-    num_rounds_trial: int = summed(traced=True)
+    num_rounds_trial: int = traced()
     trial_loss_s: float = summed()
-    cached_prompt_tokens: int = summed(
-        "specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.", traced=True
-    )
+    cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
     step_sessions: int = summed()
     active_sessions: int = summed()
-    evictions: int = summed(traced=True)
-    draft_wait_s: float = times("draft_wait", "Where the time of all generations went, summed over rounds.")
-    target_queue_s: float = times("target_queue")
-    target_forward_s: float = times("target_forward")
-    target_evidence_s: float = times("target_evidence")
-    target_link_s: float = times("target_link")
+    evictions: int = traced()
+    draft_wait_s: float = summed(
+        "specdec_round_time_seconds",
+        "Where the time of all generations went, summed over rounds.",
+        ("part", "draft_wait"),
+    )
+    target_queue_s: float = summed("specdec_round_time_seconds", label=("part", "target_queue"))
+    target_forward_s: float = summed("specdec_round_time_seconds", label=("part", "target_forward"))
+    target_evidence_s: float = summed("specdec_round_time_seconds", label=("part", "target_evidence"))
+    target_link_s: float = summed("specdec_round_time_seconds", label=("part", "target_link"))
     acceptance_histogram: list[int] = field(default_factory=list)
     predicted_tokens_per_s: float = 0.0
     observed_tokens_per_s: float = 0.0
@@ -152,8 +146,12 @@ class Statistics:
             self.time_to_first_token_s = record.round_s
         self.total_s = record.end_s - self.began_s
         self.num_rounds_off += not record.is_speculating
-        if record.was_looked_up:
-            self._count_lookup(record)
+        if record.was_looked_up and record.next_kind is TokenKind.CORRECTION:
+            self.num_correction_lookups += 1
+            self.num_correction_hits += record.is_hit
+        elif record.was_looked_up:
+            self.num_bonus_lookups += 1
+            self.num_bonus_hits += record.is_hit
         if self.follows_branch_hit:
             self.num_branch_tokens_accepted += record.accepted_count
         self.follows_branch_hit = record.is_branch_hit
@@ -165,14 +163,6 @@ class Statistics:
             self.acceptance_histogram.extend([0] * missing)
             self.acceptance_histogram[record.accepted_count] += 1
 
-    def _count_lookup(self, record: RoundRecord) -> None:
-        if record.next_kind is TokenKind.CORRECTION:
-            self.num_correction_lookups += 1
-            self.num_correction_hits += record.is_hit
-        else:
-            self.num_bonus_lookups += 1
-            self.num_bonus_hits += record.is_hit
-
     def count_rate(self, output_count: int) -> None:
         """Works out the observed rate of a stream of so many output tokens, from the first of them on."""
         seconds = self.total_s - self.time_to_first_token_s
@@ -182,10 +172,8 @@ class Statistics:
         """Adds what adds up of another stream's."""
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        histogram = list(other.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * (len(histogram) - len(self.acceptance_histogram)))
-        for index, count in enumerate(histogram):
-            self.acceptance_histogram[index] += count
+        both = zip_longest(self.acceptance_histogram, list(other.acceptance_histogram), fillvalue=0)
+        self.acceptance_histogram = list(map(sum, both))
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -198,8 +186,8 @@ class Statistics:
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
-SUMMED = tuple(own.name for own in fields(Statistics) if own.metadata.get("summed"))
-TRACED = tuple(own.name for own in fields(Statistics) if own.metadata.get("traced"))
+SUMMED = tuple(own.name for own in fields(Statistics) if own.metadata)
+TRACED = tuple(own.name for own in fields(Statistics) if own.metadata.get("is_traced"))
 SERIES = tuple((own.name, own.metadata["series"]) for own in fields(Statistics) if own.metadata.get("series"))
 
 

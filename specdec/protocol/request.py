@@ -6,24 +6,21 @@ Checked at construction for everything that does not depend on the model; `Ask.l
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     LEAVES_LIMIT,
     SEED_LIMIT,
-    STOP_STRING_BYTES_MAX,
-    STOP_STRING_COUNT_MAX,
-    STOP_TOKEN_COUNT_MAX,
     TOKENS_MAX,
     Description,
     Law,
     Rule,
+    Shaping,
     check_integer,
     check_number,
     check_salt,
-    check_shaping,
     check_temperature,
     check_token_ids,
 )
@@ -31,27 +28,19 @@ from specdec.protocol.types import (
 MAX_TOKENS_DEFAULT = 256
 LABEL_LENGTH_MAX = 128
 DRAFT_WAIT_MS_MAX = 60_000
+STOP_STRING_COUNT_MAX, STOP_STRING_BYTES_MAX = 16, 256
+STOP_TOKEN_COUNT_MAX = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPolicy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPolicy(Shaping):
     """How tokens are drawn and when the text ends; field meanings and limits as in coordinator_service.proto."""
 
     max_tokens: int | None = None
-    min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -61,7 +50,7 @@ class SamplingPolicy:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("sampling.min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         check_temperature(self.temperature)
-        check_shaping(self)
+        self.check_shaping()
         biased = [token_id for token_id, _ in self.logit_bias]
         if len(set(biased)) != len(biased):
             raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
@@ -143,28 +132,23 @@ class Ask:
         check_salt(self.cache_salt)
         self.rule()
 
-    def rule(self) -> Rule | None:
-        """The rule that the request names, or that follows from it; None where it is the server's choice.
+    def rule(self) -> tuple[Rule, str] | None:
+        """The rule that the request names or that follows from it, and why in one line; None: the server's choice.
 
         Raises InvalidRequest where rule and sampling contradict each other.
         """
-        asked, sampling = self.speculative.rule, self.sampling
-        if sampling.temperature == 0:
-            if asked not in (None, Rule.GREEDY):
-                raise InvalidRequest("speculative.rule", asked.name, "GREEDY with temperature 0")
-            return Rule.GREEDY
-        if asked is Rule.GREEDY:
+        asked, seed, is_greedy = self.speculative.rule, self.sampling.seed, self.sampling.temperature == 0
+        if is_greedy and asked not in (None, Rule.GREEDY):
+            raise InvalidRequest("speculative.rule", asked.name, "GREEDY with temperature 0")
+        if asked is Rule.GREEDY and not is_greedy:
             raise InvalidRequest("speculative.rule", "GREEDY", "REJECTION or COUPLED with a temperature above 0")
-        if asked is Rule.REJECTION and sampling.seed is not None:
+        if asked is Rule.REJECTION and seed is not None:
             raise InvalidRequest("speculative.rule", "REJECTION", "COUPLED with a seed: REJECTION cannot honour one")
-        return asked or (None if sampling.seed is None else Rule.COUPLED)
-
-    @property
-    def rule_reason(self) -> str:
-        """Why the rule of `rule()` is in force, in one line."""
-        if self.speculative.rule is not None:
-            return "named by the request"
-        return "temperature 0" if self.sampling.temperature == 0 else "the request has a seed"
+        if asked is not None:
+            return asked, "named by the request"
+        if is_greedy:
+            return Rule.GREEDY, "temperature 0"
+        return None if seed is None else (Rule.COUPLED, "the request has a seed")
 
     def max_tokens(self, prompt_length: int, positions_max: int) -> int:
         """Most output tokens. Raises InvalidRequest when prompt and output do not fit the model."""
@@ -197,19 +181,8 @@ class Ask:
     def law(self, rule: Rule, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
         """The law of the session under a rule; `drawn_seed` serves where the request has none."""
         sampling = self.sampling
-        return Law(
-            rule=rule,
-            seed=drawn_seed if sampling.seed is None else sampling.seed,
-            prompt_length=prompt_length,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=tuple(sorted(sampling.logit_bias)),
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=self.stop_token_ids(end_token_ids),
-            logprobs=sampling.logprobs,
-        )
+        seed = drawn_seed if sampling.seed is None else sampling.seed
+        shaping = {own.name: getattr(sampling, own.name) for own in fields(Shaping)}
+        shaping["logit_bias"] = tuple(sorted(sampling.logit_bias))
+        shaping["stop_token_ids"] = self.stop_token_ids(end_token_ids)
+        return Law(rule, seed, prompt_length, sampling.temperature, **shaping)

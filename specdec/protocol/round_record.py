@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.policy.plan import Plan
-from specdec.protocol.items import EvidenceAnswer
 from specdec.protocol.types import TokenKind
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
+class RoundRecord(NamedTuple):
     """A round from the verdict before it (the start, for round 0) to its own. Times in seconds by the monotonic clock.
 
     `plan`: in force when the verification was sent. `kept_count`: tokens that count, fewer than accepted + 1 only where
@@ -69,22 +66,3 @@ class RoundRecord:
     def is_branch_hit(self) -> bool:
         """Whether that next token was a correction: a branch child came true."""
         return self.is_hit and self.next_kind is TokenKind.CORRECTION
-
-
-class RoundTimes(NamedTuple):
-    """When a round began and ended, and its parts that the session cannot know; as in RoundRecord."""
-
-    start_s: float = 0.0
-    end_s: float = 0.0
-    wait_s: float = 0.0
-    round_trip_s: float = 0.0
-
-
-UNTIMED = RoundTimes()
-
-
-def answered(answer: EvidenceAnswer) -> tuple[float, ...]:
-    """What the target told of a round, as it stands at the end of a record, from `queue_s` on."""
-    step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6, answer.step_rows)
-    sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
-    return *step, *sessions, answer.cached_prompt_tokens, answer.evictions, answer.server_us / 1e6

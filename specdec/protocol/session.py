@@ -2,30 +2,31 @@
 
 It owns the committed tokens, the draft tree received so far, the plan in force and what is in flight, and fences
 everything that is late, doubled or meant for an earlier incarnation. Its owner sends what it is told to send, applies
-the verification rule to the evidence the session lets through, and says when a wait is over. Every verdict gives one
-record of its round.
+the verification rule to the evidence the session lets through, and says when a wait is over.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specdec.policy.plan import Plan
 from specdec.policy.policy import Policy
-from specdec.protocol.actions import Action, AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
     Close,
     Commit,
+    DraftAsk,
     DraftNode,
     EvidenceAnswer,
     Failure,
     Nodes,
     Open,
     Short,
+    TargetAsk,
     Verification,
     catch_up,
 )
-from specdec.protocol.round_record import UNTIMED, RoundRecord, RoundTimes, answered
+from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
@@ -33,19 +34,33 @@ from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
 
+class ToTarget(NamedTuple):
+    """Send this item to the target."""
+
+    item: TargetAsk
+
+
+class ToDraft(NamedTuple):
+    """Send this item to the draft."""
+
+    item: DraftAsk
+
+
+class AwaitDraft(NamedTuple):
+    """Start a timer; after `wait_s` seconds, call `on_wait_expired(wait_index)`. It need not be cancelled."""
+
+    wait_index: int
+    wait_s: float
+
+
+Action = ToTarget | ToDraft | AwaitDraft
+
+
 @dataclass(slots=True)
 class Session:
-    """One generation. Every method returns the actions to carry out, in order.
+    """One generation. Every method returns the actions to carry out, in order; none of them fails.
 
     `plan` is asked of the policy once a round, when the round before it is committed, and kept until the next commit.
-
-    Invariants, checked by `check()`:
-    1. committed tokens only grow, and never beyond `length_max`;
-    2. at most one verification is in flight, and its base position is the committed length;
-    3. it carries at most the planned draft tokens, fewer than the room left, and under REJECTION one row each;
-    4. the tree agrees with the committed tokens and is rooted at their end;
-    5. the session waits only without a verification in flight, and only for a READY draft;
-    6. after the end nothing is in flight and nothing is awaited.
     """
 
     number: int
@@ -108,7 +123,7 @@ class Session:
             self.tree.add(nodes.epoch, nodes.root_length, node)
         malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
         self.malformed_node_count += malformed_count
-        if malformed_count or self.tree.name_count > NODE_COUNT_MAX:
+        if malformed_count or len(self.tree.named) > NODE_COUNT_MAX:
             return self._pause_draft()
         self._draft(DraftEvent.NODES)
         return self._verify_when_ready() if self.waiting else []
@@ -140,30 +155,40 @@ class Session:
     def expects(self, answer: EvidenceAnswer) -> bool:
         """The fence: whether this evidence is for the verification in flight. Its shape is the rule's to check."""
         flying = self.in_flight
-        return flying is not None and (answer.incarnation, answer.round_index) == (
-            flying.incarnation,
-            flying.round_index,
-        )
+        if flying is None:
+            return False
+        return answer.incarnation == flying.incarnation and answer.round_index == flying.round_index
 
     def on_verdict(
-        self, verdict: Verdict, answer: EvidenceAnswer, kept_count: int, ends: bool, times: RoundTimes = UNTIMED
+        self,
+        verdict: Verdict,
+        answer: EvidenceAnswer,
+        kept_count: int,
+        ends: bool,
+        times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
     ) -> tuple[RoundRecord, list[Action]]:
         """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on.
 
-        The next round's plan is fixed here, by a policy that was told of the rounds before this one: its owner tells it
-        of this one once the actions are carried out.
+        `times`: what the session cannot know, start_s, end_s, wait_s and round_trip_s of the record. The next round's
+        plan is fixed here, by a policy that was told of the rounds before this one: its owner tells it of this one once
+        the actions are carried out.
         """
         flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
         del tokens[kept_count:]
-        was_looked_up, discarded_count = self.tree.foresight(tokens)
+        last, path = self.tree.place(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
+        was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
-        counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
-        found = (was_looked_up, was_found, in_hand_count, discarded_count)
-        record = RoundRecord(flying.round_index, plan, *counts, *found, *times, *answered(answer), is_speculating)
+        counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
+        found = (was_looked_up, was_found, in_hand_count, sum(not place.alive for place in path))
+        step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6, answer.step_rows)
+        sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
+        cache = (answer.cached_prompt_tokens, answer.evictions, answer.server_us / 1e6)
+        told = (*counts, *found, *times, *step, *sessions, *cache)
+        record = RoundRecord(flying.round_index, plan, *told, is_speculating)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:
@@ -282,16 +307,16 @@ class Session:
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
-        assert len(self.committed) <= self.length_max, "1: committed tokens fit"
-        assert self.tree.committed == self.committed, "4: the tree agrees with the committed tokens"
         flying = self.in_flight
-        if flying is not None:
-            assert flying.base_position == len(self.committed), "2: the base position is the committed length"
-            cap = self.policy.draft_length_cap
-            assert len(flying.draft_token_ids) <= max(0, min(cap, self.room - 1)), "3: fits"
-            if self.law.rule is Rule.REJECTION:
-                assert len(flying.rows) == len(flying.draft_token_ids), "3: one row per draft token"
+        assert len(self.committed) <= self.length_max, "committed tokens fit"
+        assert self.tree.committed == self.committed, "the tree agrees with the committed tokens"
         self.tree.check()
-        assert not (self.waiting and flying), "5: a waiting session has nothing in flight"
-        assert not self.waiting or self.draft_state is DraftState.READY, "5: only a READY draft is waited for"
-        assert not (self.finished and (self.waiting or flying)), "6: nothing goes on after the end"
+        if flying is not None:
+            assert flying.base_position == len(self.committed), "the base position is the committed length"
+            most = max(0, min(self.policy.draft_length_cap, self.room - 1))
+            assert len(flying.draft_token_ids) <= most, "a round offers what was planned and fits the room left"
+            if self.law.rule is Rule.REJECTION:
+                assert len(flying.rows) == len(flying.draft_token_ids), "there is one row per draft token"
+        assert not (self.waiting and flying), "a waiting session has nothing in flight"
+        assert not self.waiting or self.draft_state is DraftState.READY, "only a READY draft is waited for"
+        assert not (self.finished and (self.waiting or flying)), "nothing goes on after the end"

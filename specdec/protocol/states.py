@@ -54,21 +54,12 @@ class PhaseEvent(State):
 
 
 DRAFT_MOVES: dict[tuple[DraftState, DraftEvent], DraftState] = {
-    (DraftState.ABSENT, DraftEvent.UP): DraftState.COLD,
-    (DraftState.COLD, DraftEvent.UP): DraftState.COLD,
-    (DraftState.READY, DraftEvent.UP): DraftState.COLD,
-    (DraftState.LATE, DraftEvent.UP): DraftState.COLD,
-    (DraftState.PAUSED, DraftEvent.UP): DraftState.COLD,
-    (DraftState.ABSENT, DraftEvent.DOWN): DraftState.ABSENT,
-    (DraftState.COLD, DraftEvent.DOWN): DraftState.ABSENT,
-    (DraftState.READY, DraftEvent.DOWN): DraftState.ABSENT,
-    (DraftState.LATE, DraftEvent.DOWN): DraftState.ABSENT,
-    (DraftState.PAUSED, DraftEvent.DOWN): DraftState.ABSENT,
+    **{(state, DraftEvent.UP): DraftState.COLD for state in DraftState},
+    **{(state, DraftEvent.DOWN): DraftState.ABSENT for state in DraftState},
     (DraftState.COLD, DraftEvent.NODES): DraftState.READY,
     (DraftState.READY, DraftEvent.NODES): DraftState.READY,
     (DraftState.LATE, DraftEvent.NODES): DraftState.LATE,
     (DraftState.READY, DraftEvent.WAIT_EXPIRED): DraftState.LATE,
-    (DraftState.READY, DraftEvent.KEPT_UP): DraftState.READY,
     (DraftState.LATE, DraftEvent.KEPT_UP): DraftState.READY,
     (DraftState.COLD, DraftEvent.REFUSED): DraftState.PAUSED,
     (DraftState.READY, DraftEvent.REFUSED): DraftState.PAUSED,
@@ -84,12 +75,3 @@ PHASE_MOVES: dict[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.WAITING, PhaseEvent.SENT): Phase.VERIFYING,
     (Phase.WAITING, PhaseEvent.ENDED): Phase.FINISHED,
 }
-
-
-def diagram(moves: dict) -> str:
-    """A table as a Mermaid state diagram, in the table's order; moves from a state to itself are left out."""
-    lines = ["stateDiagram-v2"]
-    for (before, event), after in moves.items():
-        if before is not after:
-            lines.append(f"    {before.name} --> {after.name}: {event.name}")
-    return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from specdec.protocol.items import DraftNode
 from specdec.protocol.types import Row
@@ -18,44 +19,62 @@ NAME_COUNT_KEPT = 256  # names that may be forgotten are looked for when there a
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """One token at one position with one path before it. `length` is the length of the path that ends with it.
+class TreeNode:
+    """One token after one path, in the tree of either side; `length` is that of the path that ends with it.
 
-    `proposal` is the one child that may be offered, `row` the distribution it was drawn from (REJECTION only).
+    `proposal`: the one child that may be offered. `alive`: until a commit leaves it beside its path.
     """
 
     length: int
     token_id: int
-    node: int = 0
-    parent: Place | None = None
-    children: dict[int, Place] = field(default_factory=dict)
-    proposal: Place | None = None
-    row: Row | None = None
+    parent: Self | None = None
+    children: dict[int, Self] = field(default_factory=dict)
+    proposal: Self | None = None
     alive: bool = True
 
-    def below(self) -> Iterator[Place]:
-        """This place and every place below it."""
+    def below(self) -> Iterator[Self]:
+        """This node and every node below it."""
         stack = [self]
         while stack:
-            place = stack.pop()
-            yield place
-            stack.extend(place.children.values())
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def end(self) -> list[Self]:
+        """This node and every node below it, none of them alive any more."""
+        nodes = list(self.below())
+        for node in nodes:
+            node.alive = False
+        return nodes
+
+    def check(self) -> None:
+        """Raises AssertionError naming the invariant that is broken below a root."""
+        for node in self.below():
+            assert node.alive, "nodes below the root are alive"
+            for token_id, child in node.children.items():
+                assert (child.length, child.parent) == (node.length + 1, node), "a child is one longer than its parent"
+                assert child.token_id == token_id, "a child is filed under its own token"
+            proposal = node.proposal
+            assert proposal is None or node.children.get(proposal.token_id) is proposal, "a proposal is a child"
+
+
+@dataclass(slots=True, eq=False)
+class Place(TreeNode):
+    """A node of the coordinator's tree. `row`: the distribution its proposal was drawn from (REJECTION only)."""
+
+    row: Row | None = None
 
 
 class DraftTree:
     """Places below the committed tokens, of which it keeps its own record and is told each change (`commit`).
 
-    Invariants, checked by `check()`:
-    1. the root's length is the number of committed tokens;
-    2. a child's length is its parent's plus one, and it is filed under its own token;
-    3. a proposal is one of the children;
-    4. every place below the root is alive.
+    `named`: by (epoch, node), places below the committed tokens, and those passed not long ago.
     """
 
     def __init__(self, committed: Sequence[int]) -> None:
         self.committed = list(committed)
         self.root = Place(len(committed), committed[-1])
-        self._named: dict[tuple[int, int], Place] = {}
+        self.named: dict[tuple[int, int], Place] = {}
 
     def add(self, epoch: int, root_length: int, node: DraftNode) -> Place | None:
         """Files one node; None when it is stale, doubled, or its parent is not known.
@@ -65,16 +84,15 @@ class DraftTree:
         """
         name = (epoch, node.node)
         parent, length = self._parent(epoch, root_length, node.parent)
-        if length == 0 or name in self._named:
+        if length == 0 or name in self.named:
             return None
         if length < len(self.committed):
             if self.committed[length] != node.token_id:
                 return None
-            is_root = length + 1 == len(self.committed)
-            place = self.root if is_root else Place(length + 1, node.token_id, node.node)
+            place = self.root if length + 1 == self.root.length else Place(length + 1, node.token_id)
         else:
             place = self._attach(parent or self.root, node)
-        self._named[name] = place
+        self.named[name] = place
         return place
 
     def _parent(self, epoch: int, root_length: int, node: int) -> tuple[Place | None, int]:
@@ -82,70 +100,41 @@ class DraftTree:
         the length alone says which it is."""
         if node == 0:
             return None, root_length if 1 <= root_length <= len(self.committed) else 0
-        place = self._named.get((epoch, node))
+        place = self.named.get((epoch, node))
         return (place, place.length) if place is not None and place.alive else (None, 0)
 
     @staticmethod
     def _attach(parent: Place, node: DraftNode) -> Place:
         place = parent.children.get(node.token_id)
         if place is None:
-            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, node.node, parent)
+            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, parent)
         if node.proposal and parent.proposal is None:
             parent.proposal = place
             parent.row = node.row
         return place
 
-    def foresight(self, token_ids: Sequence[int]) -> tuple[bool, int]:
-        """Of a commit to come: whether the tree has a child for its last token's place, and how many places of the
-        proposal path it leaves."""
-        before = self.place(token_ids[:-1])
-        on_path = self.root.proposal
-        for token_id in token_ids:
-            if on_path is None or on_path.token_id != token_id:
-                break
-            on_path = on_path.proposal
-        else:
-            on_path = None  # what is left of the path lies below the commit
-        left_count = 0
-        while on_path is not None:
-            left_count, on_path = left_count + 1, on_path.proposal
-        return before is not None and bool(before.children), left_count
-
     def commit(self, token_ids: Sequence[int]) -> bool:
         """Takes note of committed tokens and re-roots; False when they left the tree, which is then empty."""
-        inside = True
+        child: Place | None = self.root
         for token_id in token_ids:
             self.committed.append(token_id)
             child = self._descend(token_id)
-            if child is None:
-                inside = False
-                child = Place(len(self.committed), token_id)
-            self.root = child
-        if len(self._named) > NAME_COUNT_KEPT:
-            self._forget()
-        return inside
+            self.root = child or Place(len(self.committed), token_id)
+        if len(self.named) > NAME_COUNT_KEPT:
+            oldest = len(self.committed) - LATE_POSITIONS_MAX
+            self.named = {name: place for name, place in self.named.items() if place.alive and place.length >= oldest}
+        return child is not None
 
     def _descend(self, token_id: int) -> Place | None:
         """The root's child, cut loose; whatever else stood below the root is dead."""
         root = self.root
-        if not root.children:
-            return None
         child = root.children.pop(token_id, None)
         for sibling in root.children.values():
-            for place in sibling.below():
-                place.alive = False
+            sibling.end()
         root.children, root.proposal, root.row = {}, None, None
         if child is not None:
             child.parent = None
         return child
-
-    def _forget(self) -> None:
-        oldest = len(self.committed) - LATE_POSITIONS_MAX
-        self._named = {name: place for name, place in self._named.items() if place.alive and place.length >= oldest}
-
-    def named(self, epoch: int, node: int) -> Place | None:
-        """The place a name stands for; None where none was filed under it, or it was forgotten."""
-        return self._named.get((epoch, node))
 
     def place(self, token_ids: Sequence[int]) -> Place | None:
         """The place at the end of a path below the committed tokens; None where the tree does not hold it."""
@@ -156,9 +145,8 @@ class DraftTree:
 
     def clear(self) -> None:
         """Drops every place below the committed tokens, and every name."""
-        for place in self.root.below():
-            place.alive = False
-        self._named.clear()
+        self.root.end()
+        self.named.clear()
         self.root = Place(len(self.committed), self.committed[-1])
 
     def proposal_path(self, length_max: int) -> list[Place]:
@@ -175,18 +163,7 @@ class DraftTree:
         places = [self.root, *self.proposal_path(length)][:length]
         return tuple(place.row for place in places if place.row is not None)
 
-    @property
-    def name_count(self) -> int:
-        """Names held: of places below the committed tokens, and of those passed not long ago."""
-        return len(self._named)
-
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
-        assert self.root.length == len(self.committed), "1: the root stands at the committed length"
-        for place in self.root.below():
-            assert place.alive, "4: places below the root are alive"
-            for token_id, child in place.children.items():
-                assert child.length == place.length + 1, "2: a child is one longer than its parent"
-                assert child.token_id == token_id and child.parent is place, "2: a child is filed under its token"
-            if place.proposal is not None:
-                assert place.children.get(place.proposal.token_id) is place.proposal, "3: a proposal is a child"
+        assert self.root.length == len(self.committed), "the root stands at the committed length"
+        self.root.check()

@@ -19,10 +19,7 @@ TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
 TOP_K_MAX = 1_000_000
 LOGIT_BIAS_COUNT_MAX = 1024
 LOGIT_BIAS_MAX = 100.0
-STOP_TOKEN_COUNT_MAX = 64
 LAW_STOP_TOKEN_COUNT_MAX = 128  # the request's and the model's own end tokens together
-STOP_STRING_COUNT_MAX = 16
-STOP_STRING_BYTES_MAX = 256
 LOGPROBS_MAX = 20
 TOKENS_MAX = 1 << 24  # no model has more positions; a bound before the model's own is known
 ROW_TOKEN_COUNT_MAX = 1024
@@ -39,7 +36,6 @@ ROW_WEIGHTS = tuple(
 ROW_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(ROW_WEIGHTS)))}
 DRAFT_LENGTH_LIMIT = 64
 LEAVES_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that come true
-EXTEND_TOKEN_COUNT_MAX = 2048
 CACHE_SALT_LENGTH_MAX = 128
 PROTOCOL_VERSION = 1
 
@@ -73,11 +69,11 @@ def check_integer(field: str, value: object, low: int, high: int) -> None:
         raise InvalidRequest(field, value, f"an integer from {low} to {high}")
 
 
-def check_number(field: str, value: object, low: float, high: float) -> None:
-    """Raises InvalidRequest unless `value` is a finite number in [low, high]."""
+def check_number(field: str, value: object, low: float, high: float, beside: str = "") -> None:
+    """Raises InvalidRequest unless `value` is a finite number in [low, high]; `beside`: what else it may be."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not low <= value <= high:
-        raise InvalidRequest(field, value, f"a number from {low:g} to {high:g}")
+        raise InvalidRequest(field, value, f"{beside}a number from {low:g} to {high:g}")
 
 
 def check_salt(salt: str) -> None:
@@ -101,18 +97,16 @@ def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
         raise InvalidRequest(field, after, f"above the id before it, {before} (ascending, none twice)")
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """The law tokens are drawn from and the noise they are drawn with (design order in decoding/distribution.py).
+def check_temperature(value: object) -> None:
+    """0, or a number from TEMPERATURE_MIN to TEMPERATURE_MAX; below, float64 cannot tell it from 0 honestly."""
+    if value != 0:
+        check_number("temperature", value, TEMPERATURE_MIN, TEMPERATURE_MAX, "0 or ")
 
-    `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
-    output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
-    """
 
-    rule: Rule
-    seed: int
-    prompt_length: int
-    temperature: float = 1.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What a request's policy and a session's law say alike of the law of tokens, beside the temperature."""
+
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -124,17 +118,47 @@ class Law:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
+    def check_shaping(self) -> None:
+        """Raises InvalidRequest for a field outside limits that policy and law have in common."""
+        check_integer("top_k", self.top_k, 0, TOP_K_MAX)
+        check_number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise InvalidRequest("top_p", self.top_p, "above 0 and at most 1")
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if len(self.logit_bias) > LOGIT_BIAS_COUNT_MAX:
+            raise InvalidRequest("logit_bias", len(self.logit_bias), f"at most {LOGIT_BIAS_COUNT_MAX} entries")
+        for token_id, bias in self.logit_bias:
+            check_integer("logit_bias.token_id", token_id, 0, TOKENS_MAX)
+            check_number("logit_bias.bias", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Law(Shaping):
+    """The law tokens are drawn from and the noise they are drawn with (design order in decoding/distribution.py).
+
+    `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
+    output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
+    """
+
+    rule: Rule
+    seed: int
+    prompt_length: int
+    temperature: float = 1.0
+
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, 0, SEED_LIMIT - 1)
         check_integer("prompt_length", self.prompt_length, 1, TOKENS_MAX)
-        if self.rule is Rule.GREEDY:
-            if self.temperature != 0:
-                raise InvalidRequest("temperature", self.temperature, "0 with rule GREEDY")
-        else:
-            check_temperature(self.temperature)
-            if self.temperature == 0:
-                raise InvalidRequest("temperature", self.temperature, f"above 0 with rule {self.rule.name}")
-        check_shaping(self)
+        is_greedy = self.rule is Rule.GREEDY
+        if is_greedy != (self.temperature == 0):
+            limit = "0 with rule GREEDY" if is_greedy else f"above 0 with rule {self.rule.name}"
+            raise InvalidRequest("temperature", self.temperature, limit)
+        check_temperature(self.temperature)
+        self.check_shaping()
         check_integer("min_tokens", self.min_tokens, 0, TOKENS_MAX)
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
@@ -145,34 +169,6 @@ class Law:
     def has_penalties(self) -> bool:
         """Whether the law of a position depends on which tokens came before, beside the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-
-def check_temperature(value: object) -> None:
-    """0, or a number from TEMPERATURE_MIN to TEMPERATURE_MAX; below, float64 cannot tell it from 0 honestly."""
-    if value != 0:
-        try:
-            check_number("temperature", value, TEMPERATURE_MIN, TEMPERATURE_MAX)
-        except InvalidRequest as error:
-            raise InvalidRequest("temperature", value, f"0 or {error.limit}") from None
-
-
-def check_shaping(policy) -> None:
-    """Checks the fields a request's policy and a session's law share. Raises InvalidRequest."""
-    check_integer("top_k", policy.top_k, 0, TOP_K_MAX)
-    check_number("top_p", policy.top_p, 0, 1)
-    if policy.top_p == 0:
-        raise InvalidRequest("top_p", policy.top_p, "above 0 and at most 1")
-    check_number("min_p", policy.min_p, 0, 1)
-    check_number("repetition_penalty", policy.repetition_penalty, 0.01, 100)
-    check_number("presence_penalty", policy.presence_penalty, -2, 2)
-    check_number("frequency_penalty", policy.frequency_penalty, -2, 2)
-    if len(policy.logit_bias) > LOGIT_BIAS_COUNT_MAX:
-        raise InvalidRequest("logit_bias", len(policy.logit_bias), f"at most {LOGIT_BIAS_COUNT_MAX} entries")
-    for token_id, bias in policy.logit_bias:
-        check_integer("logit_bias.token_id", token_id, 0, TOKENS_MAX)
-        check_number("logit_bias.bias", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
-    if policy.logprobs is not None:
-        check_integer("logprobs", policy.logprobs, 0, LOGPROBS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +204,9 @@ class Row:
 
     def probability(self, token_id: int) -> float:
         """weight / total as float64; 0 for a token without weight."""
-        for candidate, weight in zip(self.token_ids, self.weights):
-            if candidate == token_id:
-                return weight / self.total
-        return 0.0
+        if token_id not in self.token_ids:
+            return 0.0
+        return self.weights[self.token_ids.index(token_id)] / self.total
 
     def check_proposal(self, token_id: int, vocabulary_size: int) -> None:
         """Raises InvalidRequest unless ids are in range and `token_id` has weight: otherwise it must not be tested."""

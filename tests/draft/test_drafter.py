@@ -182,7 +182,7 @@ def test_a_chain_has_no_branches(model_folder: Path) -> None:
     draft.open(1, list(range(2, 12)), window=6, leaves=1)
     draft.settle()
     assert draft.leaf_counts == [1] * 6 and draft.engine.cache.table_count == 1
-    assert len(draft.trees[1].proposal_path(99)) == 6 and draft.trees[1].name_count == 6
+    assert len(draft.trees[1].proposal_path(99)) == 6 and len(draft.trees[1].named) == 6
 
 
 def test_nothing_is_fed_twice(model_folder: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.decoding.proposal import PROPOSAL_ROW_TOKENS_MAX, ProposalRequest, draw, propose
-from specdec.protocol.noise import gumbel
 from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, Law, Row, Rule
 from tests.law import reference
+from tests.support.plain_noise import gumbel
 
 
 def law_of(rule: Rule = Rule.REJECTION, **policy: object) -> Law:

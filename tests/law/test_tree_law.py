@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import GrownNode, Growth
+from specdec.protocol.growth import Calibration, GrownNode, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
@@ -44,7 +43,8 @@ class Grown:
         for kind, what in history:
             if kind == "commit":
                 self.tree.commit(what)
-                assert self.growth.commit(what).is_inside, "a history ends where the tree is left"
+                self.growth.commit(what)
+                assert self.growth.root is not None, "a history ends where the tree is left"
             else:
                 self.evaluate(what)
 
@@ -120,8 +120,9 @@ class TreeWorld(Setting):
             places = tree.proposal_path(self.draft_length(path))
             tokens, rows = tuple(place.token_id for place in places), tree.proposal_rows(len(places))
             for part, committed in self.verdicts(path, tokens, rows):
-                stays = Grown(self, path, longer).growth.commit(committed).is_inside
-                outcome = committed, (*longer, ("commit", committed)) if stays else ()
+                growth = Grown(self, path, longer).growth
+                growth.commit(committed)
+                outcome = committed, (*longer, ("commit", committed)) if growth.root is not None else ()
                 outcomes[outcome] = outcomes.get(outcome, Fraction(0)) + share * part
         return outcomes
 

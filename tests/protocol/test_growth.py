@@ -10,8 +10,7 @@ import random
 
 import pytest
 
-from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, Calibration, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
@@ -84,7 +83,8 @@ class Grower:
     def commit(self, *token_ids: int) -> bool:
         self.remote.commit(token_ids)
         self.committed += token_ids
-        return self.growth.commit(token_ids).is_inside
+        self.growth.commit(token_ids)
+        return self.growth.root is not None
 
 
 def test_one_place_at_a_time_visits_the_likeliest_paths_in_order() -> None:
@@ -269,11 +269,11 @@ def test_a_commit_keeps_the_cells_of_its_path_and_frees_all_others() -> None:
                 path.append(node.token_id)
             path += [] if path else [999]
             committed += path
-            followed = growth.commit(path)
-            kept, freed = list(followed.kept_cells), set(followed.freed_cells)
+            kept, cells = growth.commit(path)
+            freed = set(cells)
             assert set(kept) | freed <= used and len(kept) <= len(path) and not freed & set(kept)
             used -= freed | set(kept)
-            if not followed.is_inside:
+            if growth.root is None:
                 growth.restart(committed)
                 assert not used
             growth.check()

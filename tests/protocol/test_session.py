@@ -11,7 +11,6 @@ import random
 import pytest
 
 from specdec.policy.policy import FixedPolicy
-from specdec.protocol.actions import AwaitDraft, ToDraft, ToTarget
 from specdec.protocol.items import (
     Close,
     Commit,
@@ -24,7 +23,7 @@ from specdec.protocol.items import (
     Short,
     Verification,
 )
-from specdec.protocol.session import Session
+from specdec.protocol.session import AwaitDraft, Session, ToDraft, ToTarget
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Evidence, Law, Row, Rule, TokenKind, Verdict
@@ -124,8 +123,9 @@ class ToyDraft:
             return []
         before = [*self.tokens, *(place.token_id for place in path)]
         token_id = next_token(before) if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY_SIZE)
+        parent = next((name for (_, name), place in self.tree.named.items() if place is leaf), 0)
         self.node += 1
-        entry = DraftNode(self.node, leaf.node, token_id, True)
+        entry = DraftNode(self.node, parent, token_id, True)
         self.tree.add(self.epoch, self.root_length, entry)
         return [Nodes(1, self.incarnation, self.epoch, self.root_length, (entry,))]
 
@@ -344,7 +344,7 @@ def test_a_draft_that_sends_without_end_is_paused():
         entry = DraftNode(number, 0, number % VOCABULARY_SIZE, False)
         session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), (entry,)))
     assert session.draft_state is DraftState.PAUSED
-    assert session.tree.name_count <= 4097
+    assert len(session.tree.named) <= 4097
 
 
 def test_end_closes_on_both_replicas_once():

@@ -56,7 +56,7 @@ def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
     tree.commit([10, 20])
     assert tree.add(1, 1, node(1, 0, 11)) is None
     assert tree.add(1, 1, node(2, 1, 20)) is None
-    assert tree.name_count == 0 and not tree.root.children
+    assert len(tree.named) == 0 and not tree.root.children
 
 
 def test_of_two_proposal_children_for_one_place_the_first_stays():

@@ -17,12 +17,11 @@ from draft_service.cells import Cells
 from draft_service.drafter import Drafter
 from specdec.engine.kv_cache import KVCache
 from specdec.protocol import session as session_module
-from specdec.protocol.actions import ToDraft
 from specdec.protocol.growth import Growth
 from specdec.protocol.items import Close, DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.report import Delta
-from specdec.protocol.session import Session
+from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import TokenKind

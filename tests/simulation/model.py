@@ -20,9 +20,10 @@ import torch
 from specdec.decoding.evidence import EvidenceRequest
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.engine.interface import RaggedBatch, Segment, StepOutput
-from specdec.protocol.noise import UNIFORM_BITS, Lane, gumbel, hash64, uniform_bits
+from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
 from specdec.protocol.types import Description, Evidence, Law, Row, Rule
 from tests.simulation.clock import Clock, Violation
+from tests.support.plain_noise import gumbel
 
 VOCABULARY_SIZE = 6
 BEFORE = VOCABULARY_SIZE  # the token before the text

@@ -41,7 +41,7 @@ def state_of(session: Session) -> tuple:
         session.draft_state,
         session.draft_incarnation,
         session.target_incarnation,
-        session.tree.name_count,
+        len(session.tree.named),
     )
 
 
