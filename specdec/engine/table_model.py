@@ -2,7 +2,7 @@
 
 It exists so that the whole system can be tested with a law that is known exactly, on a tiny vocabulary, in
 microseconds. It stores token ids in paged storage and reads the last two back through the block table, so an error in
-rollback, forking or block ownership changes what it answers. Its name says what it is wherever a model is shown.
+rollback, sharing or block ownership changes what it answers. Its name says what it is wherever a model is shown.
 """
 
 from __future__ import annotations

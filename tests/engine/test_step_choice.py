@@ -19,7 +19,7 @@ Ask = tuple[int, int, int]  # the step before which it comes, rows for context, 
 
 
 def feed_of(context_count: int, logit_count: int, start: int = 0) -> Feed:
-    table = BlockTable([], start, 1 << 20, b"")
+    table = BlockTable(1 << 20, b"", start)
     row_count = context_count + logit_count
     return Feed(table, start, range(row_count), logit_count, None, done=lambda *_: None, failed=lambda _: None)
 
