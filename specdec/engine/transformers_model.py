@@ -7,7 +7,7 @@ own past only. The output layer and everything after it is float32.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -17,30 +17,17 @@ from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention_calls import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
-from specdec.engine.cpu_backend import CpuBackend, Families
+from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.faster_type import faster_type
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
-from specdec.engine.row_widths import RowWidths
 from specdec.engine.tiled_modules import shorten_calls
 from specdec.errors import ModelRefused
 
+if TYPE_CHECKING:
+    from specdec.engine.parallel.modules import JoinedShare
+
 CPU = torch.device("cpu")
-
-
-class RankShare(Protocol):
-    """What makes a model one rank's share of a larger one (`parallel.share`): all ranks go through it together."""
-
-    vocabulary_part: int  # ids of which this rank computes logits, padding included
-
-    def join(self, base: nn.Module) -> None:
-        """Puts sums over ranks into a base model whose modules were replaced."""
-
-    def whole_output(self, output: Any, vocabulary_size: int) -> nn.Module:
-        """The output layer of all ranks together, made of this rank's part."""
-
-    def agree(self, families: Families) -> Families:
-        """What all ranks measured in common."""
 
 
 class TransformersModel:
@@ -54,7 +41,7 @@ class TransformersModel:
         model: transformers.PreTrainedModel,
         description: ModelDescription,
         dtype: torch.dtype,
-        share: RankShare | None = None,
+        share: JoinedShare | None = None,
         backend: Backend | None = None,
     ):
         self.description = description
@@ -81,19 +68,10 @@ class TransformersModel:
     def allocate(self, block_count: int, block_size: int) -> Storage:
         return self.backend.allocate(block_count, block_size)
 
+    @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch. On a CPU a row's logits are the same bits whatever else is in it."""
-        return self.run(batch, self.plan(batch))
-
-    @torch.inference_mode()
-    def plan(self, batch: RaggedBatch) -> Any:
-        """What `run` needs of a batch: whatever can be wrong with one is raised here."""
-        return self.backend.plan(batch)
-
-    @torch.inference_mode()
-    def run(self, batch: RaggedBatch, plan: Any) -> StepOutput:
-        """Runs a planned batch."""
-        return self.backend.run(batch, plan, self._compute)
+        return self.backend.run(batch, self._compute)
 
     def _compute(self, step: StepInput) -> StepResult:
         hidden = self._base(
@@ -108,21 +86,6 @@ class TransformersModel:
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""
         return self.backend.counters()
-
-    @property
-    def families(self) -> Families:
-        """See `CpuBackend`; other devices have none."""
-        return self._cpu().families
-
-    def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
-        """See `CpuBackend`."""
-        self._cpu().use_families(row_widths, query_tiles)
-
-    def _cpu(self) -> CpuBackend:
-        if not isinstance(self.backend, CpuBackend):
-            raise TypeError(f"a model on {self.backend.device} has no measured widths")
-        return self.backend
-
 
 def load_transformers_model(
     name: str,

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
+from specdec.engine.backend import StepInput
 from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, Segment
 
@@ -36,25 +37,13 @@ class TreeSegment:
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """One step: `input_ids`, `position_ids` [1, rows], `logit_rows` [logits], `written` [rows] int64: slots.
-
-    It stands where modules expect an `AttentionPlan`.
+    """One step's sequences, and the slots its rows are `written` to, [rows] int64; it stands where modules expect an
+    `AttentionPlan`.
     """
 
     storage: DeviceStorage
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
     written: torch.Tensor
     segments: tuple[TreeSegment, ...]
-
-    @property
-    def attention(self) -> TreePlan:
-        return self
-
-    @property
-    def logit_count(self) -> int:
-        return len(self.logit_rows)
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -108,8 +97,8 @@ class TreePlanner:
         self._storage = storage
         self._windows = windows
 
-    def plan(self, batch: RaggedBatch) -> TreePlan:
-        """The index tensors of a step. Raises for cells that the blocks do not cover."""
+    def plan(self, batch: RaggedBatch) -> StepInput:
+        """The index tensors of a step, its attention a `TreePlan`. Raises for cells that the blocks do not cover."""
         ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -120,17 +109,13 @@ class TreePlanner:
             ids += segment.token_ids
             logit_rows += range(end - segment.logit_count, end)
             positions += segment.rows_of_tree().positions
-            own, slots = self._segment(segment, start, end)
+            own, its_slots = self._segment(segment, start, end)
             segments.append(own)
-            written.append(slots)
-        return TreePlan(
-            self._storage,
-            torch.tensor([ids]),
-            torch.tensor([positions]),
-            torch.tensor(logit_rows, dtype=torch.int64),
-            torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written)),
-            tuple(segments),
-        )
+            written.append(its_slots)
+        slots = torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written))
+        attention = TreePlan(self._storage, slots, tuple(segments))
+        logits = torch.tensor(logit_rows, dtype=torch.int64)
+        return StepInput(torch.tensor([ids]), torch.tensor([positions]), logits, attention)
 
     def _segment(self, segment: Segment, start: int, end: int) -> tuple[TreeSegment, numpy.ndarray]:
         """The segment, and the slots its rows are written to."""

@@ -137,7 +137,7 @@ def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:
     driver = device_driver(llama, False)
     batch = RaggedBatch((Segment([1], 15, [1, 2, 3], 1),))
     with pytest.raises((IndexError, ValueError)):
-        driver.model.plan(batch)  # type: ignore[attr-defined]
+        driver.model.backend.plan(batch)  # type: ignore[attr-defined]
 
 
 def test_margins_are_measured_and_counted(llama: Path) -> None:
