@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import AttentionShape
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 
 

@@ -13,13 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from specdec.engine.attention import KEY_SPLIT, PagedStorage, probe_query_tiles
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import KEY_SPLIT, AttentionShape, probe_query_tiles
 from specdec.engine.backend import Compute, StepInput, finite_rows, segment_flags
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.row_widths import ALONE, RowWidths
 from specdec.engine.step_plan import StepPlanner
+from specdec.engine.storage import DeviceStorage, PagedStorage
 from specdec.engine.tiled_modules import OutputLayer, TiledLinear, probe_widths, replace_modules
 from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError

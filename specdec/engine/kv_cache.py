@@ -5,19 +5,71 @@ Rollback is `truncate`: a length. Blocks of committed tokens can be published: a
 tokens adopts them, and whoever writes into a shared block first gets a copy of it. When nobody holds them any more they
 stay until their room is needed, the least recently used first. The module moves block ids, not numbers: what a block
 holds is the model's storage. Not thread-safe: the engine thread owns it.
+
+A published block is found by what it holds and by everything that came before it: its digest covers its parent's digest
+and its own token ids, and the salt at the root keeps texts of different tenants apart. Digests are SHA-256, since a
+collision would give one text another's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.interface import Storage
-from specdec.engine.prefix import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
 ZERO_BLOCK = 0  # all zero for ever, owned by nobody: stands in block tables where a sequence has no block
+
+
+def root_digest(salt: str) -> bytes:
+    """The parent of every first block of texts with this salt; "" is the common one."""
+    return hashlib.sha256(b"specdec prefix " + salt.encode("utf-8")).digest()
+
+
+def chain_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """The digests of the full blocks in `token_ids`, which follow the block with digest `parent`; lazily, in order."""
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hashlib.sha256(parent + array("Q", token_ids[start : start + block_size]).tobytes()).digest()
+        yield parent
+
+
+class PrefixIndex:
+    """Which block holds the text of a digest. A block has one digest at most and a digest one block: the first."""
+
+    def __init__(self) -> None:
+        self._block_ids: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._digests
+
+    def find(self, digest: bytes) -> int | None:
+        """The block of a digest; None where there is none."""
+        return self._block_ids.get(digest)
+
+    def name_of(self, block_id: int) -> bytes | None:
+        """The digest a block is found by; None where it is not published."""
+        return self._digests.get(block_id)
+
+    def add(self, digest: bytes, block_id: int) -> None:
+        """Enters a block, unless the digest has one or the block another name: then nothing changes."""
+        if digest not in self._block_ids and block_id not in self._digests:
+            self._block_ids[digest] = block_id
+            self._digests[block_id] = digest
+
+    def remove(self, block_id: int) -> None:
+        """The block is found no more; idempotent."""
+        digest = self._digests.pop(block_id, None)
+        if digest is not None:
+            del self._block_ids[digest]
+
+    def check(self) -> None:
+        """Raises AssertionError unless both directions say the same."""
+        assert {block_id: digest for digest, block_id in self._block_ids.items()} == self._digests
 
 
 class KVCache:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from specdec.engine.attention import KEY_SPLIT, AttentionPlan, PagedStorage, QueryGroup
+from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup
 from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch
 from specdec.engine.row_widths import RowWidths
+from specdec.engine.storage import PagedStorage
 
 GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc asks the kernel for every buffer, zeroed page by page
 SHORT_TILE = 8  # tiles up to this share a group: computing a few rows more is cheaper than another round of kernels

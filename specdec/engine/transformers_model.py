@@ -7,6 +7,8 @@ own past only. The output layer and everything after it is float32.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +17,9 @@ from torch import nn
 
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
-from specdec.engine.attention_calls import measure_shape
+from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu_backend import CpuBackend
-from specdec.engine.faster_type import faster_type
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.tiled_modules import shorten_calls
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from specdec.engine.parallel.modules import JoinedShare
 
 CPU = torch.device("cpu")
+# Of the measurement which type is faster.
+PRODUCT_TYPES = (torch.float32, torch.bfloat16)
+ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
+WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers that take turns: as many as the caches would not hold at once
+REPEATS = 3
 
 
 class TransformersModel:
@@ -86,6 +92,7 @@ class TransformersModel:
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""
         return self.backend.counters()
+
 
 def load_transformers_model(
     name: str,
@@ -154,6 +161,36 @@ def draft_type(config: dict, stored: torch.dtype) -> torch.dtype:
     if stored != torch.bfloat16 or not all(isinstance(size, int) for size in sizes):
         return stored
     return faster_type(*sizes)
+
+
+@torch.inference_mode()
+def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> torch.dtype:
+    """float32 or bfloat16, by the products of so many feed-forward layers; takes some milliseconds.
+
+    A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a model of
+    many weights is read in half the time, a small one spends more on setting each product up, and without them every
+    weight is unpacked first.
+    """
+    layer_bytes = 2 * 4 * hidden_size * intermediate_size
+    count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
+    times_s = {dtype: _products_s(hidden_size, intermediate_size, count, dtype) for dtype in PRODUCT_TYPES}
+    return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
+
+
+def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
+    """Seconds of all layers at all row counts; the least of some repeats."""
+    shapes = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+    layers = [[torch.ones(shape, dtype=dtype) for shape in shapes] for _ in range(count)]
+    rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
+    return min(_once_s(layers, rows) for _ in range(REPEATS))
+
+
+def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tensor]) -> float:
+    started_s = time.perf_counter()
+    for x in rows:
+        for up, down in layers:
+            torch.matmul(torch.matmul(x, up), down)
+    return time.perf_counter() - started_s
 
 
 def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.backend import StepInput
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.storage import DeviceStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +66,25 @@ class TreePlan:
             keys, values = (part[own.first_slot : own.first_slot + own.cell_count] for part in cached)
         else:
             keys, values = (part.index_select(0, own.slots) for part in cached)
-        rows, seen = (each.transpose(0, 1)[None] for each in (queries, keys))
-        values, mask = values.transpose(0, 1)[None], own.visible[rule.window]
-        if rule.softcap is None:
-            output = functional.scaled_dot_product_attention(
-                rows, seen, values, mask, scale=rule.scaling, enable_gqa=True
-            )
-        else:
-            output = capped_attention(rows, seen, values, mask, rule)
-        return output[0].transpose(0, 1)
+        # [1, heads, rows or cells, size]
+        rows, keys, values = (each.transpose(0, 1)[None] for each in (queries, keys, values))
+        return masked_attention(rows, keys, values, own.visible[rule.window], rule)[0].transpose(0, 1)
 
 
-def capped_attention(
+def masked_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Attention with scores softcap * tanh(score / softcap); queries [1, heads, rows, size]."""
-    assert rule.softcap is not None
+    """queries [sequences, heads, rows, size], keys and values [.., kv heads, keys, size] -> the queries' shape.
+
+    `visible` [.., rows, keys] bool is broadcast over the heads; None where every row sees every key.
+    """
     group = queries.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    if rule.softcap is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, visible, scale=rule.scaling, enable_gqa=group > 1
+        )
+    if group > 1:
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.tanh(queries @ keys.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.engine.elementwise import AlignedActivation
-from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, cancelling, probe
+from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, AlignedActivation, RowWidths, cancelling, probe
 from specdec.engine.tiled_modules import TiledLinear, probe_widths
 from tests.support.engine_models import Driver, random_tokens
 

@@ -1,6 +1,6 @@
 """What the next step takes, over random schedules: no clock, no model, only feeds that come and rows that are run.
 
-Time is counted in steps. The promises are those of `specdec.engine.step_choice`, in its numbers.
+Time is counted in steps. The promises are those of `specdec.engine.feed`, in its numbers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.block_table import BlockTable
-from specdec.engine.feed import Feed
+from specdec.engine.feed import Feed, choose
 from specdec.engine.runner import Piece
-from specdec.engine.step_choice import choose
 
 Ask = tuple[int, int, int]  # the step before which it comes, rows for context, rows with logits
 

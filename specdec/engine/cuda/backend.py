@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import AttentionShape
 from specdec.engine.backend import Compute, StepInput, StepResult, finite_rows, segment_flags
 from specdec.engine.cuda.attention import PLAIN, TREES, BlockTables, DevicePlan, Way
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
@@ -24,8 +24,8 @@ from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
 from specdec.engine.cuda.ways import choose_way
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 
