@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from bench.engine.bandwidth import Reader, limit_ms, step_bytes
+from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import RaggedBatch, Segment
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.row_widths import RowWidths
@@ -115,15 +116,17 @@ def step_times(
     length = max(shape.context + shape.rows for shape in every)
     texts = CachedTexts(model, max(shape.sequences for shape in every), length)
     batches = {shape: texts.batch(shape) for shape in every}
-    measured = model.families
+    backend = model.backend
+    assert isinstance(backend, CpuBackend), "widths are measured on a CPU"
+    measured = backend.families
     for _ in range(rounds):
-        model.use_families(*measured)
+        backend.use_families(*measured)
         model.forward(batches[every[0]])
         padded_ms = {shape: time_step(model, batches[shape]) for shape in dict.fromkeys(every)}
-        model.use_families(UNPADDED, ANY_TILE)
+        backend.use_families(UNPADDED, ANY_TILE)
         model.forward(batches[every[0]])
         yield padded_ms, {shape: time_step(model, batches[shape]) for shape in unpadded}
-    model.use_families(*measured)
+    backend.use_families(*measured)
 
 
 def measure_steps(

@@ -18,9 +18,10 @@ import torch
 
 from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Evidence as StepEvidence
-from specdec.engine.scheduler import Engine, Feed, StepTiming
+from specdec.engine.scheduler import Engine
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import SpecdecError
 from specdec.protocol.types import Evidence, Law, Rule

@@ -42,13 +42,9 @@ class Support:
         """The token id of every column, on one line when all rows share it.  # [n or 1, columns] int64"""
         return every_token_id(self.scores) if self.token_ids is None else self.token_ids
 
-    def weights(self) -> Tensor:
-        """exp(scores): probabilities up to a factor per row.  # [n, columns] float64"""
-        return self.scores.exp()
-
     def probabilities(self) -> Tensor:
         """The law itself; the total is a sum in id order.  # [n, columns] float64"""
-        weights = self.weights()
+        weights = self.scores.exp()
         return weights.div_(row_totals(weights))
 
     def columns_of(self, index: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:

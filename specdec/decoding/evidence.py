@@ -20,12 +20,13 @@ from specdec.decoding.distribution import (
     first_argmax,
     greedy_token_ids,
     in_row_order,
+    likeliest,
     row_sums,
+    row_totals,
     sampled_law,
     taken,
 )
 from specdec.decoding.edits import PathContext
-from specdec.decoding.logprobs import position_logprobs
 from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.types import Evidence, Law, PositionLogprobs, Row, Rule
@@ -144,6 +145,34 @@ def logprobs_of(
     def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
         pairs = both()
         return tuple(pair[1] for pair in pairs[:-1]), tuple(pair[0] for pair in pairs)
+
+    return finish
+
+
+def position_logprobs(
+    logits: Tensor, token_ids: Tensor, top_count: int, crossing: Crossing
+) -> Callable[[], list[list[PositionLogprobs]]]:
+    """For each row, one entry per asked token id, each with the row's `top_count` likeliest tokens; once crossed.
+
+    They are the log-softmax of the raw logits, before any edit or truncation: float64, the normaliser summed in id
+    order, so a row's values do not depend on the rows beside it.
+    logits: [rows, vocabulary] float32; token_ids: [rows, asked per row] int64. Likeliest first, ties to the lowest id.
+    A token the logits give no probability at all has -inf.
+    """
+    values = logits.to(torch.float64)
+    shifted = values - values.amax(dim=1, keepdim=True)
+    logprobs = shifted - row_totals(shifted.exp()).log()
+    chosen = crossing.bring(logprobs.gather(1, token_ids))
+    if top_count == 0:
+        return lambda: [[PositionLogprobs(value) for value in line] for line in chosen()]
+    ids = likeliest(values, [top_count] * len(values), crossing)[0]
+    top = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    ids = ids.gather(1, top)
+    top_ids, top_values = crossing.bring(ids), crossing.bring(logprobs.gather(1, ids))
+
+    def finish() -> list[list[PositionLogprobs]]:
+        tops = [(tuple(ids), tuple(values)) for ids, values in zip(top_ids(), top_values())]
+        return [[PositionLogprobs(value, *top) for value in line] for line, top in zip(chosen(), tops)]
 
     return finish
 

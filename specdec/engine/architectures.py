@@ -3,7 +3,7 @@
 Proven means: tests compare logits at every position, greedy text in ragged batches and text after rollbacks with
 `transformers` itself. Whatever is not on the list is refused by name before any weight is read: a model that runs but
 answers differently would be worse than one that does not run. A new architecture is one record here and one entry of
-those tests; how a layer attends is not written here but found by calling it (`attention_calls`).
+those tests; how a layer attends is not written here but found by calling it (`attention.measure_shape`).
 """
 
 from __future__ import annotations

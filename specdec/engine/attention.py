@@ -4,6 +4,9 @@ Every product has one of a few fixed shapes: query tiles of measured widths agai
 positions, accumulated split by split in order. Padding to a longer neighbour adds splits that are masked, that is,
 exact zeros. All arithmetic is float32, whatever the model's type; the cache holds float32. A layer says what it wants
 by a `ScoreRule`; which rows may look where is the plan's.
+
+What the layers of a model ask is found by calling them once instead of reading their classes: a recorder stands in for
+a step's plan. A layer that asks for what is not known here is refused then, when the model is loaded.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
-from specdec.engine.elementwise import aligned
-from specdec.engine.row_widths import ROW_MULTIPLE, probe
+from specdec.engine.row_widths import ROW_MULTIPLE, aligned, probe
+from specdec.engine.storage import PagedStorage
 from specdec.errors import ModelRefused
 
 NAME = "specdec_paged"
@@ -24,31 +28,6 @@ CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_COUNTS = (1, 2, 3, 8)
 # What models pass along to an attention function that changes nothing here: positions are the plan's.
 WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "cache_position"})
-
-
-class PagedStorage:
-    """Keys and values of every layer in blocks: per layer [2, blocks, kv heads, block size, head size] float32."""
-
-    def __init__(self, layer_count: int, block_count: int, kv_head_count: int, block_size: int, head_size: int):
-        self.block_count = block_count
-        self.kv_head_count = kv_head_count
-        self.block_size = block_size
-        self.head_size = head_size
-        shape = (2, block_count, kv_head_count, block_size, head_size)
-        self.layers = [torch.zeros(shape) for _ in range(layer_count)]
-        # Two views of the same memory: single positions of one head to write, whole blocks of one head to read.
-        self.positions = [layer.view(-1, head_size) for layer in self.layers]
-        self.cells = [layer.view(-1, block_size, head_size) for layer in self.layers]
-
-    @torch.inference_mode()
-    def copy_block(self, source: int, destination: int) -> None:
-        for layer in self.layers:
-            layer[:, destination] = layer[:, source]
-
-    @torch.inference_mode()
-    def scrub(self, block_id: int, start: int, end: int) -> None:
-        for layer in self.layers:
-            layer[:, block_id, :, start:end] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +191,64 @@ def probe_query_tiles(group_size: int, head_size: int, rules: Collection[ScoreRu
     candidates = [tile for tile in CANDIDATE_QUERY_TILES if group_size * tile % ROW_MULTIPLE == 0]
     agreed = probe(product, head_size, torch.float32, [group_size * tile for tile in candidates])
     return tuple(tile for tile in candidates if group_size * tile in agreed)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's queries [rows, heads, head size], keys and values [rows, kv heads, head size], and its rule."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    layer: int
+    rule: ScoreRule
+
+
+class CallRecorder:
+    """Stands where modules expect an AttentionPlan; the result of attention is the queries themselves."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Notes the call. See `AttentionPlan.attend`."""
+        self.calls.append(AttentionCall(queries, keys, values, layer, rule))
+        return queries
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What storage and planner need to know of a model, or of one rank's share of it: the same for all its layers."""
+
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_size: int
+    rules: tuple[ScoreRule, ...]  # distinct ones
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Distinct windows of the layers."""
+        return tuple(dict.fromkeys(rule.window for rule in self.rules))
+
+
+@torch.inference_mode()
+def measure_shape(base: nn.Module, device: torch.device | None = None) -> AttentionShape:
+    """Runs one token through a base model. Raises ModelRefused unless every layer attends once, all in one shape."""
+    recorder = CallRecorder()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    base(input_ids=token, position_ids=token, use_cache=False, plan=recorder)
+    calls = recorder.calls
+    shapes = {(call.queries.shape[1:], call.keys.shape[1:], call.values.shape[1:]) for call in calls}
+    if [call.layer for call in calls] != list(range(len(calls))) or len(shapes) != 1:
+        raise ModelRefused(f"{type(base).__name__} does not attend once in every layer in one shape: not proven yet")
+    queries, keys, values = shapes.pop()
+    if keys != values or queries[1] != keys[1] or queries[0] % keys[0]:
+        raise ModelRefused(f"{type(base).__name__} has queries {queries}, keys {keys}, values {values}: not proven yet")
+    rules = tuple(dict.fromkeys(call.rule for call in calls))
+    return AttentionShape(len(calls), queries[0], keys[0], queries[1], rules)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -13,27 +13,21 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import AttentionShape
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 
 
-class StepInput(Protocol):
-    """What a step is computed from. `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step is computed from: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
 
-    `attention` is handed to the attention modules as their plan.
+    `attention` is handed to the attention modules as their plan: an `AttentionPlan` or what stands in its place.
     """
 
-    @property
-    def input_ids(self) -> torch.Tensor: ...
-
-    @property
-    def position_ids(self) -> torch.Tensor: ...
-
-    @property
-    def logit_rows(self) -> torch.Tensor: ...
-
-    @property
-    def attention(self) -> Any: ...
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    attention: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +71,8 @@ class Backend(Protocol):
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Of every row of both, rows of `hidden` first, whether all of it is finite.  # [rows + logits] bool"""
 
-    def plan(self, batch: RaggedBatch) -> Any:
-        """What `run` needs of a batch: whatever can be wrong with one is raised here."""
-
-    def run(self, batch: RaggedBatch, plan: Any, compute: Compute) -> StepOutput:
-        """One step of a planned batch."""
+    def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
+        """One step. Whatever can be wrong with a batch is raised before anything is computed."""
 
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""

@@ -13,15 +13,14 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from specdec.engine.attention import KEY_SPLIT, PagedStorage, probe_query_tiles
-from specdec.engine.attention_calls import AttentionShape
-from specdec.engine.backend import Compute, finite_rows, segment_flags
-from specdec.engine.device_storage import DeviceStorage
+from specdec.engine.attention import KEY_SPLIT, AttentionShape, probe_query_tiles
+from specdec.engine.backend import Compute, StepInput, finite_rows, segment_flags
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.row_widths import ALONE, RowWidths
-from specdec.engine.step_plan import StepPlan, StepPlanner
+from specdec.engine.step_plan import StepPlanner
+from specdec.engine.storage import DeviceStorage, PagedStorage
 from specdec.engine.tiled_modules import OutputLayer, TiledLinear, probe_widths, replace_modules
-from specdec.engine.tree_attention import TreePlan, TreePlanner
+from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError
 
 Families: TypeAlias = tuple[RowWidths, tuple[int, ...]]  # row widths, query tiles
@@ -91,7 +90,7 @@ class CpuBackend:
         self._planner = None
         return self._storage
 
-    def plan(self, batch: RaggedBatch) -> StepPlan | TreePlan:
+    def _plan(self, batch: RaggedBatch) -> StepInput:
         if isinstance(self._planner, TreePlanner):
             return self._planner.plan(batch)
         if self._planner is None or self._thread_count != torch.get_num_threads():
@@ -99,10 +98,11 @@ class CpuBackend:
             self._planner = self._planner_in_force()
         return self._planner.plan(batch)
 
-    def run(self, batch: RaggedBatch, plan: StepPlan | TreePlan, compute: Compute) -> StepOutput:
+    def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
+        plan = self._plan(batch)
         result = compute(plan)
         flags = segment_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
-        return StepOutput(result.logits[: plan.logit_count], flags)
+        return StepOutput(result.logits[: batch.logit_count], flags)
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if math.isfinite(hidden.sum(dtype=torch.float32).item() + logits.sum().item()):

@@ -1,4 +1,13 @@
-"""What a service asks of the engine: tokens of one sequence to run, and what to do with their logits."""
+"""What a service asks of the engine, and which rows of it the next step takes: a pure choice over the feeds that wait.
+
+Decodes and verifications come first, prompts fill up. Three promises, for any work that waits:
+
+1. A decode is never behind a prompt, and a step that may keep one waiting carries one chunk of prompts at most: so
+   prompts delay a decode by one chunk in the step that runs when it comes, and one in its own.
+2. The oldest prompt goes on in every step, whatever else there is; so does the oldest decode.
+3. A step has at most `rows_max` rows. A verification wider than its share of them is run all the same, alone of its
+   kind: its rows cannot be divided.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ from specdec.engine.runner import Piece
 from specdec.errors import SpecdecError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTiming:
     """Where a feed's time went, in seconds: `forward_s` sums over its steps.
 
@@ -18,12 +27,12 @@ class StepTiming:
     and `ended_s`, readings of the clock; its first step began at `first_started_s`.
     """
 
-    queue_s: float
-    forward_s: float
-    evidence_s: float
-    row_count: int
-    step_count: int
-    feed_count: int = 1
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    evidence_s: float = 0.0
+    row_count: int = 0
+    step_count: int = 0
+    feed_count: int = 0
     first_started_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -47,9 +56,7 @@ class Feed:
     failed: Callable[[SpecdecError], None]
     is_current: Callable[[], bool] = lambda: True
     submitted_s: float = field(default=0.0, init=False)
-    queue_s: float = field(default=0.0, init=False)
-    forward_s: float = field(default=0.0, init=False)
-    step_count: int = field(default=0, init=False)
+    timing: StepTiming = field(default_factory=StepTiming, init=False)
     fed_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -82,3 +89,33 @@ class Feed:
         is_last = count == self.row_count
         token_ids = self.token_ids[self.fed_count : self.fed_count + count]
         return Piece(self.table, self.next_position, token_ids, self.logit_count if is_last else 0, self.payload)
+
+
+def choose(feeds: Sequence[Feed], chunk_size: int, rows_max: int, is_decoding: bool) -> list[tuple[Feed, Piece]]:
+    """The feeds of the next step, each with its rows of it.
+
+    `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: there are sequences past their
+    prompt, which may ask for a decode while this step runs; then prompts have a chunk in it and no more.
+    """
+    prompts: list[Feed] = []
+    decodes: list[Feed] = []
+    for feed in feeds:
+        (prompts if feed.context_count else decodes).append(feed)
+    share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # of the oldest, always
+    chosen: list[tuple[Feed, Piece]] = []
+    row_count = 0
+    for feed in decodes:
+        rows = feed.row_count
+        if chosen and row_count + rows > rows_max - share:
+            break
+        row_count += rows
+        chosen.append((feed, feed.piece(chunk_size, rows)))
+    left = min(rows_max - row_count, chunk_size if is_decoding or chosen else rows_max)
+    left = max(left, share)
+    for feed in prompts:
+        if left <= 0:
+            break
+        piece = feed.piece(chunk_size, left)
+        left -= len(piece.token_ids)
+        chosen.append((feed, piece))
+    return chosen

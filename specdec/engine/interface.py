@@ -82,6 +82,10 @@ class RaggedBatch:
     def row_count(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
 
+    @property
+    def logit_count(self) -> int:
+        return sum(segment.logit_count for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

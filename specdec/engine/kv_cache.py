@@ -1,23 +1,75 @@
 """Which cache block belongs to which sequence, and up to where its content is valid.
 
 A sequence either reserves all blocks it may need at once, or is opened empty and takes blocks before it writes.
-Rollback is `truncate`: a length. A fork shares the blocks before it; whoever writes into a shared block first gets a
-copy of it. Blocks of committed tokens can be published: a sequence that begins with the same tokens adopts them, and
-when nobody holds them any more they stay until their room is needed, the least recently used first. The module moves
-block ids, not numbers: what a block holds is the model's storage. Not thread-safe: the engine thread owns it.
+Rollback is `truncate`: a length. Blocks of committed tokens can be published: a sequence that begins with the same
+tokens adopts them, and whoever writes into a shared block first gets a copy of it. When nobody holds them any more they
+stay until their room is needed, the least recently used first. The module moves block ids, not numbers: what a block
+holds is the model's storage. Not thread-safe: the engine thread owns it.
+
+A published block is found by what it holds and by everything that came before it: its digest covers its parent's digest
+and its own token ids, and the salt at the root keeps texts of different tenants apart. Digests are SHA-256, since a
+collision would give one text another's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.interface import Storage
-from specdec.engine.prefix import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
 ZERO_BLOCK = 0  # all zero for ever, owned by nobody: stands in block tables where a sequence has no block
+
+
+def root_digest(salt: str) -> bytes:
+    """The parent of every first block of texts with this salt; "" is the common one."""
+    return hashlib.sha256(b"specdec prefix " + salt.encode("utf-8")).digest()
+
+
+def chain_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """The digests of the full blocks in `token_ids`, which follow the block with digest `parent`; lazily, in order."""
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hashlib.sha256(parent + array("Q", token_ids[start : start + block_size]).tobytes()).digest()
+        yield parent
+
+
+class PrefixIndex:
+    """Which block holds the text of a digest. A block has one digest at most and a digest one block: the first."""
+
+    def __init__(self) -> None:
+        self._block_ids: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._digests
+
+    def find(self, digest: bytes) -> int | None:
+        """The block of a digest; None where there is none."""
+        return self._block_ids.get(digest)
+
+    def name_of(self, block_id: int) -> bytes | None:
+        """The digest a block is found by; None where it is not published."""
+        return self._digests.get(block_id)
+
+    def add(self, digest: bytes, block_id: int) -> None:
+        """Enters a block, unless the digest has one or the block another name: then nothing changes."""
+        if digest not in self._block_ids and block_id not in self._digests:
+            self._block_ids[digest] = block_id
+            self._digests[block_id] = digest
+
+    def remove(self, block_id: int) -> None:
+        """The block is found no more; idempotent."""
+        digest = self._digests.pop(block_id, None)
+        if digest is not None:
+            del self._block_ids[digest]
+
+    def check(self) -> None:
+        """Raises AssertionError unless both directions say the same."""
+        assert {block_id: digest for digest, block_id in self._block_ids.items()} == self._digests
 
 
 class KVCache:
@@ -27,8 +79,7 @@ class KVCache:
     1. a block is free, kept (published, held by nobody) or held, one of the three; the zero block is none of them;
     2. a block's holder count equals the number of tables that name it;
     3. a table names at least the blocks its length needs and at most those of its capacity, none twice;
-    4. copies promised for a block are fewer than its holders, and all promised copies fit into the blocks to be had;
-    5. what is kept is published, what is free is not; a table has digests for whole blocks of valid tokens only, and a
+    4. what is kept is published, what is free is not; a table has digests for whole blocks of valid tokens only, and a
        block there that is published goes by the table's own digest: no text is found in another's blocks.
     """
 
@@ -45,13 +96,12 @@ class KVCache:
         self._kept: dict[int, None] = {}  # published blocks that nobody holds, least recently used first
         self._index = PrefixIndex()
         self._holders = [0] * block_count
-        self._promised: dict[int, int] = {}  # shared block -> copies its holders may still need, paid for at the fork
         self._tables: set[BlockTable] = set()
 
     @property
     def free_block_count(self) -> int:
-        """Blocks to be had, those kept included; copies promised to forks are not among them."""
-        return len(self._free) + len(self._kept) - sum(self._promised.values())
+        """Blocks to be had, those kept included."""
+        return len(self._free) + len(self._kept)
 
     @property
     def kept_block_count(self) -> int:
@@ -60,7 +110,7 @@ class KVCache:
 
     @property
     def usage(self) -> float:
-        """Share of usable blocks that is taken or promised, 0 to 1."""
+        """Share of usable blocks that is taken, 0 to 1."""
         return 1 - self.free_block_count / (self.block_count - 1)
 
     @property
@@ -85,7 +135,7 @@ class KVCache:
         """An empty table that may grow to `capacity` and holds no block yet; it adopts from tables of its salt only."""
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
-        table = BlockTable([], 0, capacity, root_digest(salt))
+        table = BlockTable(capacity, root_digest(salt))
         self._tables.add(table)
         return table
 
@@ -146,24 +196,23 @@ class KVCache:
         """Makes the blocks of positions [table.length, end) this table's alone: takes those that it lacks, copies
         shared ones, and nobody finds by its old name what is about to be overwritten.
 
-        Idempotent. Raises CacheExhausted when it lacks more blocks than are to be had; then nothing changed. A table
-        with all its blocks meets that only when none is left and some table was truncated below a fork of it: every
-        other copy was paid for by the fork.
+        Idempotent. Raises CacheExhausted when it lacks more blocks than are to be had; then nothing changed.
         """
         self._check_live(table)
         if not table.length <= end <= table.capacity:
             raise ValueError(f"end is {end}; it must be from the length {table.length} to {table.capacity}")
         first, last = table.length // self.block_size, self.blocks_for(end)
-        written = table.block_ids[first:last]
-        shared = [block_id for block_id in written if self._holders[block_id] > 1]
-        if shared or len(written) < last - first:
-            unpaid_count = len([block_id for block_id in shared if block_id not in self._promised])
-            table.block_ids += self._take(max(0, last - len(table.block_ids)), spare=unpaid_count)
-        for index in range(first, last):
-            if self._holders[table.block_ids[index]] > 1:
-                self._copy_on_write(table, index)
-            else:
-                self._index.remove(table.block_ids[index])
+        held = range(first, min(last, len(table.block_ids)))
+        shared = [index for index in held if self._holders[table.block_ids[index]] > 1]
+        lacking_count = max(0, last - len(table.block_ids))
+        taken = self._take(lacking_count + len(shared))
+        table.block_ids += taken[:lacking_count]
+        for index, own in zip(shared, taken[lacking_count:]):
+            self._storage.copy_block(table.block_ids[index], own)
+            self._drop(table.block_ids[index])
+            table.block_ids[index] = own
+        for block_id in table.block_ids[first:last]:
+            self._index.remove(block_id)
 
     def advance(self, table: BlockTable, length: int) -> None:
         """Declares [table.length, length) valid, after a forward wrote it."""
@@ -177,28 +226,6 @@ class KVCache:
         for index in range(start // self.block_size, self.blocks_for(end)):
             first = index * self.block_size
             self._storage.scrub(table.block_ids[index], max(start - first, 0), min(end - first, self.block_size))
-
-    def fork(self, table: BlockTable, length: int, capacity: int) -> BlockTable:
-        """A second sequence that begins with the first `length` cached tokens of `table`, sharing their blocks.
-
-        Takes the blocks beyond, and pays for one copy of a block that is shared half-full. Raises CacheExhausted;
-        then nothing was allocated.
-        """
-        self._check_live(table)
-        if not 0 <= length <= table.length or capacity < max(length, 1):
-            raise ValueError(f"cannot fork {table!r} at length {length} with capacity {capacity}")
-        shared = table.block_ids[: self.blocks_for(length)]
-        is_split = length % self.block_size != 0
-        own_count = self.blocks_for(capacity) - len(shared)
-        own = self._take(own_count, spare=1 if is_split else 0)
-        for block_id in shared:
-            self._holders[block_id] += 1
-        if is_split:
-            self._promised[shared[-1]] = self._promised.get(shared[-1], 0) + 1
-        fork = BlockTable(shared + own, length, capacity, table.root)
-        fork.digests = table.digests[: length // self.block_size]
-        self._tables.add(fork)
-        return fork
 
     def vacate(self, table: BlockTable) -> None:
         """Gives the table's blocks back, those shared when their last holder goes; the table stays, empty. Idempotent.
@@ -236,25 +263,22 @@ class KVCache:
             assert 0 <= table.length <= table.capacity, f"invariant 3: {table!r} length"
             lowest, highest = self.blocks_for(table.length), self.blocks_for(table.capacity)
             assert lowest <= len(table.block_ids) <= highest, f"invariant 3: {table!r} block count"
-        for block_id, copies in self._promised.items():
-            assert 0 < copies < counted[block_id], f"invariant 4: {copies} copies promised for block {block_id}"
-        assert self.free_block_count >= 0, "invariant 4: promised copies exceed the blocks to be had"
         self._check_published()
 
     def _check_published(self) -> None:
         self._index.check()
-        assert all(block_id in self._index for block_id in self._kept), "invariant 5: a kept block has no name"
-        assert all(block_id not in self._index for block_id in self._free), "invariant 5: a free block has a name"
+        assert all(block_id in self._index for block_id in self._kept), "invariant 4: a kept block has no name"
+        assert all(block_id not in self._index for block_id in self._free), "invariant 4: a free block has a name"
         for table in self._tables:
-            assert len(table.digests) <= table.length // self.block_size, f"invariant 5: {table!r} digests"
+            assert len(table.digests) <= table.length // self.block_size, f"invariant 4: {table!r} digests"
             own = [*table.digests, *[None] * (table.length // self.block_size - len(table.digests))]
             for block_id, digest in zip(table.block_ids, own):
-                assert self._index.name_of(block_id) in (None, digest), f"invariant 5: block {block_id} of {table!r}"
+                assert self._index.name_of(block_id) in (None, digest), f"invariant 4: block {block_id} of {table!r}"
 
-    def _take(self, count: int, spare: int = 0) -> list[int]:
-        """`count` blocks, leaving `spare` more to be had for copies. Raises CacheExhausted before taking any."""
-        if count + spare > self.free_block_count:
-            raise CacheExhausted(f"{count + spare} cache blocks are needed, {self.free_block_count} are free")
+    def _take(self, count: int) -> list[int]:
+        """Raises CacheExhausted before taking any."""
+        if count > self.free_block_count:
+            raise CacheExhausted(f"{count} cache blocks are needed, {self.free_block_count} are free")
         taken = [self._free.pop() if self._free else self._take_kept() for _ in range(count)]
         for block_id in taken:
             self._holders[block_id] = 1
@@ -276,33 +300,14 @@ class KVCache:
         self._index.remove(block_id)
         return block_id
 
-    def _copy_on_write(self, table: BlockTable, index: int) -> None:
-        shared = table.block_ids[index]
-        if self.free_block_count == 0 and shared in self._promised:
-            self._set_promised(shared, self._promised[shared] - 1)
-        (own,) = self._take(1)
-        self._storage.copy_block(shared, own)
-        table.block_ids[index] = own
-        self._drop(shared)
-
     def _drop(self, block_id: int) -> None:
-        """One holder fewer; a copy promised to a holder that is gone is promised no more."""
         self._holders[block_id] -= 1
-        holders = self._holders[block_id]
-        if block_id in self._promised:
-            self._set_promised(block_id, min(self._promised[block_id], max(holders - 1, 0)))
-        if holders > 0:
+        if self._holders[block_id] > 0:
             return
         if block_id in self._index:
             self._kept[block_id] = None
         else:
             self._free.append(block_id)
-
-    def _set_promised(self, block_id: int, copies: int) -> None:
-        if copies:
-            self._promised[block_id] = copies
-        else:
-            self._promised.pop(block_id, None)
 
     def _check_live(self, table: BlockTable) -> None:
         if table not in self._tables:

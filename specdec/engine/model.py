@@ -7,22 +7,11 @@ protocol tests, and loads it; both answer to the same interface.
 from __future__ import annotations
 
 from specdec.engine.devices import find_device
-from specdec.engine.interface import CausalModel, ModelDescription, RaggedBatch, Segment, StepOutput, Storage
+from specdec.engine.interface import CausalModel
 from specdec.engine.model_folder import Progress, open_model_folder
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.engine.table_model import load_table_model
 from specdec.errors import ConfigError
-
-__all__ = [
-    "CausalModel",
-    "ModelDescription",
-    "Progress",
-    "RaggedBatch",
-    "Segment",
-    "StepOutput",
-    "Storage",
-    "load_model",
-]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

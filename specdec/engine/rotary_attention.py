@@ -13,9 +13,9 @@ import inspect
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionPlan
-from specdec.engine.attention_calls import AttentionCall, CallRecorder
+from specdec.engine.attention import AttentionCall, AttentionPlan, CallRecorder
 
+ROTARY_NAME = "rotary_emb"  # of the module that gives cosines and sines, in every architecture that has one
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 TRIED_ROW_COUNT = 4
@@ -94,6 +94,19 @@ class RotaryAttention(nn.Module):
         queries = rotated[:, : self.head_count]
         output = plan.attend(queries, keys, values, self.layer_index, self.rule)
         return self.o_proj(output.view(1, hidden_states.shape[1], -1)), None
+
+
+def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> bool:
+    """Puts a table in place of a base model's rotary module, if it has one; whether stand-ins are to take the places of
+    its attention modules: of all or none, because tables have one layout."""
+    rotary = getattr(base, ROTARY_NAME, None)
+    if rotary is None:
+        return False
+    size = rotary_size(rotary)
+    attentions = [module for module in base.modules() if has_projections(module)]
+    is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
+    setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
+    return is_fused
 
 
 def has_projections(module: nn.Module) -> bool:

@@ -4,6 +4,10 @@ A matrix library picks its kernel by shape, and kernels add in different orders:
 among sixty-four may differ in the last bits. So products run at widths from a family only, and the family is measured
 when a model is loaded, on its own shapes, in the arithmetic used: those widths stay that give every row, at every
 place, the same bits. Width 1 is the last resort, where nothing can depend on anything.
+
+Elementwise kernels for exp and tanh round the elements left over at the end of a run in scalar code, which differs from
+the vector code before it, and torch cuts long runs among threads as it sees fit. So such a function is applied to runs
+of whole vector registers, each small enough to stay with one thread.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 # Multiples of 4, close together where steps of few sequences fall; a larger batch runs as several tiles of the last.
 CANDIDATE_WIDTHS = (4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
 ROW_MULTIPLE = 4  # never fewer rows outside the products either: reductions may treat a single row differently
 PROBE_ROW_COUNT = 3
 ALONE = (1,)
+RUN_ELEMENTS = 32768  # torch gives runs up to this to one thread whole
+REGISTER_ELEMENTS = 64  # float32 values that fill any register, or pair of them
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out], row i of one from row i of the other
 
@@ -95,3 +102,27 @@ def cancelling(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+def aligned(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x), elementwise, of any shape; an element's result is the same bits wherever it stands."""
+    count = x.numel()
+    if count <= RUN_ELEMENTS and count % REGISTER_ELEMENTS == 0:
+        return function(x)
+    flat = x.reshape(-1)
+    padding = -count % REGISTER_ELEMENTS
+    if padding:
+        flat = nn.functional.pad(flat, (0, padding))
+    runs = [function(run) for run in flat.split(RUN_ELEMENTS)]
+    return torch.cat(runs)[:count].view(x.shape)
+
+
+class AlignedActivation(nn.Module):
+    """An activation module applied as `aligned` says."""
+
+    def __init__(self, function: nn.Module):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return aligned(self.function, x)

@@ -1,7 +1,7 @@
 """The engine thread: gathers ready work, runs steps, hands results back.
 
 Everything a service does with the cache or with session state it posts as a closure to this thread, so nothing is
-shared and nothing is locked. What the next step takes of the work that waits is decided in `step_choice`.
+shared and nothing is locked. What the next step takes of the work that waits is decided by `choose`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specdec.engine.block_table import BlockTable
-from specdec.engine.feed import Feed, StepTiming
+from specdec.engine.feed import Feed, choose
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.runner import Evidence, Piece, StepReport, StepRunner
-from specdec.engine.step_choice import choose
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
 Stepped = Callable[[int, int, float], None]
 Result = TypeVar("Result")
-
-CHUNK_SIZE_DEFAULT = 64
-ROWS_MAX_DEFAULT = 512  # rows of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +61,8 @@ class Engine:
         cache_block_count: int,
         block_size: int,
         evidence: Evidence,
-        chunk_size: int = CHUNK_SIZE_DEFAULT,
-        rows_max: int = ROWS_MAX_DEFAULT,
+        chunk_size: int = 64,
+        rows_max: int = 512,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
     ):
         if not 1 <= chunk_size <= rows_max:
@@ -173,14 +169,7 @@ class Engine:
 
     def _run_pieces(self, turn: Turn) -> None:
         """One step of the pieces a service chose."""
-        started_s = time.perf_counter()
-        try:
-            report = self.run(turn.pieces)
-        except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
-            logger.exception("a step failed")
-            failure = SpecdecError(f"{type(error).__name__}: {error}")
-            report = StepReport([failure] * len(turn.pieces), 0.0, 0.0, 0)
-        self._stepped(report.row_count, len(turn.pieces), time.perf_counter() - started_s)
+        report, _, _ = self._timed(turn.pieces)
         self._call(turn.done, report)
 
     def _step(self) -> None:
@@ -188,22 +177,13 @@ class Engine:
         chosen = choose(self._ready(), self.chunk_size, self.rows_max, self.cache.is_decoding)
         if not chosen:
             return
-        started_s = time.perf_counter()
-        for feed, _ in chosen:
-            feed.queue_s = feed.queue_s if feed.step_count else started_s - feed.submitted_s
-        try:
-            report = self._runner.run([piece for _, piece in chosen])
-        except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
-            logger.exception("a step failed")
-            for feed, _ in chosen:
-                self._waiting.pop(feed, None)
-                self._call(feed.failed, SpecdecError(f"{type(error).__name__}: {error}"))
-            return
-        ended_s = time.perf_counter()
-        self._stepped(report.row_count, len(chosen), ended_s - started_s)
+        report, started_s, ended_s = self._timed([piece for _, piece in chosen])
         for (feed, piece), outcome in zip(chosen, report.outcomes):
-            feed.step_count += 1
-            feed.forward_s += report.forward_s
+            timing = feed.timing
+            if not timing.step_count:
+                timing.queue_s, timing.first_started_s = started_s - feed.submitted_s, started_s
+            timing.step_count += 1
+            timing.forward_s += report.forward_s
             feed.fed_count += len(piece.token_ids)
             if isinstance(outcome, SpecdecError):
                 self._waiting.pop(feed, None)
@@ -211,18 +191,22 @@ class Engine:
             elif piece.logit_count:
                 self._waiting.pop(feed, None)
                 feed.table.is_decoding = True
-                timing = StepTiming(
-                    feed.queue_s,
-                    feed.forward_s,
-                    report.evidence_s,
-                    report.row_count,
-                    feed.step_count,
-                    len(chosen),
-                    feed.submitted_s + feed.queue_s,
-                    started_s,
-                    ended_s,
-                )
+                timing.evidence_s, timing.row_count = report.evidence_s, report.row_count
+                timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
+
+    def _timed(self, pieces: Sequence[Piece]) -> tuple[StepReport, float, float]:
+        """One step, when it began and when it ended."""
+        started_s = time.perf_counter()
+        try:
+            report = self.run(pieces)
+        except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
+            logger.exception("a step failed")
+            failure = SpecdecError(f"{type(error).__name__}: {error}")
+            report = StepReport([failure] * len(pieces), 0.0, 0.0, 0)
+        ended_s = time.perf_counter()
+        self._stepped(report.row_count, len(pieces), ended_s - started_s)
+        return report, started_s, ended_s
 
     def _ready(self) -> list[Feed]:
         """The feeds that may run, oldest first and one per sequence; what is stale or misplaced leaves the queue."""

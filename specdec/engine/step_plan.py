@@ -14,23 +14,14 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from specdec.engine.attention import KEY_SPLIT, AttentionPlan, PagedStorage, QueryGroup
+from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup
+from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch
 from specdec.engine.row_widths import RowWidths
+from specdec.engine.storage import PagedStorage
 
 GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc asks the kernel for every buffer, zeroed page by page
 SHORT_TILE = 8  # tiles up to this share a group: computing a few rows more is cheaper than another round of kernels
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """`input_ids`, `position_ids` [1, padded rows] int64; `logit_rows` [padded logit rows] int64."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
-    logit_count: int
-    attention: AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +62,8 @@ class StepPlanner:
         split_bytes = 2 * storage.kv_head_count * KEY_SPLIT * storage.head_size * 4  # keys and values in float32
         self._splits_max = GATHER_BYTES_MAX // split_bytes
 
-    def plan(self, batch: RaggedBatch) -> StepPlan:
-        """All index tensors of a step. Pure."""
+    def plan(self, batch: RaggedBatch) -> StepInput:
+        """All index tensors of a step, its attention an `AttentionPlan`. Pure."""
         row_count = batch.row_count
         padded = self._row_widths.padded(row_count)
         ids = numpy.zeros(padded, dtype=numpy.int64)
@@ -94,11 +85,10 @@ class StepPlanner:
             row += count
         written = self._written(row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, padded)
-        return StepPlan(
+        return StepInput(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.from_numpy(positions)[None],
             logit_rows=self._padded_logit_rows(logit_rows),
-            logit_count=len(logit_rows),
             attention=AttentionPlan(self._storage, row_count, written, groups, output_rows),
         )
 

@@ -2,12 +2,13 @@
 
 It exists so that the whole system can be tested with a law that is known exactly, on a tiny vocabulary, in
 microseconds. It stores token ids in paged storage and reads the last two back through the block table, so an error in
-rollback, forking or block ownership changes what it answers. Its name says what it is wherever a model is shown.
+rollback, sharing or block ownership changes what it answers. Its name says what it is wherever a model is shown.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy
@@ -73,8 +74,8 @@ class TableModel:
             previous.append(numpy.where(is_first, self._before, found))
         # rows: [sum of logit counts, vocab] float32
         rows = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
-        finite_rows = torch.isfinite(rows).all(-1).tolist()
-        return StepOutput(rows, tuple(_per_segment(finite_rows, batch)))
+        is_finite = iter(torch.isfinite(rows).all(-1).tolist())
+        return StepOutput(rows, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.segments))
 
 
 def _last_two(segment: Segment) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
@@ -139,12 +140,3 @@ def _table_tokenizer(vocabulary_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     return tokenizer
-
-
-def _per_segment(finite_rows: list[bool], batch: RaggedBatch) -> list[bool]:
-    flags: list[bool] = []
-    place = 0
-    for segment in batch.segments:
-        flags.append(all(finite_rows[place : place + segment.logit_count]))
-        place += segment.logit_count
-    return flags

@@ -11,17 +11,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.elementwise import AlignedActivation, aligned
-from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, fits, has_projections, rotary_size
-from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, cancelling, probe
+from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, has_projections, table_angles
+from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, AlignedActivation, RowWidths, aligned, cancelling, probe
 from specdec.errors import ModelRefused
 
-ROTARY_NAME = "rotary_emb"  # of the module that gives cosines and sines, in every architecture that has one
 ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 # Lookups, sums along a row, exact arithmetic: alike for every row.
 ROWWISE_TYPES = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, RotaryTable)
@@ -101,15 +100,7 @@ class FusedRMSNorm(nn.Module):
 
 def replace_modules(base: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
     """Puts the stand-ins in place, in place. Raises ModelRefused for a module not known to treat rows alone."""
-    rotary = getattr(base, ROTARY_NAME, None)
-    # All or none: tables have one layout.
-    attentions = [module for module in base.modules() if has_projections(module)]
-    is_fused = False
-    if rotary is not None:
-        size = rotary_size(rotary)
-        is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
-        setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
-    del attentions  # a module that was replaced must not live on here
+    is_fused = table_angles(base, positions_max, dtype)
     _replace_children(base, is_fused, dtype, product_dtype)
     for name, module in base.named_modules():
         is_ours = isinstance(module, (TiledLinear, FusedRMSNorm, AlignedActivation)) or ".function" in f".{name}"
@@ -138,7 +129,7 @@ def _stand_in(module: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype)
     if type(module).__module__ in ACTIVATION_MODULES:
         return AlignedActivation(module)
     if dtype == torch.float32 and not isinstance(module, ROWWISE_TYPES):
-        return _fused_norm(module)
+        return norm_like(module, FusedRMSNorm, is_near)
     return None
 
 
@@ -151,19 +142,28 @@ def _as_multiplied(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous().t() if weight.dtype == torch.bfloat16 else weight.t().contiguous()
 
 
-def _fused_norm(module: nn.Module) -> FusedRMSNorm | None:
-    """A fused norm where a module, tried on random rows, is one with gain `weight` or 1 + `weight`; None elsewhere."""
+def norm_like(
+    module: nn.Module,
+    kind: Callable[[torch.Tensor, float], nn.Module],
+    agrees: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> nn.Module | None:
+    """A norm of a kind where a module, tried on random rows, is one with gain `weight` or 1 + `weight`, or None."""
     weight = module._parameters.get("weight")
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
         return None
-    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     expected = module(rows)
-    for gain in (weight.detach(), 1 + weight.detach()):
-        fused = FusedRMSNorm(gain, epsilon)
-        if torch.allclose(fused(rows), expected, NORM_TOLERANCE, NORM_TOLERANCE):
-            return fused
+    for gain in (weight.detach(), 1 + weight.detach().float()):  # a sum near 1 would lose its weight in 16 bits
+        norm = kind(gain, epsilon)
+        if agrees(norm(rows), expected):
+            return norm
     return None
+
+
+def is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two results of a float32 norm are one but for roundings."""
+    return torch.allclose(ours, theirs, NORM_TOLERANCE, NORM_TOLERANCE)
 
 
 def treats_rows_alone(module: nn.Module) -> bool:

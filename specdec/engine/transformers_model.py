@@ -7,7 +7,9 @@ own past only. The output layer and everything after it is float32.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -15,32 +17,23 @@ from torch import nn
 
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
-from specdec.engine.attention_calls import measure_shape
+from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
-from specdec.engine.cpu_backend import CpuBackend, Families
-from specdec.engine.faster_type import faster_type
+from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
-from specdec.engine.row_widths import RowWidths
 from specdec.engine.tiled_modules import shorten_calls
 from specdec.errors import ModelRefused
 
+if TYPE_CHECKING:
+    from specdec.engine.parallel.modules import JoinedShare
+
 CPU = torch.device("cpu")
-
-
-class RankShare(Protocol):
-    """What makes a model one rank's share of a larger one (`parallel.share`): all ranks go through it together."""
-
-    vocabulary_part: int  # ids of which this rank computes logits, padding included
-
-    def join(self, base: nn.Module) -> None:
-        """Puts sums over ranks into a base model whose modules were replaced."""
-
-    def whole_output(self, output: Any, vocabulary_size: int) -> nn.Module:
-        """The output layer of all ranks together, made of this rank's part."""
-
-    def agree(self, families: Families) -> Families:
-        """What all ranks measured in common."""
+# Of the measurement which type is faster.
+PRODUCT_TYPES = (torch.float32, torch.bfloat16)
+ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
+WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers that take turns: as many as the caches would not hold at once
+REPEATS = 3
 
 
 class TransformersModel:
@@ -54,7 +47,7 @@ class TransformersModel:
         model: transformers.PreTrainedModel,
         description: ModelDescription,
         dtype: torch.dtype,
-        share: RankShare | None = None,
+        share: JoinedShare | None = None,
         backend: Backend | None = None,
     ):
         self.description = description
@@ -81,19 +74,10 @@ class TransformersModel:
     def allocate(self, block_count: int, block_size: int) -> Storage:
         return self.backend.allocate(block_count, block_size)
 
+    @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch. On a CPU a row's logits are the same bits whatever else is in it."""
-        return self.run(batch, self.plan(batch))
-
-    @torch.inference_mode()
-    def plan(self, batch: RaggedBatch) -> Any:
-        """What `run` needs of a batch: whatever can be wrong with one is raised here."""
-        return self.backend.plan(batch)
-
-    @torch.inference_mode()
-    def run(self, batch: RaggedBatch, plan: Any) -> StepOutput:
-        """Runs a planned batch."""
-        return self.backend.run(batch, plan, self._compute)
+        return self.backend.run(batch, self._compute)
 
     def _compute(self, step: StepInput) -> StepResult:
         hidden = self._base(
@@ -108,20 +92,6 @@ class TransformersModel:
     def counters(self) -> dict[str, float]:
         """Figures of the device worth a line when serving ends; may wait for it."""
         return self.backend.counters()
-
-    @property
-    def families(self) -> Families:
-        """See `CpuBackend`; other devices have none."""
-        return self._cpu().families
-
-    def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
-        """See `CpuBackend`."""
-        self._cpu().use_families(row_widths, query_tiles)
-
-    def _cpu(self) -> CpuBackend:
-        if not isinstance(self.backend, CpuBackend):
-            raise TypeError(f"a model on {self.backend.device} has no measured widths")
-        return self.backend
 
 
 def load_transformers_model(
@@ -191,6 +161,36 @@ def draft_type(config: dict, stored: torch.dtype) -> torch.dtype:
     if stored != torch.bfloat16 or not all(isinstance(size, int) for size in sizes):
         return stored
     return faster_type(*sizes)
+
+
+@torch.inference_mode()
+def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> torch.dtype:
+    """float32 or bfloat16, by the products of so many feed-forward layers; takes some milliseconds.
+
+    A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a model of
+    many weights is read in half the time, a small one spends more on setting each product up, and without them every
+    weight is unpacked first.
+    """
+    layer_bytes = 2 * 4 * hidden_size * intermediate_size
+    count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
+    times_s = {dtype: _products_s(hidden_size, intermediate_size, count, dtype) for dtype in PRODUCT_TYPES}
+    return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
+
+
+def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
+    """Seconds of all layers at all row counts; the least of some repeats."""
+    shapes = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+    layers = [[torch.ones(shape, dtype=dtype) for shape in shapes] for _ in range(count)]
+    rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
+    return min(_once_s(layers, rows) for _ in range(REPEATS))
+
+
+def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tensor]) -> float:
+    started_s = time.perf_counter()
+    for x in rows:
+        for up, down in layers:
+            torch.matmul(torch.matmul(x, up), down)
+    return time.perf_counter() - started_s
 
 
 def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:

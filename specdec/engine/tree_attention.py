@@ -14,8 +14,9 @@ import torch
 from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
-from specdec.engine.device_storage import DeviceStorage
+from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.storage import DeviceStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +37,13 @@ class TreeSegment:
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """One step: `input_ids`, `position_ids` [1, rows], `logit_rows` [logits], `written` [rows] int64: slots.
-
-    It stands where modules expect an `AttentionPlan`.
+    """One step's sequences, and the slots its rows are `written` to, [rows] int64; it stands where modules expect an
+    `AttentionPlan`.
     """
 
     storage: DeviceStorage
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
     written: torch.Tensor
     segments: tuple[TreeSegment, ...]
-
-    @property
-    def attention(self) -> TreePlan:
-        return self
-
-    @property
-    def logit_count(self) -> int:
-        return len(self.logit_rows)
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -77,24 +66,25 @@ class TreePlan:
             keys, values = (part[own.first_slot : own.first_slot + own.cell_count] for part in cached)
         else:
             keys, values = (part.index_select(0, own.slots) for part in cached)
-        rows, seen = (each.transpose(0, 1)[None] for each in (queries, keys))
-        values, mask = values.transpose(0, 1)[None], own.visible[rule.window]
-        if rule.softcap is None:
-            output = functional.scaled_dot_product_attention(
-                rows, seen, values, mask, scale=rule.scaling, enable_gqa=True
-            )
-        else:
-            output = capped_attention(rows, seen, values, mask, rule)
-        return output[0].transpose(0, 1)
+        # [1, heads, rows or cells, size]
+        rows, keys, values = (each.transpose(0, 1)[None] for each in (queries, keys, values))
+        return masked_attention(rows, keys, values, own.visible[rule.window], rule)[0].transpose(0, 1)
 
 
-def capped_attention(
+def masked_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Attention with scores softcap * tanh(score / softcap); queries [1, heads, rows, size]."""
-    assert rule.softcap is not None
+    """queries [sequences, heads, rows, size], keys and values [.., kv heads, keys, size] -> the queries' shape.
+
+    `visible` [.., rows, keys] bool is broadcast over the heads; None where every row sees every key.
+    """
     group = queries.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    if rule.softcap is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, visible, scale=rule.scaling, enable_gqa=group > 1
+        )
+    if group > 1:
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.tanh(queries @ keys.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -108,8 +98,8 @@ class TreePlanner:
         self._storage = storage
         self._windows = windows
 
-    def plan(self, batch: RaggedBatch) -> TreePlan:
-        """The index tensors of a step. Raises for cells that the blocks do not cover."""
+    def plan(self, batch: RaggedBatch) -> StepInput:
+        """The index tensors of a step, its attention a `TreePlan`. Raises for cells that the blocks do not cover."""
         ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -120,17 +110,13 @@ class TreePlanner:
             ids += segment.token_ids
             logit_rows += range(end - segment.logit_count, end)
             positions += segment.rows_of_tree().positions
-            own, slots = self._segment(segment, start, end)
+            own, its_slots = self._segment(segment, start, end)
             segments.append(own)
-            written.append(slots)
-        return TreePlan(
-            self._storage,
-            torch.tensor([ids]),
-            torch.tensor([positions]),
-            torch.tensor(logit_rows, dtype=torch.int64),
-            torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written)),
-            tuple(segments),
-        )
+            written.append(its_slots)
+        slots = torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written))
+        attention = TreePlan(self._storage, slots, tuple(segments))
+        logits = torch.tensor(logit_rows, dtype=torch.int64)
+        return StepInput(torch.tensor([ids]), torch.tensor([positions]), logits, attention)
 
     def _segment(self, segment: Segment, start: int, end: int) -> tuple[TreeSegment, numpy.ndarray]:
         """The segment, and the slots its rows are written to."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen as varlen_module
 
-from specdec.engine.attention import ScoreRule
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
@@ -25,7 +24,7 @@ from specdec.engine.cuda.ways import (
     make_trial,
     tried_batch,
 )
-from specdec.engine.device_storage import DeviceStorage
+from specdec.engine.storage import DeviceStorage
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")

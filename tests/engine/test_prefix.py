@@ -209,7 +209,7 @@ def test_what_is_overwritten_or_taken_is_not_found_by_its_old_name() -> None:
     """Claim: a published block is found no more once its only holder goes on with another text in it, or once another
     sequence takes it for itself.
 
-    Source: kv_cache.py, invariant 5. Conclusive: the old text is looked up after both.
+    Source: kv_cache.py, invariant 4. Conclusive: the old text is looked up after both.
     """
     cache, storage = make_cache()
     one, other = text_of(1, 1), text_of(2, 1)

@@ -1,4 +1,4 @@
-"""A row's logits do not depend on verify width, neighbours, prefill chunks, rollback, re-feeding, blocks or forks.
+"""A row's logits do not depend on verify width, neighbours, prefill chunks, rollback, re-feeding, blocks or copies.
 
 Design section 7 promises it bit for bit, and exactness on = off rests on it. Every test compares with torch.equal
 against one reference: the same tokens fed once, in chunks of 64, alone. Random sums in another order differ in the
@@ -143,11 +143,11 @@ def test_attention_sums_do_not_depend_on_a_longer_neighbour(name: str, driver_of
     driver.cache.release(longest)
 
 
-def test_logits_do_not_depend_on_blocks_or_forks(case: Case) -> None:
-    """Claim: other blocks, stale content in them, and copy-on-write forks change no bit.
+def test_logits_do_not_depend_on_blocks_or_copies(case: Case) -> None:
+    """Claim: other blocks, stale content in them, and blocks that are shared and copied on write change no bit.
 
-    Source: design section 6, branches share cached blocks. Conclusive: the second table holds other blocks than the
-    first, which were written by another text; fork and parent go on with different tokens from a shared half block.
+    Source: design section 6, sequences share cached blocks. Conclusive: the second table holds other blocks than the
+    first, which were written by another text; both who share go on with different tokens from a shared half block.
     """
     driver, token_ids = case.driver, case.token_ids
     stale = driver.open(LENGTH)
@@ -156,13 +156,16 @@ def test_logits_do_not_depend_on_blocks_or_forks(case: Case) -> None:
     driver.cache.release(stale)
     other = driver.open(LENGTH)
     case.check(driver.feed(other, token_ids[:150]), 0)
-    fork = driver.cache.fork(other, 137, LENGTH)
-    driver.feed(fork, random_tokens(9, 12, case.vocabulary_size), 1)
+    driver.cache.publish(other, token_ids, 150)
+    sharer = driver.cache.open(LENGTH)
+    assert driver.cache.adopt(sharer, token_ids[:150]) == 144
+    driver.cache.truncate(sharer, 137)
+    driver.feed(sharer, random_tokens(9, 12, case.vocabulary_size), 1)
     case.check(driver.feed(other, token_ids[150:160]), 150)
-    driver.cache.truncate(fork, 137)
-    case.check(driver.feed(fork, token_ids[137:145]), 137)
+    driver.cache.truncate(sharer, 137)
+    case.check(driver.feed(sharer, token_ids[137:145]), 137)
     driver.cache.release(other)
-    case.check(driver.feed(fork, token_ids[145:150]), 145)
-    for table in (fork, held):
+    case.check(driver.feed(sharer, token_ids[145:150]), 145)
+    for table in (sharer, held):
         driver.cache.release(table)
     driver.cache.check_integrity()

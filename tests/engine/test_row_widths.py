@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.engine.elementwise import AlignedActivation
-from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, RowWidths, cancelling, probe
+from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, AlignedActivation, RowWidths, cancelling, probe
 from specdec.engine.tiled_modules import TiledLinear, probe_widths
 from tests.support.engine_models import Driver, random_tokens
 
@@ -142,15 +141,15 @@ def test_the_last_resort_still_answers_the_same(driver_of: Callable[..., Driver]
     verification among neighbours still equals single steps bit for bit.
     """
     driver = driver_of("llama")
-    measured = driver.model.families
-    driver.model.use_families(RowWidths(ALONE), ALONE)
+    measured = driver.model.backend.families
+    driver.model.backend.use_families(RowWidths(ALONE), ALONE)
     token_ids = random_tokens(30, 6)
     table, other = driver.open(), driver.open()
     alone = torch.cat([driver.feed(table, [token_id]) for token_id in token_ids])
     driver.cache.truncate(table, 20)
     driver.feed(other, token_ids[:20])
     both = driver.step([(table, token_ids[20:25], 5), (other, token_ids[20:30], 10)]).logits
-    driver.model.use_families(*measured)
+    driver.model.backend.use_families(*measured)
     for each in (table, other):
         driver.cache.release(each)
     assert torch.equal(both, torch.cat([alone[20:25], alone[20:30]]))

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
 from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine, Feed, StepTiming
+from specdec.engine.scheduler import Engine
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
@@ -125,7 +126,7 @@ def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None
     and from then on prompts have one chunk of a step.
 
     Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks fill
-    the row limit; every batch from the decode's on is compared with what the three promises of step_choice give.
+    the row limit; every batch from the decode's on is compared with what the three promises of `choose` give.
     """
 
     def submit() -> None:

@@ -14,8 +14,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.engine.attention import NAME, ScoreRule, paged_attention
-from specdec.engine.attention_calls import CallRecorder, measure_shape
+from specdec.engine.attention import NAME, CallRecorder, ScoreRule, measure_shape, paged_attention
 from specdec.engine.rotary_attention import fits, has_projections, rotary_size
 from specdec.engine.tiled_modules import FusedRMSNorm, replace_modules, treats_rows_alone
 from specdec.errors import ModelRefused
@@ -56,7 +55,7 @@ def test_a_stand_in_is_used_only_where_it_does_the_same(
 def test_the_rules_of_layers_are_those_the_modules_ask_for(folder_of: Callable[[str], Path]) -> None:
     """Claim: window, cap and scale of every layer are what the model's own modules pass, before and after replacement.
 
-    Source: `attention_calls`, found by calling. Conclusive: Gemma-2's layers alternate, and its scale is none that
+    Source: `measure_shape`, found by calling. Conclusive: Gemma-2's layers alternate, and its scale is none that
     follows from its head size.
     """
     base = load_plain(folder_of("gemma2"), "gemma2")

@@ -1,6 +1,6 @@
 """What the next step takes, over random schedules: no clock, no model, only feeds that come and rows that are run.
 
-Time is counted in steps. The promises are those of `specdec.engine.step_choice`, in its numbers.
+Time is counted in steps. The promises are those of `specdec.engine.feed`, in its numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.block_table import BlockTable
-from specdec.engine.feed import Feed
+from specdec.engine.feed import Feed, choose
 from specdec.engine.runner import Piece
-from specdec.engine.step_choice import choose
 
 Ask = tuple[int, int, int]  # the step before which it comes, rows for context, rows with logits
 
 
 def feed_of(context_count: int, logit_count: int, start: int = 0) -> Feed:
-    table = BlockTable([], start, 1 << 20, b"")
+    table = BlockTable(1 << 20, b"", start)
     row_count = context_count + logit_count
     return Feed(table, start, range(row_count), logit_count, None, done=lambda *_: None, failed=lambda _: None)
 

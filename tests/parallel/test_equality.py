@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
-from specdec.engine.parallel.shared_memory import SLOT_BYTES, SharedExchange
 from tests.support.engine_models import ARCHITECTURES, Driver, random_tokens
 from tests.support.ranks import Followers
 
@@ -113,7 +113,7 @@ def test_other_machines_exchange_over_gloo(
     shared = followers.lead(folder, 2)
     assert shared.exchange.name == SharedExchange.name
     expected, text = logits_and_text(Driver(shared))
-    monkeypatch.setattr("specdec.engine.parallel.shared_memory.is_supported", lambda: False)
+    monkeypatch.setattr("specdec.engine.parallel.group.is_supported", lambda: False)
     led = followers.lead(folder, 2)
     assert led.exchange.name == "gloo"
     found, its_text = logits_and_text(Driver(led))

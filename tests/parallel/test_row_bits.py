@@ -31,7 +31,7 @@ def case(request: pytest.FixtureRequest, followers: Followers, tiny_folder: Call
     [
         independence.test_logits_do_not_depend_on_how_a_text_is_fed,
         independence.test_logits_do_not_depend_on_neighbours,
-        independence.test_logits_do_not_depend_on_blocks_or_forks,
+        independence.test_logits_do_not_depend_on_blocks_or_copies,
     ],
     ids=lambda check: check.__name__.removeprefix("test_logits_do_not_depend_on_"),
 )

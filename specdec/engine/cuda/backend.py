@@ -10,37 +10,27 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.attention_calls import AttentionShape
-from specdec.engine.backend import Compute, StepResult, finite_rows, segment_flags
+from specdec.engine.attention import AttentionShape
+from specdec.engine.backend import Compute, StepInput, StepResult, finite_rows, segment_flags
 from specdec.engine.cuda.attention import PLAIN, TREES, BlockTables, DevicePlan, Way
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
 from specdec.engine.cuda.ways import choose_way
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 
 KEY_MAXES = (512, 2048)  # where a step's cost grows with the room for keys, graphs have room for so many a sequence
 KEY_CELLS_MAX = 1 << 15  # and for so many of all sequences
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """See `specdec.engine.backend.StepInput`."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
-    attention: DevicePlan
 
 
 class FiniteFlags(Sequence[bool]):
@@ -152,14 +142,13 @@ class DeviceBackend:
         return needed
 
     @torch.inference_mode()
-    def run(self, batch: RaggedBatch, plan: StepShape, compute: Compute) -> StepOutput:
+    def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
         with self._current():
             if self._graphs is None:
                 self._capture(compute)
                 if not self._has_trees:  # a draft's drift decides nothing
                     self.margins = MarginCounter(self._measured_drift(compute), self.device)
-                plan = self.plan(batch)  # the buffers were used
-            output = self._step(batch, plan, compute)
+            output = self._step(batch, compute)
             if self.margins is not None:
                 self.margins.look_at(output.logits)
             return output
@@ -171,16 +160,16 @@ class DeviceBackend:
         """How close decisions came to the drift: see `MarginCounter`."""
         return self.margins.report() if self.margins else {}
 
-    def _step(self, batch: RaggedBatch, plan: StepShape, compute: Compute) -> StepOutput:
-        logit_count = sum(segment.logit_count for segment in batch.segments)
+    def _step(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
+        plan = self.plan(batch)
         if plan in self._graphs:  # type: ignore[operator]
             self._fixed.send(plan)
             self._graphs[plan].replay()  # type: ignore[index]
             result = fixed_part(self._results, plan)  # type: ignore[arg-type]
-            logits = result.logits[:logit_count].clone()  # the next step of any shape writes there
+            logits = result.logits[: batch.logit_count].clone()  # the next step of any shape writes there
         else:
             result = compute(self._input(self._exact.send(plan)))
-            logits = result.logits[:logit_count]
+            logits = result.logits[: batch.logit_count]
         return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count))
 
     def _measured_drift(self, compute: Compute) -> float:
@@ -188,11 +177,7 @@ class DeviceBackend:
         storage = self._storage
         assert storage is not None
         block_ids = range(1, storage.block_count)
-
-        def forward(batch: RaggedBatch) -> StepOutput:
-            return self._step(batch, self.plan(batch), compute)
-
-        drift = measure_drift(forward, block_ids, storage.block_size, self._key_max)
+        drift = measure_drift(lambda batch: self._step(batch, compute), block_ids, storage.block_size, self._key_max)
         for block_id in block_ids[: blocks_of_drift(storage.block_size)]:
             storage.scrub(block_id, 0, storage.block_size)
         return drift

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, fits, has_projections, joined, rotary_size
+from specdec.engine.rotary_attention import RotaryAttention, has_projections, joined, table_angles
+from specdec.engine.tiled_modules import norm_like
 
-ROTARY_NAME = "rotary_emb"
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TRIED_ROW_COUNT = 4
 # Of the largest value: a rounding apart in 16 bits, another order of additions in 32.
@@ -49,15 +49,7 @@ class JoinedMLP(nn.Module):
 
 def replace_modules(base: nn.Module, dtype: torch.dtype, positions_max: int) -> None:
     """Puts the stand-ins in place, in place: each where, tried on random rows, it does what the module does."""
-    rotary = getattr(base, ROTARY_NAME, None)
-    attentions = [module for module in base.modules() if has_projections(module)]
-    is_fused = False
-    if rotary is not None:
-        size = rotary_size(rotary)
-        is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
-        setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
-    del attentions  # a module that was replaced must not live on here
-    _replace_children(base, is_fused)
+    _replace_children(base, table_angles(base, positions_max, dtype))
 
 
 def _replace_children(module: nn.Module, is_fused: bool) -> None:
@@ -81,29 +73,14 @@ def _replace_children(module: nn.Module, is_fused: bool) -> None:
 def _mlp(module: nn.Module) -> nn.Module | None:
     weight = module.get_submodule("gate_proj").get_parameter("weight")
     joined_mlp = JoinedMLP(module)
-    rows = _random_rows(weight.shape[1], weight)
+    width = weight.shape[1]
+    rows = torch.randn(TRIED_ROW_COUNT, width, generator=torch.Generator().manual_seed(width)).to(weight)
     return joined_mlp if _is_near(joined_mlp(rows), module(rows)) else None
 
 
 @torch.inference_mode()
 def _norm(module: nn.Module) -> nn.Module | None:
-    """A norm with gain `weight` or 1 + `weight`, whichever the module is; None where it is neither."""
-    weight = module._parameters.get("weight")
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
-        return None
-    rows = _random_rows(len(weight), weight)
-    expected = module(rows)
-    for gain in (weight.detach(), 1 + weight.detach().float()):  # a sum near 1 would lose its weight in 16 bits
-        norm = DeviceRMSNorm(gain, epsilon)
-        if _is_near(norm(rows), expected):
-            return norm
-    return None
-
-
-def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows of the type and on the device of a weight.  # [TRIED_ROW_COUNT, width]"""
-    return torch.randn(TRIED_ROW_COUNT, width, generator=torch.Generator().manual_seed(width)).to(like)
+    return norm_like(module, DeviceRMSNorm, _is_near)
 
 
 def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

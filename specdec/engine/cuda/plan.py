@@ -55,7 +55,7 @@ def exact_shape(batch: RaggedBatch, has_trees: bool = False) -> StepShape:
     return StepShape(
         row_count=batch.row_count,
         sequence_count=len(batch.segments),
-        logit_count=sum(segment.logit_count for segment in batch.segments),
+        logit_count=batch.logit_count,
         query_max=max(len(segment.token_ids) for segment in batch.segments),
         key_max=max(ends),
         has_trees=has_trees,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.attention import ScoreRule
-from specdec.engine.attention_calls import AttentionShape
+from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda.attention import (
     PLAIN,
     TABLE_BLOCK_MULTIPLE,
@@ -25,8 +24,8 @@ from specdec.engine.cuda.attention import (
     varlen_parameters,
 )
 from specdec.engine.cuda.plan import StepBuffer, exact_shape
-from specdec.engine.device_storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 

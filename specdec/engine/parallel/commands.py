@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 import numpy
@@ -16,7 +16,6 @@ import numpy
 from specdec.engine.interface import RaggedBatch, Segment
 
 WORD = numpy.dtype("<i4")
-STOP, ALLOCATE, COPY, SCRUB, STEP = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,7 @@ class Step:
 
 
 Command: TypeAlias = Stop | Allocate | CopyBlock | Scrub | Step
+KINDS: tuple[type, ...] = (Stop, Allocate, CopyBlock, Scrub, Step)  # a kind's number is its place
 
 
 def pack(command: Command, block_size: int = 1) -> numpy.ndarray:
@@ -66,17 +66,8 @@ def pack(command: Command, block_size: int = 1) -> numpy.ndarray:
     """
     if isinstance(command, Step):
         return _pack_step(command.batch, block_size)
-    words: Sequence[int]
-    match command:
-        case Stop():
-            words = (STOP, 0)
-        case Allocate(block_count, block_size):
-            words = (ALLOCATE, 2, block_count, block_size)
-        case CopyBlock(source, destination):
-            words = (COPY, 2, source, destination)
-        case Scrub(block_id, start, end):
-            words = (SCRUB, 3, block_id, start, end)
-    return numpy.array(words, WORD)
+    words = astuple(command)
+    return numpy.array((KINDS.index(type(command)), len(words), *words), WORD)
 
 
 def _pack_step(batch: RaggedBatch, block_size: int) -> numpy.ndarray:
@@ -87,7 +78,7 @@ def _pack_step(batch: RaggedBatch, block_size: int) -> numpy.ndarray:
         heads += (segment.start, len(segment.token_ids), len(block_ids), segment.logit_count)
         tails += (segment.token_ids, block_ids)
     words = numpy.concatenate([numpy.asarray(part, WORD) for part in (heads, *tails)])
-    return numpy.concatenate((numpy.array((STEP, len(words)), WORD), words))
+    return numpy.concatenate((numpy.array((KINDS.index(Step), len(words)), WORD), words))
 
 
 def unpack(words: numpy.ndarray) -> Iterator[Command]:
@@ -97,11 +88,8 @@ def unpack(words: numpy.ndarray) -> Iterator[Command]:
         number, count = words[place : place + 2].tolist()
         own = words[place + 2 : place + 2 + count]
         place += 2 + count
-        if number == STEP:
-            yield Step(_unpack_batch(own))
-        else:
-            kinds: dict[int, type] = {STOP: Stop, ALLOCATE: Allocate, COPY: CopyBlock, SCRUB: Scrub}
-            yield kinds[number](*own.tolist())
+        kind = KINDS[number]
+        yield Step(_unpack_batch(own)) if kind is Step else kind(*own.tolist())
 
 
 def _unpack_batch(words: numpy.ndarray) -> RaggedBatch:

@@ -2,19 +2,33 @@
 
 A sum over ranks is made from these by whoever needs one, part by part in rank order: a library's own reduction adds in
 an order that depends on the size of the message, hence on the batch. Over `torch.distributed` between machines and
-GPUs, through shared memory (`shared_memory`) between processes of one machine.
+GPUs, through shared memory between processes of one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 
+from specdec.errors import ReplicaUnavailable
+
 STARTING_PATIENCE_S = 120.0  # ranks load and measure their kernels at different speeds
+FOLDER = Path("/dev/shm")
+SLOT_BYTES = 2 << 20  # of one rank's part in one buffer; larger parts go in pieces
+COUNTER_BYTES = 64  # a cache line each: ranks that poll one counter do not disturb another
+BUFFER_COUNT = 2
+SPIN_COUNT = 400  # polls before the processor is offered to others: some twenty microseconds
+YIELD_S = 0.002  # after so long of offering, the wait goes to sleep between polls
+SLEEP_S = 0.0002
 
 
 class Exchange(Protocol):
@@ -73,3 +87,89 @@ def open_nccl(store: torch.distributed.Store, rank: int, rank_count: int) -> Dis
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def is_supported() -> bool:
+    """Whether this machine keeps the order of stores and has memory to share."""
+    return platform.machine() in ("x86_64", "AMD64") and FOLDER.is_dir()
+
+
+def file_bytes(rank_count: int) -> int:
+    """Size of the shared file."""
+    return rank_count * (COUNTER_BYTES + BUFFER_COUNT * SLOT_BYTES)
+
+
+class SharedExchange:
+    """An exchange through one shared file of `file_bytes` zeros, mapped by every rank; in it a counter per rank says
+    how far the rank is.
+
+    Two buffers suffice: a rank writes into a buffer again only after every other has announced the exchange between,
+    hence has read the one before. Counters are written after the bytes they stand for, an order x86 processors keep;
+    others are not trusted with it (`is_supported`).
+
+    `check` is called while waiting and raises when another rank is lost.
+    """
+
+    name = "shared memory"
+
+    def __init__(self, file: int, rank: int, rank_count: int, check: Callable[[], None]) -> None:
+        """Maps the open file `file`; the descriptor may be closed afterwards."""
+        self.rank = rank
+        self.rank_count = rank_count
+        self._check = check
+        self._patience_s = STARTING_PATIENCE_S
+        self._memory = mmap.mmap(file, file_bytes(rank_count))
+        self._counters = memoryview(self._memory).cast("q")
+        self._places = [other * COUNTER_BYTES // 8 for other in range(rank_count)]
+        self._others = [place for other, place in enumerate(self._places) if other != rank]
+        self._count = 0
+        slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=rank_count * COUNTER_BYTES)
+        self._slots = slots.view(BUFFER_COUNT, rank_count, SLOT_BYTES)
+        self._views: dict[tuple[torch.Size, torch.dtype], list[list[torch.Tensor]]] = {}
+
+    def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        if part.numel() * part.element_size() <= SLOT_BYTES:
+            return self._gather(part)
+        pieces = part.contiguous().view(-1).split(SLOT_BYTES // part.element_size())
+        gathered = [[each.clone() for each in self._gather(piece)] for piece in pieces]
+        return [torch.cat(of_rank).view(part.shape) for of_rank in zip(*gathered)]
+
+    def set_patience(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+
+    def _gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        key = part.shape, part.dtype
+        views = self._views.get(key) or self._make_views(part)
+        count = self._count = self._count + 1
+        parts = views[count % BUFFER_COUNT]
+        parts[self.rank].copy_(part)
+        counters = self._counters
+        counters[self._places[self.rank]] = count
+        for place in self._others:
+            if counters[place] < count:
+                self._wait(place, count)
+        return parts
+
+    def _make_views(self, part: torch.Tensor) -> list[list[torch.Tensor]]:
+        size = part.numel() * part.element_size()
+        views = [[slot[:size].view(part.dtype).view(part.shape) for slot in buffer] for buffer in self._slots]
+        self._views[part.shape, part.dtype] = views
+        return views
+
+    def _wait(self, place: int, count: int) -> None:
+        counters = self._counters
+        for _ in range(SPIN_COUNT):
+            if counters[place] >= count:
+                return
+        started_s = time.perf_counter()
+        while counters[place] < count:
+            waited_s = time.perf_counter() - started_s
+            if waited_s < YIELD_S:
+                time.sleep(0)  # lets other threads of this process run
+                os.sched_yield()
+                continue
+            self._check()
+            if waited_s > self._patience_s:
+                late = self._places.index(place)
+                raise ReplicaUnavailable(f"rank {late} did not answer an exchange within {self._patience_s:g} s")
+            time.sleep(SLEEP_S)

@@ -18,11 +18,17 @@ from pathlib import Path
 
 import torch.distributed
 
-from specdec.engine.parallel import shared_memory
 from specdec.engine.parallel.commands import CommandReceiver, CommandSender
-from specdec.engine.parallel.exchange import Exchange, open_gloo, open_nccl
+from specdec.engine.parallel.exchange import (
+    FOLDER,
+    Exchange,
+    SharedExchange,
+    file_bytes,
+    is_supported,
+    open_gloo,
+    open_nccl,
+)
 from specdec.engine.parallel.place import RankPlace, listen
-from specdec.engine.parallel.shared_memory import SharedExchange
 from specdec.engine.parallel.watch import OnLost, Watch
 from specdec.errors import ConfigError, Mismatch
 
@@ -213,15 +219,15 @@ def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch)
 
 def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
     """A file under a random name, open, and all of it there; None where there is no room or no such memory."""
-    path = shared_memory.FOLDER / f"specdec-{secrets.token_hex(16)}"
-    if not shared_memory.is_supported():
+    path = FOLDER / f"specdec-{secrets.token_hex(16)}"
+    if not is_supported():
         return path, None
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
         return path, None
     try:
-        os.posix_fallocate(file, 0, shared_memory.file_bytes(place.rank_count))
+        os.posix_fallocate(file, 0, file_bytes(place.rank_count))
     except OSError:  # too little of it, as in containers that were given 64 MB
         os.close(file)
         return path, None

@@ -6,17 +6,20 @@ number of ranks and on nothing else: not on the batch, and not on which rank was
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.cpu_backend import Families
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
+from specdec.engine.row_widths import ALONE, RowWidths
 from specdec.engine.tiled_modules import TiledLinear
 from specdec.errors import ModelRefused
+
+QUERY_TILE_MAX = 1024  # larger than any query tile: families travel as flags by width
 
 
 def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,37 +107,49 @@ class SplitOutput(nn.Module):
         return torch.cat(list(parts), -1)[:, : self._vocabulary_size]
 
 
-@dataclass(frozen=True, slots=True)
-class NormParts:
-    """A rank's part of a norm over all heads: its weights and its epsilon."""
+class JoinedShare:
+    """What makes a model one rank's share of a larger one: all ranks go through it together.
 
-    weight: torch.Tensor
-    epsilon: float
+    Made of a base model whose modules are not replaced yet. `vocabulary_part`: ids of which this rank computes logits,
+    padding included.
+    """
 
+    def __init__(self, base: nn.Module, split: Split, exchange: Exchange) -> None:
+        self.vocabulary_part = split.vocabulary_part
+        self._split = split
+        self._exchange = exchange
+        self._norms: dict[str, nn.Module] = {}
+        for path in split.normed:
+            norm = base.get_submodule(path)
+            epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+            self._norms[path] = SplitNorm(norm.get_parameter("weight"), epsilon, exchange)
 
-def norm_parts(base: nn.Module, split: Split) -> dict[str, NormParts]:
-    """The norms of a split, by path, from a base model whose modules are not replaced yet."""
-    found: dict[str, NormParts] = {}
-    for path in split.normed:
-        norm = base.get_submodule(path)
-        epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
-        found[path] = NormParts(norm.get_parameter("weight"), epsilon)
-    return found
+    def join(self, base: nn.Module) -> None:
+        """Puts the exchanges into a base model whose modules were replaced. Raises ModelRefused where a module of the
+        plan is not to be found any more."""
+        for path, norm in self._norms.items():
+            parent_path, _, leaf = path.rpartition(".")
+            setattr(base.get_submodule(parent_path), leaf, norm)
+        for path in self._split.summed:
+            parent_path, _, leaf = path.rpartition(".")
+            parent = base.get_submodule(parent_path)
+            linear = getattr(parent, leaf, None)
+            if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
+                raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
+            setattr(parent, leaf, RankSum(linear, self._exchange))
+        for name, module in base.named_children():
+            if isinstance(module, nn.Embedding) and module is base.get_input_embeddings():  # type: ignore[operator]
+                setattr(base, name, SplitEmbedding(module, self._split, self._exchange))
 
+    def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
+        """The output layer of all ranks together, made of this rank's part."""
+        return SplitOutput(output, vocabulary_size, self._exchange)
 
-def join_shares(base: nn.Module, split: Split, norms: Mapping[str, NormParts], exchange: Exchange) -> None:
-    """Puts the exchanges into a base model whose modules were replaced already. Raises ModelRefused where a module
-    of the plan is not to be found any more."""
-    for path, parts in norms.items():
-        parent_path, _, leaf = path.rpartition(".")
-        setattr(base.get_submodule(parent_path), leaf, SplitNorm(parts.weight, parts.epsilon, exchange))
-    for path in split.summed:
-        parent_path, _, leaf = path.rpartition(".")
-        parent = base.get_submodule(parent_path)
-        linear = getattr(parent, leaf, None)
-        if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
-            raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
-        setattr(parent, leaf, RankSum(linear, exchange))
-    for name, module in base.named_children():
-        if isinstance(module, nn.Embedding) and module is base.get_input_embeddings():  # type: ignore[operator]
-            setattr(base, name, SplitEmbedding(module, split, exchange))
+    def agree(self, families: Families) -> Families:
+        """The widths and tiles every rank found; width 1 where they have none in common."""
+        widths, tiles = families
+        flags = torch.zeros(2, QUERY_TILE_MAX)
+        flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
+        common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
+        found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
+        return RowWidths(found[0], widths.row_multiple), found[1]

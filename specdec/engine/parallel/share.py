@@ -8,51 +8,22 @@ that would leave the ranks at different places, so it ends all of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
-from torch import nn
 
-from specdec.engine.cpu_backend import Families
+from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
-from specdec.engine.parallel.modules import NormParts, SplitOutput, join_shares, norm_parts
-from specdec.engine.parallel.split import Split, fit_attention, plan_split
+from specdec.engine.parallel.modules import JoinedShare
+from specdec.engine.parallel.split import fit_attention, plan_split
 from specdec.engine.parallel.weights import empty_model, fill
-from specdec.engine.row_widths import ALONE, RowWidths
 from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of
 from specdec.errors import ModelRefused
 
-QUERY_TILE_MAX = 1024  # larger than any query tile: families travel as flags by width
 PARTING_S = 2.0  # how long rank 0 waits at its end for the others to leave
-
-
-class JoinedShare:
-    """The RankShare of one rank: see `specdec.engine.transformers_model`."""
-
-    def __init__(self, split: Split, norms: Mapping[str, NormParts], group: RankGroup) -> None:
-        self.vocabulary_part = split.vocabulary_part
-        self._split = split
-        self._norms = norms
-        self._exchange = group.exchange
-
-    def join(self, base: nn.Module) -> None:
-        join_shares(base, self._split, self._norms, self._exchange)
-
-    def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
-        return SplitOutput(output, vocabulary_size, self._exchange)
-
-    def agree(self, families: Families) -> Families:
-        """The widths and tiles every rank found; width 1 where they have none in common."""
-        widths, tiles = families
-        flags = torch.zeros(2, QUERY_TILE_MAX)
-        flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
-        common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
-        found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
-        return RowWidths(found[0], widths.row_multiple), found[1]
 
 
 def check_split(name: str, folder: ModelFolder, rank_count: int) -> None:
@@ -74,7 +45,7 @@ def load_share(
     fill(name, model, folder, split, progress)
     fit_attention(model, group.place.rank_count)
     model.eval().requires_grad_(False).to(device)
-    share = JoinedShare(split, norm_parts(model.base_model, split), group)
+    share = JoinedShare(model.base_model, split, group.exchange)
     # Captured graphs across GPUs are not proven, so a share runs without them.
     backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True)
     return TransformersModel(model, description, dtype, share, backend)
@@ -201,6 +172,6 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
 def _allocate(model: TransformersModel, block_count: int, block_size: int) -> Storage:
     """Storage, and at once what is measured for it: ranks must agree on that, and do so in one place."""
     storage = model.allocate(block_count, block_size)
-    if model.backend.device.type == "cpu":
-        _ = model.families
+    if isinstance(model.backend, CpuBackend):
+        _ = model.backend.families
     return storage

@@ -38,15 +38,6 @@ HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
 PACKED_COUNTS: Mapping[str, int] = {"gate_up_proj": 2}
 
 # Plans of classes that come without one, or with one that computes attention whole on every rank.
-_LLAMA_LIKE = {
-    "layers.*.self_attn.q_proj": COLUMN,
-    "layers.*.self_attn.k_proj": COLUMN,
-    "layers.*.self_attn.v_proj": COLUMN,
-    "layers.*.self_attn.o_proj": ROW,
-    "layers.*.mlp.gate_proj": COLUMN,
-    "layers.*.mlp.up_proj": COLUMN,
-    "layers.*.mlp.down_proj": ROW,
-}
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "GPT2LMHeadModel": {
         "h.*.attn.c_attn": COLUMN,
@@ -54,8 +45,17 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.mlp.c_fc": COLUMN,
         "h.*.mlp.c_proj": ROW,
     },
-    "StableLmForCausalLM": _LLAMA_LIKE,
-    "Olmo2ForCausalLM": {**_LLAMA_LIKE, "layers.*.self_attn.q_norm": NORM, "layers.*.self_attn.k_norm": NORM},
+    "Olmo2ForCausalLM": {
+        "layers.*.self_attn.q_proj": COLUMN,
+        "layers.*.self_attn.k_proj": COLUMN,
+        "layers.*.self_attn.v_proj": COLUMN,
+        "layers.*.self_attn.o_proj": ROW,
+        "layers.*.self_attn.q_norm": NORM,
+        "layers.*.self_attn.k_norm": NORM,
+        "layers.*.mlp.gate_proj": COLUMN,
+        "layers.*.mlp.up_proj": COLUMN,
+        "layers.*.mlp.down_proj": ROW,
+    },
     "Phi3ForCausalLM": {
         "layers.*.self_attn.qkv_proj": COLUMN,
         "layers.*.self_attn.o_proj": ROW,
@@ -63,7 +63,6 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.down_proj": ROW,
     },
 }
-OWN_PLAN_REFUSES = {"StableLmForCausalLM": "qk_layernorm"}  # one norm module per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,6 @@ class Split:
     padding included."""
 
     rank: int
-    rank_count: int
     cuts: Mapping[str, Cut]
     summed: tuple[str, ...]
     normed: tuple[str, ...]
@@ -118,7 +116,7 @@ def plan_split(name: str, model: transformers.PreTrainedModel, rank: int, rank_c
         path = next(path for path, each in model.named_modules() if each is module)
         cuts.update({f"{path}.{kind}": vocabulary for kind, each in module.named_parameters() if each is not None})
     normed = tuple(path for path, _, style in entries if style == NORM)
-    return Split(rank, rank_count, cuts, tuple(summed), normed, vocabulary.size)
+    return Split(rank, cuts, tuple(summed), normed, vocabulary.size)
 
 
 def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
@@ -140,9 +138,6 @@ def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
 def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
     """(path in the base model, module, style) of everything the plan cuts."""
     class_name = type(model).__name__
-    refused = OWN_PLAN_REFUSES.get(class_name)
-    if refused and getattr(model.config, refused, None):
-        raise ModelRefused(f"{name}: {refused} is set, which cannot be split over ranks yet")
     plan = OWN_PLANS.get(class_name) or model.config.base_model_tp_plan
     if not plan:
         raise ModelRefused(f"{name}: {class_name} has no tensor-parallel plan, so it cannot be split over ranks")

@@ -1,0 +1,74 @@
+"""Cached keys and values of every layer, in blocks. Block 0 stays all zero; it stands in block tables where a sequence
+has no block."""
+
+from __future__ import annotations
+
+import torch
+
+
+class LayerStorage:
+    """What storages have in common. `layers`: per layer [2, blocks, block size, kv heads, head size], keys, then
+    values, in whatever order of memory."""
+
+    def __init__(self, layers: list[torch.Tensor]):
+        self.layers = layers
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, destination: int) -> None:
+        for layer in self.layers:
+            layer[:, destination] = layer[:, source]
+
+    @torch.inference_mode()
+    def scrub(self, block_id: int, start: int, end: int) -> None:
+        for layer in self.layers:
+            layer[:, block_id, start:end] = 0
+
+
+class PagedStorage(LayerStorage):
+    """Float32 on a CPU, the positions of one head of a block one after another."""
+
+    def __init__(self, layer_count: int, block_count: int, kv_head_count: int, block_size: int, head_size: int):
+        self.block_count = block_count
+        self.kv_head_count = kv_head_count
+        self.block_size = block_size
+        self.head_size = head_size
+        layers = [torch.zeros(2, block_count, kv_head_count, block_size, head_size) for _ in range(layer_count)]
+        super().__init__([layer.transpose(2, 3) for layer in layers])
+        # Two views of the same memory: single positions of one head to write, whole blocks of one head to read.
+        self.positions = [layer.view(-1, head_size) for layer in layers]
+        self.cells = [layer.view(-1, block_size, head_size) for layer in layers]
+
+
+class DeviceStorage(LayerStorage):
+    """In a model's own type, in the layout varlen attention wants its pages in.
+
+    One block more than the cache knows of lies at the end: the scratch block, where the padding rows of a step write.
+    Nobody reads it.
+    """
+
+    def __init__(
+        self,
+        layer_count: int,
+        block_count: int,
+        block_size: int,
+        kv_head_count: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.block_count = block_count
+        self.block_size = block_size
+        self.kv_head_count = kv_head_count
+        self.head_size = head_size
+        self.scratch_slot = block_count * block_size  # a slot is one position of the storage, block by block
+        shape = (2, block_count + 1, block_size, kv_head_count, head_size)
+        super().__init__([torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_count)])
+        # Two views of the same memory: single positions to write and to gather, whole blocks for block tables.
+        self.slots = [layer.view(2, -1, kv_head_count, head_size).unbind() for layer in self.layers]
+        self.blocks = [layer.unbind() for layer in self.layers]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts keys and values [rows, kv heads, head size] at slots [rows] int64 of a layer."""
+        key_slots, value_slots = self.slots[layer]
+        key_slots.index_copy_(0, slots, keys.to(key_slots.dtype))
+        value_slots.index_copy_(0, slots, values.to(value_slots.dtype))
