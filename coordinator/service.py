@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from coordinator.decode_loop import Generation
 from coordinator.figures import Figures, RequestFigures
 from coordinator.metrics import families
-from coordinator.output import OutputWalker, Walked
+from coordinator.output import Ending, OutputWalker
 from coordinator.replicas import DRAFT, TARGET, Replica
 from coordinator.speculation import Speculation
 from coordinator.tokenizer import Tokenizer
-from coordinator.tracing import GenerationTrace, open_trace
+from coordinator.tracing import open_request
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.report import Event, Finished, Started
@@ -80,28 +80,30 @@ class Coordinator:
         self, request: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """One generation; its work ends when this generator is closed."""
-        trace = open_trace(self._tracing, caller_trace(context.invocation_metadata()))
-        figures = self.figures.request(trace.context)
-        bind(trace_id=trace.context.trace_id.hex())
+        told = open_request(self.figures, self._tracing, caller_trace(context.invocation_metadata()))
+        bind(trace_id=told.context.trace_id.hex())
         try:
             ask = ask_from_message(request)
             target = self.target.usable()
             with self._place():
-                generation, resumed = await self._admit(ask, target, trace, figures)
-                with self._running(generation, resumed):
+                generation, ending = await self._admit(ask, target, told)
+                self._generations.add(generation)
+                try:
+                    generation.begin(ending)
                     event: Event | None = None
                     while not isinstance(event, Finished):
                         event = await generation.next_event()
                         yield event_to_message(event, target)
+                finally:
+                    self._generations.discard(generation)
+                    generation.close()
         except Exception as error:
-            known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
-            trace.failed(known)
-            figures.failed(known)
+            told.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
             raise
         finally:
-            trace.closed()
-            figures.closed()
-            get_logger().info("generation ended", outcome=figures.outcome, output_tokens=figures.output_tokens)
+            told.closed()
+            count = told.statistics.output_tokens
+            get_logger().info("generation ended", outcome=told.outcome, output_tokens=count)
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -114,24 +116,14 @@ class Coordinator:
         finally:
             self._taken_count -= 1
 
-    @contextmanager
-    def _running(self, generation: Generation, resumed: Walked) -> Iterator[None]:
-        """The generation from its beginning to its end."""
-        self._generations.add(generation)
-        try:
-            generation.begin(resumed.ending)
-            yield
-        finally:
-            self._generations.discard(generation)
-            generation.close()
-
     def give_up(self) -> None:
         """The service stops and waits no longer: every generation ends, and says how it is resumed."""
         for generation in self._generations:
             generation.give_up()
 
-    def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Walked]:
-        """The prompt's tokens, and the walker after the resumed ones; beside the event loop. Raises InvalidRequest."""
+    def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Ending | None]:
+        """The prompt's tokens, the walker after the resumed ones and the end they led to; beside the event loop. Raises
+        InvalidRequest."""
         prompt = ask.token_ids if ask.text is None else self._tokenizer.encode(ask.text, target.positions_max)
         if not prompt:
             raise InvalidRequest("prompt.text", ask.text, "text that makes at least one token")
@@ -148,13 +140,11 @@ class Coordinator:
         if resumed.kept_count < len(ask.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(ask.resumed_token_ids), limit)
-        return prompt, walker, resumed
+        return prompt, walker, resumed.ending
 
-    async def _admit(
-        self, ask: Ask, target: Description, trace: GenerationTrace, figures: RequestFigures
-    ) -> tuple[Generation, Walked]:
-        """The generation, not yet begun, and where its resumed tokens led. Raises SpecdecError."""
-        prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
+    async def _admit(self, ask: Ask, target: Description, told: RequestFigures) -> tuple[Generation, Ending | None]:
+        """The generation, not yet begun, and its end where resumed tokens led to it. Raises SpecdecError."""
+        prompt, walker, ending = await asyncio.to_thread(self._prepare, ask, target)
         if self.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(ask)
@@ -168,12 +158,11 @@ class Coordinator:
             [*prompt, *ask.resumed_token_ids],
             ask.cache_salt,
         )
-        started = Started(trace.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
+        started = Started(told.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
-        trace.admitted(ask, started, target)
-        generation = Generation(session, walker, started, self.target, self.draft, self._speculation, trace, figures)
-        return generation, resumed
+        told.admitted(ask, started, target)
+        return Generation(session, walker, started, self.target, self.draft, self._speculation, told), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
@@ -192,9 +181,9 @@ class Coordinator:
     async def run_links(self) -> None:
         """Keeps the links up until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.target.run())
+            group.create_task(self.target.link.run())
             if self.draft is not None:
-                group.create_task(self.draft.run())
+                group.create_task(self.draft.link.run())
 
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:

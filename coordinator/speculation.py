@@ -38,22 +38,18 @@ class Speculation:
             return named, ask.rule_reason
         self._choice_count += 1
         coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
+        is_hopeless = False  # so bad when it was last measured that trying it would cost more than it may
         if coupled is not None and rejection is not None:
+            is_hopeless = rejection < 0.5 * coupled
             compared = f"COUPLED {coupled:.0f}, REJECTION {rejection:.0f} tokens/s measured"
             if rejection > RULE_GAIN * coupled:
                 return Rule.REJECTION, f"the server's choice: {compared}"
         else:
             compared = "REJECTION not measured yet" if coupled is not None else "nothing measured yet"
         speculates = ask.speculative.enabled and self._settings.speculation_policy != "off"
-        if speculates and self._choice_count % REJECTION_EVERY == 0 and Rule.REJECTION in self._rules_worth_a_try():
+        if speculates and self._choice_count % REJECTION_EVERY == 0 and not is_hopeless:
             return Rule.REJECTION, f"the server's choice, to measure it: {compared}"
         return Rule.COUPLED, f"the server's choice: {compared}"
-
-    def _rules_worth_a_try(self) -> set[Rule]:
-        """REJECTION stays out where its last measurement is so bad that trying it would cost more than it may."""
-        coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
-        is_hopeless = coupled is not None and rejection is not None and rejection < 0.5 * coupled
-        return {Rule.COUPLED} if is_hopeless else {Rule.COUPLED, Rule.REJECTION}
 
     def _worth(self, rule: Rule) -> float | None:
         """Tokens per second of the best plan of the server's own limit; None before enough was measured."""

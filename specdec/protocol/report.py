@@ -110,6 +110,11 @@ class Statistics:
     cached_prompt_tokens: int = summed(
         "specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.", traced=True
     )
+    prompt_tokens: int = summed("specdec_prompt_tokens", "Prompt tokens of admitted requests.")
+    output_tokens: int = summed("specdec_generation_tokens", "Output tokens generated; resumed ones are not.")
+    draft_refusals: int = summed(
+        "specdec_draft_refusals", "Times a draft would not draft for a generation: no room, or no more positions."
+    )
     step_sessions: int = summed()
     active_sessions: int = summed()
     evictions: int = summed(traced=True)
@@ -138,6 +143,7 @@ class Statistics:
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
         self.rounds += 1
+        self.output_tokens += record.kept_count
         self.step_sessions += record.step_sessions
         self.active_sessions += record.active_sessions
         self.cached_prompt_tokens += record.cached_prompt_tokens
@@ -173,10 +179,10 @@ class Statistics:
             self.num_bonus_lookups += 1
             self.num_bonus_hits += record.is_hit
 
-    def count_rate(self, output_count: int) -> None:
-        """Works out the observed rate of a stream of so many output tokens, from the first of them on."""
+    def count_rate(self) -> None:
+        """Works out the observed rate of a stream, from its first token on."""
         seconds = self.total_s - self.time_to_first_token_s
-        self.observed_tokens_per_s = (output_count - 1) / seconds if seconds > 0 else 0.0
+        self.observed_tokens_per_s = (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 
     def add(self, other: Statistics) -> None:
         """Adds what adds up of another stream's."""
