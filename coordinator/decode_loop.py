@@ -136,8 +136,8 @@ class Generation:
     def _on_draft_item(self, draft: Replica, item, byte_count: int) -> None:
         session, request = self._session, self._request
         if isinstance(item, Nodes):
-            self.statistics.on_nodes(item)
-            self._speculation.on_draft_step(item, session.law.rule, byte_count, draft.link.stamps.network_s)
+            count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
+            self._speculation.on_draft_step(item, count, session.law.rule, byte_count, network_s)
             actions = session.on_nodes(item)
             request.nodes(session, item, draft.link)
             self._perform(actions)
@@ -155,8 +155,9 @@ class Generation:
             self._perform(self._session.on_target_short(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
             error = error_from_failure(item)
-            is_lost = isinstance(error, ReplicaUnavailable)
-            self._fail(ReplicaUnavailable(f"{error}; {self._how_to_resume()}") if is_lost else error)
+            if isinstance(error, ReplicaUnavailable):
+                error = ReplicaUnavailable(f"{error}; {self._how_to_resume()}")
+            self._fail(error)
 
     def _on_evidence(self, answer: EvidenceAnswer) -> None:
         """The round: rule, commit, next verification, emit."""
@@ -203,18 +204,15 @@ class Generation:
     def _outgoing(self, item: TargetAsk | DraftAsk) -> TargetAsk | DraftAsk:
         """An item about to be sent, in its trace context; a verification is timed from here on."""
         if item is self._session.in_flight:
-            self._note_verification()
+            now_s = time.monotonic()
+            if self._wait_began_s is not None:
+                self._waited_s += now_s - self._wait_began_s
+                self._wait_began_s = None
+            if self._sent_s is None:
+                self._sent_s = now_s
+            self._request.sent(self._session, now_s)
         context = self._request.context_of(item)
         return item if context is NO_TRACE else within(item, context)
-
-    def _note_verification(self) -> None:
-        now_s = time.monotonic()
-        if self._wait_began_s is not None:
-            self._waited_s += now_s - self._wait_began_s
-            self._wait_began_s = None
-        if self._sent_s is None:
-            self._sent_s = now_s
-        self._request.sent(self._session, now_s)
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)

@@ -33,11 +33,7 @@ def logprobs_of(evidence: Evidence, verdict: Verdict) -> tuple[PositionLogprobs,
 
 
 def decide(
-    rule: Rule,
-    draft_token_ids: Sequence[int],
-    rows: Sequence[Row],
-    evidence: Evidence,
-    accept_draws: Sequence[float],
+    rule: Rule, draft_token_ids: Sequence[int], rows: Sequence[Row], evidence: Evidence, accept_draws: Sequence[float]
 ) -> Verdict:
     """The verdict on one round. Pure: the same arguments give the same verdict.
 
@@ -46,15 +42,15 @@ def decide(
     not pass ends the round with its replacement, the correction token; when all pass the bonus token follows.
     Raises InvalidRequest for a draft token its row lacks: it was not drawn from the row and must not be tested.
     """
-    draft_length = len(draft_token_ids)
-    check_count("evidence.replacement_token_ids", evidence.replacement_token_ids, draft_length + 1)
-    if rule is Rule.REJECTION:
+    draft_length, replacements = len(draft_token_ids), evidence.replacement_token_ids
+    is_drawn = rule is Rule.REJECTION
+    check_count("evidence.replacement_token_ids", replacements, draft_length + 1)
+    if is_drawn:
         check_count("evidence.target_probs", evidence.target_probs, draft_length)
         check_count("rows", rows, draft_length)
         check_count("accept_draws", accept_draws, draft_length)
-    replacements = evidence.replacement_token_ids
     for index, token_id in enumerate(draft_token_ids):
-        if rule is Rule.REJECTION:
+        if is_drawn:
             accepted = accepts(rows[index], token_id, evidence.target_probs[index], accept_draws[index])
         else:
             accepted = token_id == replacements[index]

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 
 from coordinator.decode_loop import Generation
 from coordinator.figures import Figures, RequestFigures
@@ -58,11 +57,9 @@ class Coordinator:
         self._changed = changed
         arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
         self.target = Replica(TARGET, settings.target, *arguments)
-        self.draft: Replica | None = None
-        if settings.draft is not None:
-            self.draft = Replica(DRAFT, settings.draft, *arguments)
+        self.draft = None if settings.draft is None else Replica(DRAFT, settings.draft, *arguments)
         self._numbers = itertools.count(1)
-        self._taken_count = 0
+        self._places = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
         self._known_draft: Description | None = None
 
@@ -85,7 +82,9 @@ class Coordinator:
         try:
             ask = ask_from_message(request)
             target = self.target.usable()
-            with self._place():
+            if self._places.locked():
+                raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
+            async with self._places:
                 generation, ending = await self._admit(ask, target, told)
                 self._generations.add(generation)
                 try:
@@ -104,17 +103,6 @@ class Coordinator:
             told.closed()
             count = told.statistics.output_tokens
             get_logger().info("generation ended", outcome=told.outcome, output_tokens=count)
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """A place for a generation. Raises CacheExhausted when all are taken."""
-        if self._taken_count >= self._settings.max_num_seqs:
-            raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
-        self._taken_count += 1
-        try:
-            yield
-        finally:
-            self._taken_count -= 1
 
     def give_up(self) -> None:
         """The service stops and waits no longer: every generation ends, and says how it is resumed."""
@@ -169,11 +157,11 @@ class Coordinator:
     ) -> coordinator_pb.CoordinatorDescribeResponse:
         """What this coordinator serves and uses."""
         draft = self.draft
-        absent_reason = "none was configured" if draft is None else draft.absent_reason
+        is_up, reason = (False, "none was configured") if draft is None else (draft.is_up, draft.absent_reason)
         return coordinator_description_to_message(
             self.target.description,
-            draft.description if draft is not None and draft.is_up else None,
-            "" if draft is not None and draft.is_up else absent_reason,
+            draft.description if draft is not None and is_up else None,
+            "" if is_up else reason,
             self._settings.num_speculative_tokens,
             self._settings.num_speculative_tokens_max,
         )
@@ -186,7 +174,7 @@ class Coordinator:
                 group.create_task(self.draft.link.run())
 
 
-async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:
+async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:
     """Serves until told to stop; `on_ready` is given the address once a target is connected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logs(settings.log_level, "coordinator")
@@ -204,7 +192,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     set_startup_objects_aside()
     links = asyncio.create_task(coordinator.run_links())
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
-    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready and on_ready(address)))
+    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
     try:
         await until_told_to_stop()
     finally:
@@ -225,7 +213,7 @@ async def _follow_health(coordinator: Coordinator, server: Server, changed: asyn
         await server.set_serving(coordinator.target.is_up)
 
 
-async def _announce(coordinator: Coordinator, on_ready: Callable[[], object]) -> None:
+async def _announce(coordinator: Coordinator, on_ready: Callable[[], None]) -> None:
     """Calls `on_ready` once a target is connected; a draft gets a moment to be there too, but is not needed."""
     while not coordinator.target.is_up:
         await asyncio.sleep(READY_POLL_S)

@@ -229,7 +229,7 @@ class RequestTrace(RequestFigures):
         self._leave_phase()
 
     def failed(self, error: SpecdecError) -> None:
-        """As its kind says; the root says it in one word and one code, for the sentence may quote what the user sent."""
+        """The root says it in one word and one code; the sentence may quote what the user sent."""
         super().failed(error)
         code = code_of(error)
         self._attributes |= {"error.type": error.reason, "rpc.grpc.status_code": code.value[0]}

@@ -134,11 +134,12 @@ class Statistics:
     began_s: float = 0.0  # by the monotonic clock; as `follows_branch_hit`, no statistic
     follows_branch_hit: bool = False
 
-    def on_nodes(self, nodes: Nodes) -> None:
-        """Counts what one draft step sent: every evaluated place brings one proposal child."""
+    def on_nodes(self, nodes: Nodes) -> int:
+        """Counts what one draft step sent; returns the places it evaluated: each brings one proposal child."""
         evaluated_count = sum(node.proposal for node in nodes.nodes)
         self.num_evaluated_leaves += evaluated_count
         self.num_branch_leaves += len(nodes.nodes) - evaluated_count
+        return evaluated_count
 
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
