@@ -240,15 +240,9 @@ class Generation:
         statistics.count_rate()
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
-        finished = Finished(
-            ending.reason,
-            ending.stop_string,
-            ending.stop_token_id,
-            session.law.prompt_length,
-            self._walker.count,
-            statistics,
-            self.names["trace_id"],
-        )
+        how = ending.reason, ending.stop_string, ending.stop_token_id
+        usage = session.law.prompt_length, self._walker.count
+        finished = Finished(*how, *usage, statistics, self.names["trace_id"])
         self._request.finished(finished)
         self._emit(finished)
 

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 def families(coordinator: Coordinator, settings: CoordinatorSettings, is_serving: bool) -> Iterator[Metric]:
     """All families of the page, as things stand. May be called from any thread."""
-    target, draft = coordinator.target, coordinator.draft
-    served = target.description
+    served = coordinator.target.description
     facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
     yield from common_families("coordinator", is_serving, facts)
     yield from request_families(coordinator.figures, settings.max_num_seqs)
     yield from statistics_families(coordinator.figures.totals(), settings.num_speculative_tokens_max)
-    yield from link_families([target] if draft is None else [target, draft])
+    yield from link_families(coordinator.replicas)
 
 
 def request_families(figures: Figures, places: int) -> Iterator[Metric]:

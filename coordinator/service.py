@@ -58,6 +58,7 @@ class Coordinator:
         arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
         self.target = Replica(TARGET, settings.target, *arguments)
         self.draft = None if settings.draft is None else Replica(DRAFT, settings.draft, *arguments)
+        self.replicas = [self.target] if self.draft is None else [self.target, self.draft]
         self._numbers = itertools.count(1)
         self._places = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
@@ -117,13 +118,8 @@ class Coordinator:
             raise InvalidRequest("prompt.text", ask.text, "text that makes at least one token")
         ask.check_model(prompt, target)
         max_tokens = ask.max_tokens(len(prompt), target.positions_max)
-        walker = OutputWalker(
-            self._tokenizer.stream(prompt),
-            ask.sampling.stop,
-            ask.stop_token_ids(target.end_token_ids),
-            ask.sampling.min_tokens,
-            max_tokens,
-        )
+        sampling, stop_ids = ask.sampling, ask.stop_token_ids(target.end_token_ids)
+        walker = OutputWalker(self._tokenizer.stream(prompt), sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
         resumed = walker.walk(ask.resumed_token_ids)
         if resumed.kept_count < len(ask.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
@@ -137,15 +133,9 @@ class Coordinator:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(ask)
         law = ask.law(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        session = Session(
-            next(self._numbers),
-            law,
-            len(prompt) + walker.max_tokens,
-            target.vocabulary_size,
-            self._speculation.policy(ask, rule),
-            [*prompt, *ask.resumed_token_ids],
-            ask.cache_salt,
-        )
+        policy, committed = self._speculation.policy(ask, rule), [*prompt, *ask.resumed_token_ids]
+        sizes = len(prompt) + walker.max_tokens, target.vocabulary_size
+        session = Session(next(self._numbers), law, *sizes, policy, committed, ask.cache_salt)
         started = Started(told.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
@@ -166,13 +156,6 @@ class Coordinator:
             self._settings.num_speculative_tokens_max,
         )
 
-    async def run_links(self) -> None:
-        """Keeps the links up until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.target.link.run())
-            if self.draft is not None:
-                group.create_task(self.draft.link.run())
-
 
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:
     """Serves until told to stop; `on_ready` is given the address once a target is connected."""
@@ -190,7 +173,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     page.open(settings.metrics_address)
     address = await server.start()
     set_startup_objects_aside()
-    links = asyncio.create_task(coordinator.run_links())
+    links = [asyncio.create_task(replica.link.run()) for replica in coordinator.replicas]
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
     announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
     try:
@@ -199,8 +182,9 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
         following.cancel()
         announcing.cancel()
         await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
-        links.cancel()
-        await asyncio.gather(links, following, announcing, return_exceptions=True)
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, following, announcing, return_exceptions=True)
         page.close()
         await asyncio.to_thread(tracing.close)
 

@@ -237,12 +237,8 @@ class DraftMessages:
 
     def offer(self, path: Sequence[Place], now_s: float) -> None:
         """These places are offered by the round that is sent now."""
-        self._offered_s = now_s
-        self._offered = []
-        for message in self._recent:
-            indices = [index for index, place in enumerate(path) if place in message.places]
-            if indices:
-                self._offered.append((message, indices))
+        by_message = [(own, [at for at, place in enumerate(path) if place in own.places]) for own in self._recent]
+        self._offered_s, self._offered = now_s, [(own, indices) for own, indices in by_message if indices]
 
     def links(self, accepted_count: int, trace_id: bytes) -> Iterator[SpanLink]:
         """Links of the round that ended to the messages whose tokens it offered, with the tokens' fate."""
