@@ -26,12 +26,13 @@ from rich.table import Table
 from bench import harness
 from bench.otlp_receiver import Receiver
 from bench.rounds import table_models
-from coordinator.figures import Figures
-from coordinator.tracing import GenerationTrace, RequestTrace
+from coordinator.figures import Figures, RequestFigures
+from coordinator.tracing import RequestTrace
 from specdec.policy.plan import PLAIN
 from specdec.policy.policy import FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
-from specdec.protocol.report import Finished, Statistics
+from specdec.protocol.report import Finished, Started, Statistics
+from specdec.protocol.request import Ask
 from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
@@ -74,7 +75,7 @@ def told_us() -> float:
     """CPU microseconds that a sampled round costs the coordinator, the sending of its spans included: the least of some
     loops with a trace, less the least without."""
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=True)
-    plain_s = min(told_s(GenerationTrace(context, "")) for _ in range(TRY_COUNT))
+    plain_s = min(told_s(RequestFigures(Figures(), context, "")) for _ in range(TRY_COUNT))
     with collector() as endpoint:
         traced_s = min(told_s_with_sending(endpoint, context) for _ in range(TRY_COUNT))
     return 1e6 * (traced_s - plain_s) / TOLD_ROUND_COUNT
@@ -84,12 +85,12 @@ def told_s_with_sending(endpoint: str, context: Trace) -> float:
     """CPU seconds of this process for the rounds, and until their spans are sent."""
     tracing = Tracing.open("bench", endpoint, {})
     before_s = time.process_time()
-    told_s(RequestTrace(tracing, context, "", b""))
+    told_s(RequestTrace(Figures(), context, "", tracing))
     tracing.close()
     return time.process_time() - before_s
 
 
-def told_s(trace: GenerationTrace) -> float:
+def told_s(trace: RequestFigures) -> float:
     """CPU seconds that so many rounds of plain decoding take a session, with what they tell its trace."""
     law = Law(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
     session = Session(1, law, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2])
@@ -119,22 +120,26 @@ def counting_us() -> dict[str, float]:
     record = RoundRecord(round_index=1, plan=PLAIN, evidence_s=0.0, **counts, **looked_up, **times)
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
     figures, replica = Figures(), ReplicaFigures()
+    ask, started = Ask(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)
+    nothing: Any = None  # what only a recorded trace looks at
     statistics = Statistics()
-    running = figures.request(context)
-    running.began(statistics, 2)
+    running = RequestFigures(figures, context, "")
 
     def request() -> None:
-        own = figures.request(context)
-        own.began(Statistics(), 2)
+        own = RequestFigures(figures, context, "")
+        own.admitted(ask, started, nothing)
         own.finished(finished)
         own.closed()
 
     counted: dict[str, Callable[[], object]] = {
-        "round": lambda: running.on_round(record),
+        "round": lambda: running.on_round(nothing, record, nothing),
+        "statistics": lambda: statistics.on_round(record),
         "request": request,
         "step": lambda: replica.stepped(8, 4, 0.02),
     }
-    return {what: min(loop_us(count) for _ in range(TRY_COUNT)) for what, count in counted.items()}
+    took_us = {what: min(loop_us(count) for _ in range(TRY_COUNT)) for what, count in counted.items()}
+    took_us["round"] -= took_us.pop("statistics")  # which are counted for the request's own end
+    return took_us
 
 
 def loop_us(act: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """The loop of one generation: evidence, rule, commit, emit, next verification.
 
 It carries out what the session decides: items go to the replicas, waits become timers, verdicts come from the rule,
-committed tokens become deltas for the reader, and every round's record goes to those who observe it. Everything here
-runs on the event loop and never blocks.
+committed tokens become deltas for the reader, and every round's record goes to the figures and the trace of its
+request. Everything here runs on the event loop and never blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import asyncio
 import time
 from collections import deque
 
-from coordinator.figures import Figures, RequestFigures
+from coordinator.figures import RequestFigures
 from coordinator.output import Ending, OutputWalker
 from coordinator.rejection import conclude, logprobs_of
 from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
-from coordinator.tracing import GenerationTrace
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import NO_TRACE, EvidenceAnswer, Failure, Nodes, Short, within
-from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.items import NO_TRACE, DraftAsk, EvidenceAnswer, Failure, Nodes, Short, TargetAsk, within
+from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -40,24 +38,21 @@ class Generation:
         target: Replica,
         draft: Replica | None,
         speculation: Speculation,
-        trace: GenerationTrace | None = None,
-        figures: RequestFigures | None = None,
+        request: RequestFigures,
     ) -> None:
         self._session = session
         self._walker = walker
-        self._first_output_index = walker.count
         self._target = target
         self._draft = draft
         self._speculation = speculation
-        self._trace = trace or GenerationTrace(NO_TRACE, started.request_id)
-        self._figures = figures or Figures().request(self._trace.context)
+        self._request = request
+        self.statistics = request.statistics
         self._loop = asyncio.get_running_loop()
         self._verdict_s = time.monotonic()
         self._sent_s: float | None = None  # the verification in flight, for the first time
         self._wait_began_s: float | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
-        self.statistics = Statistics(rule=started.rule, rule_reason=started.rule_reason)
-        self.names = {"trace_id": self._trace.context.trace_id.hex(), "session": session.number}  # in logs
+        self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._reader: asyncio.Future[None] | None = None
 
@@ -66,7 +61,6 @@ class Generation:
 
         The target must be up: call it in the same turn of the event loop in which `Replica.usable` said so.
         """
-        self._figures.began(self.statistics, self._session.law.prompt_length)
         if ending is not None:
             self._perform(self._session.end())
             self._finish(ending)
@@ -74,18 +68,20 @@ class Generation:
         self._target.attach(self._session.number, self)
         if self._draft is not None:
             self._draft.attach(self._session.number, self)
-        self._trace.began(self._session)
+        self._request.began(self._session)
         self._perform(self._session.begin())
         if self._draft is not None and self._draft.is_up:
             self._perform(self._session.on_draft_up())
 
     def close(self) -> None:
-        """Stops all work for this generation; idempotent."""
+        """Stops all work for this generation; idempotent. Its request may still hear of nodes for a moment."""
         self._perform(self._session.end())
         self._target.detach(self._session.number)
-        if self._draft is not None:
+        linger_s = self._request.left()
+        if self._draft is not None and linger_s:
+            self._loop.call_later(linger_s, self._draft.detach, self._session.number)
+        elif self._draft is not None:
             self._draft.detach(self._session.number)
-        self._trace.left(self._session, self._draft)
 
     async def next_event(self) -> Event:
         """Started, then deltas, then finished, each once; raises the error that ended the generation."""
@@ -100,13 +96,13 @@ class Generation:
     def on_up(self, replica: Replica) -> None:
         """A replica is connected again."""
         if replica is self._draft:
-            self._trace.note("draft connected")
+            self._request.note("draft connected")
             self._perform(self._session.on_draft_up())
 
     def on_down(self, replica: Replica, reason: str) -> None:
         """A replica is gone: without a draft it goes on, without a target it ends."""
         if replica is self._draft:
-            self._trace.note("draft lost")
+            self._request.note("draft lost")
             self._perform(self._session.on_draft_down())
         else:
             self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
@@ -121,43 +117,46 @@ class Generation:
         self._fail(SpecdecError("the coordinator failed at this generation; its log says why"))
 
     def on_item(self, replica: Replica, item, byte_count: int) -> None:
-        """One answer of a replica; after the end it is nobody's."""
-        if self._session.finished:
-            return
-        if replica is self._draft:
+        """One answer of a replica; after the end it is nobody's, but what the draft did is recorded."""
+        session = self._session
+        if session.finished:
+            if isinstance(item, Nodes):
+                self._request.nodes(session, item, replica.link)
+        elif replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
-            self._on_draft_item(item, byte_count)
-            return
-        self.statistics.target_link_bytes += byte_count
-        if not isinstance(item, EvidenceAnswer):
-            self._on_target_trouble(item)
-        elif self._session.expects(item):
-            self._on_evidence(item)
+            self._on_draft_item(replica, item, byte_count)
+        else:
+            self.statistics.target_link_bytes += byte_count
+            if not isinstance(item, EvidenceAnswer):
+                self._on_target_trouble(item)
+            elif session.expects(item):
+                self._on_evidence(item)
 
-    def _on_draft_item(self, item, byte_count: int) -> None:
+    def _on_draft_item(self, draft: Replica, item, byte_count: int) -> None:
+        session, request = self._session, self._request
         if isinstance(item, Nodes):
-            self.statistics.on_nodes(item)
-            network_s = self._draft.link.stamps.network_s
-            self._speculation.on_draft_step(item, self._session.law.rule, byte_count, network_s)
-            actions = self._session.on_nodes(item)
-            self._trace.nodes(self._session, item, self._draft.link)
+            count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
+            self._speculation.on_draft_step(item, count, session.law.rule, byte_count, network_s)
+            actions = session.on_nodes(item)
+            request.nodes(session, item, draft.link)
             self._perform(actions)
         elif isinstance(item, Short):
-            self._trace.note("draft re-opened" if item.unknown else "draft behind", known_length=item.known_length)
-            self._perform(self._session.on_draft_short(item))
+            request.note("draft re-opened" if item.unknown else "draft behind", known_length=item.known_length)
+            self._perform(session.on_draft_short(item))
         elif isinstance(item, Failure):
-            self._trace.note("draft refused", reason=item.reason)
-            self._figures.draft_refused()
-            self._perform(self._session.on_draft_failure(item))
+            request.note("draft refused", reason=item.reason)
+            self.statistics.draft_refusals += 1
+            self._perform(session.on_draft_failure(item))
 
     def _on_target_trouble(self, item) -> None:
         if isinstance(item, Short):
-            self._trace.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
+            self._request.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
             self._perform(self._session.on_target_short(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
             error = error_from_failure(item)
-            is_lost = isinstance(error, ReplicaUnavailable)
-            self._fail(ReplicaUnavailable(f"{error}; {self._how_to_resume()}") if is_lost else error)
+            if isinstance(error, ReplicaUnavailable):
+                error = ReplicaUnavailable(f"{error}; {self._how_to_resume()}")
+            self._fail(error)
 
     def _on_evidence(self, answer: EvidenceAnswer) -> None:
         """The round: rule, commit, next verification, emit."""
@@ -178,7 +177,7 @@ class Generation:
         self._verdict_s, self._waited_s, self._sent_s = now_s, 0.0, None
         kept = len(texts)
         record, actions = session.on_verdict(verdict, answer, kept, ending is not None, times)
-        self._observe(record)
+        self._request.on_round(session, record, self._target.link)
         self._perform(actions)
         kinds = (*[TokenKind.ACCEPTED] * accepted_count, next_kind)[:kept]
         logprobs = logprobs_of(answer.evidence, verdict)[:kept]
@@ -190,44 +189,35 @@ class Generation:
         if self._draft is not None and not record.is_speculating and self._draft.is_up:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
-    def _observe(self, record: RoundRecord) -> None:
-        """Tells a round to those who watch it, before anything that follows from it is sent."""
-        self.statistics.on_round(record)
-        self._figures.on_round(record)
-        self._trace.on_round(self._session, record, self._target.link)
-
     def _perform(self, actions: list[Action]) -> None:
         """Carries out what the session decided, in order."""
         for action in actions:
-            if isinstance(action, AwaitDraft):
+            if isinstance(action, ToTarget):
+                self.statistics.target_link_bytes += self._target.send(self._outgoing(action.item))
+            elif isinstance(action, AwaitDraft):
                 self._wait_began_s = time.monotonic()
                 self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
-                continue
-            item = action.item
-            if item is self._session.in_flight:
-                self._note_verification()
-            context = self._trace.context_of(item)
-            if context is not NO_TRACE:
-                item = within(item, context)
-            if isinstance(action, ToTarget):
-                self.statistics.target_link_bytes += self._target.send(item)
             else:
-                self.statistics.draft_link_bytes += self._draft.send(item)
+                self.statistics.draft_link_bytes += self._draft.send(self._outgoing(action.item))
 
-    def _note_verification(self) -> None:
-        now_s = time.monotonic()
-        if self._wait_began_s is not None:
-            self._waited_s += now_s - self._wait_began_s
-            self._wait_began_s = None
-        if self._sent_s is None:
-            self._sent_s = now_s
-        self._trace.sent(self._session, now_s)
+    def _outgoing(self, item: TargetAsk | DraftAsk) -> TargetAsk | DraftAsk:
+        """An item about to be sent, in its trace context; a verification is timed from here on."""
+        if item is self._session.in_flight:
+            now_s = time.monotonic()
+            if self._wait_began_s is not None:
+                self._waited_s += now_s - self._wait_began_s
+                self._wait_began_s = None
+            if self._sent_s is None:
+                self._sent_s = now_s
+            self._request.sent(self._session, now_s)
+        context = self._request.context_of(item)
+        return item if context is NO_TRACE else within(item, context)
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
         if actions:
             self.statistics.draft_waits_expired += 1
-            self._trace.note("wait expired")
+            self._request.note("wait expired")
         self._perform(actions)
 
     def _emit(self, event: Event | SpecdecError) -> None:
@@ -246,24 +236,17 @@ class Generation:
         statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
         statistics.policy_reason = prediction.reason
         statistics.num_rounds_trial, statistics.trial_loss_s = prediction.num_rounds_trial, prediction.trial_loss_s
-        statistics.count_rate(self._walker.count - self._first_output_index)
+        statistics.count_rate()
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
-        finished = Finished(
-            ending.reason,
-            ending.stop_string,
-            ending.stop_token_id,
-            session.law.prompt_length,
-            self._walker.count,
-            statistics,
-            self.names["trace_id"],
-        )
-        self._trace.finished(finished)
-        self._figures.finished(finished)
+        how = ending.reason, ending.stop_string, ending.stop_token_id
+        usage = session.law.prompt_length, self._walker.count
+        finished = Finished(*how, *usage, statistics, self.names["trace_id"])
+        self._request.finished(finished)
         self._emit(finished)
 
     def _fail(self, error: SpecdecError) -> None:
-        self._trace.failed(error)
+        self._request.failed(error)
         self._perform(self._session.end())
         self._emit(error)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from coordinator.figures import Figures, Totals
+from coordinator.figures import Figures
 from coordinator.replicas import Replica
 from specdec.config import CoordinatorSettings
 from specdec.protocol.report import SERIES, Series, Statistics
-from specdec.telemetry.metrics import common_families, counter, counters, gauge, gauges, histogram
+from specdec.telemetry.metrics import common_families, counters, gauge, gauges, histogram
 
 if TYPE_CHECKING:
     from coordinator.service import Coordinator
@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
 def families(coordinator: Coordinator, settings: CoordinatorSettings, is_serving: bool) -> Iterator[Metric]:
     """All families of the page, as things stand. May be called from any thread."""
-    target, draft = coordinator.target, coordinator.draft
-    served = target.description
+    served = coordinator.target.description
     facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
     yield from common_families("coordinator", is_serving, facts)
     yield from request_families(coordinator.figures, settings.max_num_seqs)
-    totals = coordinator.figures.totals()
-    yield from statistics_families(totals.statistics, settings.num_speculative_tokens_max)
-    yield from work_families(totals, coordinator.figures)
-    yield from link_families([target] if draft is None else [target, draft])
+    yield from statistics_families(coordinator.figures.totals(), settings.num_speculative_tokens_max)
+    yield from link_families(coordinator.replicas)
 
 
 def request_families(figures: Figures, places: int) -> Iterator[Metric]:
@@ -67,14 +64,6 @@ def statistics_families(statistics: Statistics, draft_length_max: int) -> Iterat
     passed = {(str(at),): sum(at_least[at + 1 : at + 2]) for at in range(max(draft_length_max, len(at_least) - 1))}
     help = "Draft tokens accepted, by their place in the round."
     yield counters("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
-
-
-def work_families(totals: Totals, figures: Figures) -> Iterator[Metric]:
-    """Tokens read and written."""
-    yield counter("specdec_prompt_tokens", "Prompt tokens of admitted requests.", totals.prompt_tokens)
-    yield counter("specdec_generation_tokens", "Output tokens generated; resumed ones are not.", totals.output_tokens)
-    help = "Times a draft would not draft for a generation: no room, or no more positions."
-    yield counter("specdec_draft_refusals", help, figures.draft_refusal_count)
 
 
 def link_families(replicas: Iterable[Replica]) -> Iterator[Metric]:

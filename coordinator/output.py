@@ -40,12 +40,7 @@ class OutputWalker:
     """The output of one generation so far. `count`: output tokens, `max_tokens`: the most of them."""
 
     def __init__(
-        self,
-        stream: TextStream,
-        stop: tuple[str, ...],
-        stop_token_ids: Sequence[int],
-        min_tokens: int,
-        max_tokens: int,
+        self, stream: TextStream, stop: tuple[str, ...], stop_token_ids: Sequence[int], min_tokens: int, max_tokens: int
     ) -> None:
         self._stream = stream
         self._stop = stop
@@ -70,14 +65,12 @@ class OutputWalker:
         self.count += 1
         if token_id in self._stop_token_ids and self.count > self._min_tokens:
             return self._release_all(), Ending(FinishReason.STOP, stop_token_id=token_id)
-        text = self._stream.step(token_id)
+        released = self._stream.step(token_id)
         if self._stop:
-            self._held += text
+            self._held += released
             released, stop_string = self._release()
-        else:
-            released, stop_string = text, ""
-        if stop_string:
-            return released, Ending(FinishReason.STOP, stop_string=stop_string)
+            if stop_string:
+                return released, Ending(FinishReason.STOP, stop_string=stop_string)
         if self.count == self.max_tokens:
             return released + self._release_all(), Ending(FinishReason.LENGTH)
         return released, None
@@ -86,7 +79,7 @@ class OutputWalker:
         """(text that became certain, the stop string that ends it or ''). A match not after min_tokens is just text."""
         released = ""
         while (match := self._first_match()) is not None:
-            start, stop_string = match
+            start, _, stop_string = match
             if self.count > self._min_tokens:
                 released += self._held[:start]
                 self._held = ""
@@ -98,22 +91,17 @@ class OutputWalker:
         self._held = self._held[certain:]
         return released, ""
 
-    def _first_match(self) -> tuple[int, str] | None:
-        """Where the earliest stop string begins in the held text; of several there, the first listed."""
-        found = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop) if stop in self._held]
-        if not found:
-            return None
-        start, _, stop = min(found)
-        return start, stop
+    def _first_match(self) -> tuple[int, int, str] | None:
+        """The earliest stop string in the held text, of several there the first listed: where it begins, its place in
+        the list, itself."""
+        found = ((self._held.find(stop), order, stop) for order, stop in enumerate(self._stop) if stop in self._held)
+        return min(found, default=None)
 
     def _doubtful_length(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+        longest = min(max(map(len, self._stop)) - 1, len(self._held))
+        ends = (self._held[-length:] for length in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
 
     def _release_all(self) -> str:
         text = self._held + self._stream.rest()

@@ -7,7 +7,6 @@ keeps the target's law stand in docs/exactness.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import EvidenceAnswer, Verification
@@ -34,11 +33,7 @@ def logprobs_of(evidence: Evidence, verdict: Verdict) -> tuple[PositionLogprobs,
 
 
 def decide(
-    rule: Rule,
-    draft_token_ids: Sequence[int],
-    rows: Sequence[Row],
-    evidence: Evidence,
-    accept_draws: Sequence[float],
+    rule: Rule, draft_token_ids: Sequence[int], rows: Sequence[Row], evidence: Evidence, accept_draws: Sequence[float]
 ) -> Verdict:
     """The verdict on one round. Pure: the same arguments give the same verdict.
 
@@ -47,16 +42,21 @@ def decide(
     not pass ends the round with its replacement, the correction token; when all pass the bonus token follows.
     Raises InvalidRequest for a draft token its row lacks: it was not drawn from the row and must not be tested.
     """
-    check_counts(rule, draft_token_ids, rows, evidence, accept_draws)
-    replacements = evidence.replacement_token_ids
+    draft_length, replacements = len(draft_token_ids), evidence.replacement_token_ids
+    is_drawn = rule is Rule.REJECTION
+    check_count("evidence.replacement_token_ids", replacements, draft_length + 1)
+    if is_drawn:
+        check_count("evidence.target_probs", evidence.target_probs, draft_length)
+        check_count("rows", rows, draft_length)
+        check_count("accept_draws", accept_draws, draft_length)
     for index, token_id in enumerate(draft_token_ids):
-        if rule is Rule.REJECTION:
+        if is_drawn:
             accepted = accepts(rows[index], token_id, evidence.target_probs[index], accept_draws[index])
         else:
             accepted = token_id == replacements[index]
         if not accepted:
             return Verdict(index, replacements[index], TokenKind.CORRECTION)
-    return Verdict(len(draft_token_ids), replacements[-1], TokenKind.BONUS)
+    return Verdict(draft_length, replacements[-1], TokenKind.BONUS)
 
 
 def accepts(row: Row, token_id: int, target_prob: float, accept_draw: float) -> bool:
@@ -67,23 +67,7 @@ def accepts(row: Row, token_id: int, target_prob: float, accept_draw: float) -> 
     return accept_draw * draft_prob < target_prob
 
 
-def check_counts(
-    rule: Rule,
-    draft_token_ids: Sequence[int],
-    rows: Sequence[Row],
-    evidence: Evidence,
-    accept_draws: Sequence[float],
-) -> None:
-    """Raises InvalidRequest when the parts of a round do not fit together: nothing may be decided on them."""
-    draft_length = len(draft_token_ids)
-    if len(evidence.replacement_token_ids) != draft_length + 1:
-        _refuse("evidence.replacement_token_ids", evidence.replacement_token_ids, draft_length + 1)
-    if rule is Rule.REJECTION:
-        parts = {"evidence.target_probs": evidence.target_probs, "rows": rows, "accept_draws": accept_draws}
-        for field, part in parts.items():
-            if len(part) != draft_length:
-                _refuse(field, part, draft_length)
-
-
-def _refuse(field: str, part: Sequence[object], count: int) -> NoReturn:
-    raise InvalidRequest(field, len(part), f"{count} entries for the draft tokens of the round")
+def check_count(field: str, part: Sequence[object], count: int) -> None:
+    """Raises InvalidRequest when a part of a round does not fit the others: nothing may be decided on them."""
+    if len(part) != count:
+        raise InvalidRequest(field, len(part), f"{count} entries for the draft tokens of the round")

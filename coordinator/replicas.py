@@ -8,13 +8,13 @@ those it serves go on. Generations attach by session number.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdec.config import TlsSettings
 from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import Commit, Verification, is_farewell
+from specdec.protocol.items import NO_TRACE, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.convert import description_from_message
@@ -24,6 +24,9 @@ from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
+
+if TYPE_CHECKING:
+    from coordinator.decode_loop import Generation
 
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
@@ -40,34 +43,8 @@ class ReplicaKind:
     response: type
 
 
-TARGET = ReplicaKind(
-    "target",
-    "specdec.v1.TargetService",
-    "Verify",
-    target_pb.VerifyRequest,
-    target_pb.VerifyResponse,
-)
-DRAFT = ReplicaKind(
-    "draft",
-    "specdec.v1.DraftService",
-    "Draft",
-    draft_pb.DraftRequest,
-    draft_pb.DraftResponse,
-)
-
-
-class Listener(Protocol):
-    """A generation, as its replicas see it. `names`: what tells it in logs."""
-
-    names: Mapping[str, object]
-
-    def on_up(self, replica: Replica) -> None: ...
-
-    def on_down(self, replica: Replica, reason: str) -> None: ...
-
-    def on_item(self, replica: Replica, item: Any, byte_count: int) -> None: ...
-
-    def on_defect(self) -> None: ...
+TARGET = ReplicaKind("target", "specdec.v1.TargetService", "Verify", target_pb.VerifyRequest, target_pb.VerifyResponse)
+DRAFT = ReplicaKind("draft", "specdec.v1.DraftService", "Draft", draft_pb.DraftRequest, draft_pb.DraftResponse)
 
 
 class Replica:
@@ -85,7 +62,7 @@ class Replica:
         self._tls = tls
         self._fingerprint = fingerprint
         self._changed = changed
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[int, Generation] = {}
         self._describing: asyncio.Task | None = None
         self.link = Link(
             f"the {kind.name} at {address}",
@@ -103,11 +80,7 @@ class Replica:
         """Whether it may be used for new generations."""
         return self.description is not None and not self.is_stopping
 
-    async def run(self) -> None:
-        """Keeps the link up until cancelled."""
-        await self.link.run()
-
-    def attach(self, session: int, listener: Listener) -> None:
+    def attach(self, session: int, listener: Generation) -> None:
         """Answers for `session` go to `listener` from here on."""
         self._listeners[session] = listener
 
@@ -120,7 +93,7 @@ class Replica:
         if not self.link.is_up:
             return 0
         data = item_to_bytes(self.kind.request, item)
-        self.link.send(data, isinstance(item, Verification | Commit) and item.trace.detailed)
+        self.link.send(data, getattr(item, "trace", NO_TRACE).detailed)
         return len(data)
 
     def _on_up(self) -> None:
@@ -130,9 +103,7 @@ class Replica:
         """Asks what the replica serves, again while it does not answer; it is used from here on when that fits."""
         while self.description is None:
             try:
-                description = await self._ask()
-                self._check(description)
-                self.description = description
+                self.description = self._checked(await self._ask())
             except SpecdecError as error:
                 self.absent_reason = str(error)
                 get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
@@ -144,13 +115,12 @@ class Replica:
             self._tell(listener, listener.on_up)
 
     async def _ask(self) -> Description:
+        method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
         async with open_channel(self.address, self._tls) as channel:
-            method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
-            return description_from_message(
-                await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
-            )
+            told = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
+            return description_from_message(told)
 
-    def _tell(self, listener: Listener, call: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, listener: Generation, call: Callable[..., None], *arguments: Any) -> None:
         """Calls a listener; its exception costs that generation, not the link and all others."""
         try:
             call(self, *arguments)
@@ -158,8 +128,8 @@ class Replica:
             get_logger().exception("a generation failed", peer=self.address, **listener.names)
             listener.on_defect()
 
-    def _check(self, description: Description) -> None:
-        """Raises Mismatch naming both sides."""
+    def _checked(self, description: Description) -> Description:
+        """The same. Raises Mismatch, naming both sides, where it does not fit."""
         if description.protocol_version != PROTOCOL_VERSION:
             raise Mismatch(
                 f"the {self.kind.name} at {self.address} speaks protocol version {description.protocol_version}, "
@@ -171,6 +141,7 @@ class Replica:
                 f"{description.tokenizer_fingerprint[:12]}) is not the coordinator's ({self._fingerprint[:12]}): "
                 "draft, target and coordinator must share one"
             )
+        return description
 
     def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
         share = byte_count // len(messages)

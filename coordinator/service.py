@@ -10,17 +10,16 @@ import asyncio
 import itertools
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 
 from coordinator.decode_loop import Generation
 from coordinator.figures import Figures, RequestFigures
 from coordinator.metrics import families
-from coordinator.output import OutputWalker, Walked
+from coordinator.output import Ending, OutputWalker
 from coordinator.replicas import DRAFT, TARGET, Replica
 from coordinator.speculation import Speculation
 from coordinator.tokenizer import Tokenizer
-from coordinator.tracing import GenerationTrace, open_trace
+from coordinator.tracing import open_request
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.report import Event, Finished, Started
@@ -58,11 +57,10 @@ class Coordinator:
         self._changed = changed
         arguments = settings.link_tls, tokenizer.fingerprint, self._on_changed
         self.target = Replica(TARGET, settings.target, *arguments)
-        self.draft: Replica | None = None
-        if settings.draft is not None:
-            self.draft = Replica(DRAFT, settings.draft, *arguments)
+        self.draft = None if settings.draft is None else Replica(DRAFT, settings.draft, *arguments)
+        self.replicas = [self.target] if self.draft is None else [self.target, self.draft]
         self._numbers = itertools.count(1)
-        self._taken_count = 0
+        self._places = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
         self._known_draft: Description | None = None
 
@@ -80,124 +78,86 @@ class Coordinator:
         self, request: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """One generation; its work ends when this generator is closed."""
-        trace = open_trace(self._tracing, caller_trace(context.invocation_metadata()))
-        figures = self.figures.request(trace.context)
-        bind(trace_id=trace.context.trace_id.hex())
+        told = open_request(self.figures, self._tracing, caller_trace(context.invocation_metadata()))
+        bind(trace_id=told.context.trace_id.hex())
         try:
             ask = ask_from_message(request)
             target = self.target.usable()
-            with self._place():
-                generation, resumed = await self._admit(ask, target, trace, figures)
-                with self._running(generation, resumed):
+            if self._places.locked():
+                raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
+            async with self._places:
+                generation, ending = await self._admit(ask, target, told)
+                self._generations.add(generation)
+                try:
+                    generation.begin(ending)
                     event: Event | None = None
                     while not isinstance(event, Finished):
                         event = await generation.next_event()
                         yield event_to_message(event, target)
+                finally:
+                    self._generations.discard(generation)
+                    generation.close()
         except Exception as error:
-            known = error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__)
-            trace.failed(known)
-            figures.failed(known)
+            told.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
             raise
         finally:
-            trace.closed()
-            figures.closed()
-            get_logger().info("generation ended", outcome=figures.outcome, output_tokens=figures.output_tokens)
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """A place for a generation. Raises CacheExhausted when all are taken."""
-        if self._taken_count >= self._settings.max_num_seqs:
-            raise CacheExhausted(f"all {self._settings.max_num_seqs} places for generations are taken")
-        self._taken_count += 1
-        try:
-            yield
-        finally:
-            self._taken_count -= 1
-
-    @contextmanager
-    def _running(self, generation: Generation, resumed: Walked) -> Iterator[None]:
-        """The generation from its beginning to its end."""
-        self._generations.add(generation)
-        try:
-            generation.begin(resumed.ending)
-            yield
-        finally:
-            self._generations.discard(generation)
-            generation.close()
+            told.closed()
+            count = told.statistics.output_tokens
+            get_logger().info("generation ended", outcome=told.outcome, output_tokens=count)
 
     def give_up(self) -> None:
         """The service stops and waits no longer: every generation ends, and says how it is resumed."""
         for generation in self._generations:
             generation.give_up()
 
-    def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Walked]:
-        """The prompt's tokens, and the walker after the resumed ones; beside the event loop. Raises InvalidRequest."""
+    def _prepare(self, ask: Ask, target: Description) -> tuple[tuple[int, ...], OutputWalker, Ending | None]:
+        """The prompt's tokens, the walker after the resumed ones and the end they led to; beside the event loop. Raises
+        InvalidRequest."""
         prompt = ask.token_ids if ask.text is None else self._tokenizer.encode(ask.text, target.positions_max)
         if not prompt:
             raise InvalidRequest("prompt.text", ask.text, "text that makes at least one token")
         ask.check_model(prompt, target)
         max_tokens = ask.max_tokens(len(prompt), target.positions_max)
-        walker = OutputWalker(
-            self._tokenizer.stream(prompt),
-            ask.sampling.stop,
-            ask.stop_token_ids(target.end_token_ids),
-            ask.sampling.min_tokens,
-            max_tokens,
-        )
+        sampling, stop_ids = ask.sampling, ask.stop_token_ids(target.end_token_ids)
+        walker = OutputWalker(self._tokenizer.stream(prompt), sampling.stop, stop_ids, sampling.min_tokens, max_tokens)
         resumed = walker.walk(ask.resumed_token_ids)
         if resumed.kept_count < len(ask.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(ask.resumed_token_ids), limit)
-        return prompt, walker, resumed
+        return prompt, walker, resumed.ending
 
-    async def _admit(
-        self, ask: Ask, target: Description, trace: GenerationTrace, figures: RequestFigures
-    ) -> tuple[Generation, Walked]:
-        """The generation, not yet begun, and where its resumed tokens led. Raises SpecdecError."""
-        prompt, walker, resumed = await asyncio.to_thread(self._prepare, ask, target)
+    async def _admit(self, ask: Ask, target: Description, told: RequestFigures) -> tuple[Generation, Ending | None]:
+        """The generation, not yet begun, and its end where resumed tokens led to it. Raises SpecdecError."""
+        prompt, walker, ending = await asyncio.to_thread(self._prepare, ask, target)
         if self.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(ask)
         law = ask.law(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        session = Session(
-            next(self._numbers),
-            law,
-            len(prompt) + walker.max_tokens,
-            target.vocabulary_size,
-            self._speculation.policy(ask, rule),
-            [*prompt, *ask.resumed_token_ids],
-            ask.cache_salt,
-        )
-        started = Started(trace.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
+        policy, committed = self._speculation.policy(ask, rule), [*prompt, *ask.resumed_token_ids]
+        sizes = len(prompt) + walker.max_tokens, target.vocabulary_size
+        session = Session(next(self._numbers), law, *sizes, policy, committed, ask.cache_salt)
+        started = Started(told.request_id, law.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": ask.label} if ask.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=law.rule.name)
-        trace.admitted(ask, started, target)
-        generation = Generation(session, walker, started, self.target, self.draft, self._speculation, trace, figures)
-        return generation, resumed
+        told.admitted(ask, started, target)
+        return Generation(session, walker, started, self.target, self.draft, self._speculation, told), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context
     ) -> coordinator_pb.CoordinatorDescribeResponse:
         """What this coordinator serves and uses."""
         draft = self.draft
-        absent_reason = "none was configured" if draft is None else draft.absent_reason
+        is_up, reason = (False, "none was configured") if draft is None else (draft.is_up, draft.absent_reason)
         return coordinator_description_to_message(
             self.target.description,
-            draft.description if draft is not None and draft.is_up else None,
-            "" if draft is not None and draft.is_up else absent_reason,
+            draft.description if draft is not None and is_up else None,
+            "" if is_up else reason,
             self._settings.num_speculative_tokens,
             self._settings.num_speculative_tokens_max,
         )
 
-    async def run_links(self) -> None:
-        """Keeps the links up until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.target.run())
-            if self.draft is not None:
-                group.create_task(self.draft.run())
 
-
-async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | None = None) -> None:
+async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:
     """Serves until told to stop; `on_ready` is given the address once a target is connected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logs(settings.log_level, "coordinator")
@@ -213,17 +173,18 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None] | N
     page.open(settings.metrics_address)
     address = await server.start()
     set_startup_objects_aside()
-    links = asyncio.create_task(coordinator.run_links())
+    links = [asyncio.create_task(replica.link.run()) for replica in coordinator.replicas]
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
-    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready and on_ready(address)))
+    announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
     try:
         await until_told_to_stop()
     finally:
         following.cancel()
         announcing.cancel()
         await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
-        links.cancel()
-        await asyncio.gather(links, following, announcing, return_exceptions=True)
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, following, announcing, return_exceptions=True)
         page.close()
         await asyncio.to_thread(tracing.close)
 
@@ -236,7 +197,7 @@ async def _follow_health(coordinator: Coordinator, server: Server, changed: asyn
         await server.set_serving(coordinator.target.is_up)
 
 
-async def _announce(coordinator: Coordinator, on_ready: Callable[[], object]) -> None:
+async def _announce(coordinator: Coordinator, on_ready: Callable[[], None]) -> None:
     """Calls `on_ready` once a target is connected; a draft gets a moment to be there too, but is not needed."""
     while not coordinator.target.is_up:
         await asyncio.sleep(READY_POLL_S)

@@ -38,22 +38,18 @@ class Speculation:
             return named
         self._choice_count += 1
         coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
+        is_hopeless = False  # so bad when it was last measured that trying it would cost more than it may
         if coupled is not None and rejection is not None:
+            is_hopeless = rejection < 0.5 * coupled
             compared = f"COUPLED {coupled:.0f}, REJECTION {rejection:.0f} tokens/s measured"
             if rejection > RULE_GAIN * coupled:
                 return Rule.REJECTION, f"the server's choice: {compared}"
         else:
             compared = "REJECTION not measured yet" if coupled is not None else "nothing measured yet"
         speculates = ask.speculative.enabled and self._settings.speculation_policy != "off"
-        if speculates and self._choice_count % REJECTION_EVERY == 0 and Rule.REJECTION in self._rules_worth_a_try():
+        if speculates and self._choice_count % REJECTION_EVERY == 0 and not is_hopeless:
             return Rule.REJECTION, f"the server's choice, to measure it: {compared}"
         return Rule.COUPLED, f"the server's choice: {compared}"
-
-    def _rules_worth_a_try(self) -> set[Rule]:
-        """REJECTION stays out where its last measurement is so bad that trying it would cost more than it may."""
-        coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
-        is_hopeless = coupled is not None and rejection is not None and rejection < 0.5 * coupled
-        return {Rule.COUPLED} if is_hopeless else {Rule.COUPLED, Rule.REJECTION}
 
     def _worth(self, rule: Rule) -> float | None:
         """Tokens per second of the best plan of the server's own limit; None before enough was measured."""
@@ -62,11 +58,12 @@ class Speculation:
 
     def policy(self, ask: Ask, rule: Rule) -> Policy:
         """The policy of one request under a rule. Raises InvalidRequest above the server's maximum."""
-        asked, limit = ask.speculative.num_speculative_tokens, self._settings.num_speculative_tokens_max
+        settings, own = self._settings, ask.speculative
+        asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
         if asked is not None and asked > limit:
             raise InvalidRequest("speculative.num_speculative_tokens", asked, f"at most this server's maximum, {limit}")
-        mode = ask.speculative.mode or SpeculationMode[self._settings.speculation_policy.upper()]
-        if not ask.speculative.enabled or mode is SpeculationMode.OFF or 0 in (asked, limit):
+        mode = own.mode or SpeculationMode[settings.speculation_policy.upper()]
+        if not own.enabled or mode is SpeculationMode.OFF or 0 in (asked, limit):
             return OFF_POLICY
         if mode is SpeculationMode.AUTO:
             cap = limit if asked is None else asked
@@ -74,16 +71,11 @@ class Speculation:
             if table is None:
                 table = self._tables[rule, cap] = Table(self._steps[rule], self._drafts[rule], cap)
             return AutoPolicy(table, cap)
-        return self._fixed(ask)
-
-    def _fixed(self, ask: Ask) -> Policy:
-        own = ask.speculative
-        length = own.num_speculative_tokens
-        length = self._settings.num_speculative_tokens if length is None else length
+        length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length:
-            limit = f"at least the draft tokens of a verification, {length}"
-            raise InvalidRequest("speculative.draft_window", own.draft_window, limit)
-        wait_ms = self._settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
+            least = f"at least the draft tokens of a verification, {length}"
+            raise InvalidRequest("speculative.draft_window", own.draft_window, least)
+        wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         return FixedPolicy(length, own.draft_window, own.draft_leaves or 1, wait_ms / 1000)
 
     def on_target(self, description: Description) -> None:
@@ -98,13 +90,15 @@ class Speculation:
         for table in self._tables.values():
             table.forget_draft()
 
-    def on_draft_step(self, nodes: Nodes, rule: Rule, byte_count: int, network_s: float | None) -> None:
+    def on_draft_step(
+        self, nodes: Nodes, evaluated_count: int, rule: Rule, byte_count: int, network_s: float | None
+    ) -> None:
         """What one step of the draft sent for one session, and the network time to it, both ways, if it is known."""
-        node_count = sum(node.proposal for node in nodes.nodes)
-        if node_count:
-            self._drafts[rule].on_bytes(byte_count / node_count)
+        draft = self._drafts[rule]
+        if evaluated_count:
+            draft.on_bytes(byte_count / evaluated_count)
         if nodes.step_us:
-            self._drafts[rule].on_step(nodes.step_rows, nodes.step_us / 1e6)
+            draft.on_step(nodes.step_rows, nodes.step_us / 1e6)
         self.on_network(network_s)
 
     def on_network(self, network_s: float | None) -> None:

@@ -100,6 +100,11 @@ class Statistics:
     num_rounds_trial: int = traced()
     trial_loss_s: float = summed()
     cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
+    prompt_tokens: int = summed("specdec_prompt_tokens", "Prompt tokens of admitted requests.")
+    output_tokens: int = summed("specdec_generation_tokens", "Output tokens generated; resumed ones are not.")
+    draft_refusals: int = summed(
+        "specdec_draft_refusals", "Times a draft would not draft for a generation: no room, or no more positions."
+    )
     step_sessions: int = summed()
     active_sessions: int = summed()
     evictions: int = traced()
@@ -123,15 +128,17 @@ class Statistics:
     began_s: float = 0.0  # by the monotonic clock; as `follows_branch_hit`, no statistic
     follows_branch_hit: bool = False
 
-    def on_nodes(self, nodes: Nodes) -> None:
-        """Counts what one draft step sent: every evaluated place brings one proposal child."""
+    def on_nodes(self, nodes: Nodes) -> int:
+        """Counts what one draft step sent; returns the places it evaluated: each brings one proposal child."""
         evaluated_count = sum(node.proposal for node in nodes.nodes)
         self.num_evaluated_leaves += evaluated_count
         self.num_branch_leaves += len(nodes.nodes) - evaluated_count
+        return evaluated_count
 
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
         self.rounds += 1
+        self.output_tokens += record.kept_count
         self.step_sessions += record.step_sessions
         self.active_sessions += record.active_sessions
         self.cached_prompt_tokens += record.cached_prompt_tokens
@@ -163,10 +170,10 @@ class Statistics:
             self.acceptance_histogram.extend([0] * missing)
             self.acceptance_histogram[record.accepted_count] += 1
 
-    def count_rate(self, output_count: int) -> None:
-        """Works out the observed rate of a stream of so many output tokens, from the first of them on."""
+    def count_rate(self) -> None:
+        """Works out the observed rate of a stream, from its first token on."""
         seconds = self.total_s - self.time_to_first_token_s
-        self.observed_tokens_per_s = (output_count - 1) / seconds if seconds > 0 else 0.0
+        self.observed_tokens_per_s = (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 
     def add(self, other: Statistics) -> None:
         """Adds what adds up of another stream's."""

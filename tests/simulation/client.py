@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.decode_loop import Generation
+from coordinator.figures import Figures, RequestFigures
 from coordinator.output import Ending, Walked
 from coordinator.speculation import Speculation
 from specdec.config import CoordinatorSettings
 from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.policy.policy import FixedPolicy, Policy
+from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import Ask, SamplingPolicy
@@ -129,10 +131,11 @@ class Coordinator:
             number, law, length_max, VOCABULARY_SIZE, order.policy_of(attempt, self.speculation), committed
         )
         started = Started("", law.seed, law.rule, len(order.prompt), order.max_tokens)
+        request = RequestFigures(Figures(), NO_TRACE, "")
         loop = Loop(self.clock)
         asyncio._set_running_loop(loop)
         try:
-            generation = Generation(session, walker, started, self.target, self.draft, self.speculation)
+            generation = Generation(session, walker, started, self.target, self.draft, self.speculation, request)
         finally:
             asyncio._set_running_loop(None)
         self.generations[number] = generation
