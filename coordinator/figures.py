@@ -17,7 +17,7 @@ from specdec.protocol.report import Finished, Statistics
 from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import FinishReason
 from specdec.rpc.status import REASONS
-from specdec.telemetry.figures import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
+from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)

@@ -17,8 +17,7 @@ from specdec.cli.options import UsageError
 from specdec.config import CONNECTION, OUTPUT
 from specdec.errors import ConfigError, SessionUnknown
 from specdec.settings import Settings, setting
-from specdec.telemetry.trace_reader import SEARCH_HOURS, fetch, find, resource_spans, spans_of
-from specdec.telemetry.trace_summary import TraceTree
+from specdec.telemetry.trace_reader import SEARCH_HOURS, TraceTree, fetch, find, resource_spans, spans_of
 
 TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 

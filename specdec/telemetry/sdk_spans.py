@@ -45,9 +45,9 @@ class SdkTracing(Tracing):
     def __init__(self, service: str, endpoint: str | None, environment: Mapping[str, str]) -> None:
         sdk_log = logging.getLogger("opentelemetry")
         sdk_log.propagate, sdk_log.handlers = False, [_SdkLog()]
-        host, pid = socket.gethostname(), os.getpid()
-        about = {"host.name": host, "process.pid": pid, "service.version": __version__}
-        self._resource = OwnResource({"service.name": f"specdec-{service}", **about})
+        about: dict[str, AttributeValue] = {"service.name": f"specdec-{service}", "host.name": socket.gethostname()}
+        about |= {"process.pid": os.getpid(), "service.version": __version__}
+        self._resource = OwnResource(about)
         # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless the caller says no
         self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
         queue_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
@@ -82,8 +82,8 @@ def context_of(trace_id: bytes, span_id: bytes) -> otel.SpanContext:
 
 @dataclass(slots=True)
 class Waiting:
-    """A span in the SDK's queue, which asks for its flags only; it is made the SDK's own by the thread that sends it, so
-    that the loop that serves requests spends nothing on it."""
+    """A span in the SDK's queue, which asks for its flags only. The thread that sends it makes it the SDK's own: the
+    loop that serves requests spends nothing on it."""
 
     context: ClassVar[otel.SpanContext] = context_of(b"", b"")
     span: Span
