@@ -85,6 +85,5 @@ def common_families(service: str, is_serving: bool, facts: Labels) -> Iterator[M
     """What every service says of itself. `facts`: what it serves and with what, by name."""
     info = {"service": service, "version": __version__, **facts}
     yield InfoMetricFamily("specdec_service", "What this process is and serves.", info)
-    yield gauge(
-        "specdec_serving", "1 while health says SERVING; 0 while loading, without a target, draining.", is_serving
-    )
+    help = "1 while health says SERVING; 0 while loading, without a target, draining."
+    yield gauge("specdec_serving", help, is_serving)

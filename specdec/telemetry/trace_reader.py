@@ -127,28 +127,23 @@ def spans_of(found: list[dict[str, Any]]) -> list[ReadSpan]:
     spans: dict[str, ReadSpan] = {}
     try:
         for own in found:
-            about = _attributes(own.get("resource", {}))
-            for scope in own.get("scopeSpans", []):
-                for span in scope.get("spans", []):
-                    read = _span(span, str(about.get("service.name", "?")))
-                    spans[read.span_id] = read
+            service = str(_attributes(own.get("resource", {})).get("service.name", "?"))
+            for span in (span for scope in own.get("scopeSpans", []) for span in scope.get("spans", [])):
+                read = ReadSpan(
+                    name=span["name"],
+                    service=service,
+                    span_id=_identifier(span["spanId"]),
+                    parent_id=_identifier(span.get("parentSpanId", "")),
+                    kind=span.get("kind", ""),
+                    start_ns=int(span["startTimeUnixNano"]),
+                    end_ns=int(span["endTimeUnixNano"]),
+                    attributes=_attributes(span),
+                    is_failed=span.get("status", {}).get("code") in FAILED,
+                )
+                spans[read.span_id] = read
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"a span of this trace cannot be read: {error}") from None
     return sorted(spans.values(), key=lambda span: span.start_ns)
-
-
-def _span(span: dict[str, Any], service: str) -> ReadSpan:
-    return ReadSpan(
-        name=span["name"],
-        service=service,
-        span_id=_identifier(span["spanId"]),
-        parent_id=_identifier(span.get("parentSpanId", "")),
-        kind=span.get("kind", ""),
-        start_ns=int(span["startTimeUnixNano"]),
-        end_ns=int(span["endTimeUnixNano"]),
-        attributes=_attributes(span),
-        is_failed=span.get("status", {}).get("code") in FAILED,
-    )
 
 
 def _identifier(text: str) -> str:
