@@ -29,7 +29,7 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
 def setting(
     default: Any, group: str, help: str, short_flag: str = "", metavar: str = "", positional: bool = False, **more: Any
 ) -> Any:
-    """A field of a settings class; `default` is `...` where a value is required, `metavar` what help shows of it, `more` its limits."""
+    """A field of a settings class; `default` is `...` where a value is required, `metavar` what help shows for it."""
     extra = {"group": group, "short_flag": short_flag, "metavar": metavar, "positional": positional}
     return Field(default, description=help, json_schema_extra=extra, **more)
 
