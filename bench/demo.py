@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.bars import Bar, add_check_flag, conclude, worst_of
 from bench.harness import heldout_prompts, running
-from specdec.cli.colors import LEGEND, colored
+from specdec.cli.generate import LEGEND, colored
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

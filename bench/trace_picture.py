@@ -13,8 +13,7 @@ from pathlib import Path
 
 from bench.plot import require
 from specdec.errors import ConfigError, SpecdecError
-from specdec.telemetry.trace_reader import resource_spans, spans_of
-from specdec.telemetry.trace_summary import Line, TraceTree
+from specdec.telemetry.trace_reader import Line, TraceTree, resource_spans, spans_of
 
 COLORS = {"coordinator": "#2e86c1", "target": "#27792f", "draft": "#e08e0b"}
 LINE_COUNT_MAX = 60  # more are not readable on a page
@@ -23,7 +22,7 @@ LINE_INCHES = 0.19
 
 def lines_until(tree: TraceTree, until_ms: float) -> list[Line]:
     """The spans that begin by then, parents before children. ConfigError where there are too many to read."""
-    lines = [line for line in tree.lines() if line.start_ms < until_ms]
+    lines = [line for line in tree.lines(tree.root) if line.start_ms < until_ms]
     if len(lines) > LINE_COUNT_MAX:
         raise ConfigError(f"{len(lines)} spans begin before {until_ms:g} ms; choose an earlier --until-ms")
     return lines

@@ -18,7 +18,7 @@ from specdec.protocol.session import Session
 from specdec.protocol.types import Description, FinishReason
 from specdec.rpc.link import Link
 from specdec.rpc.status import REASONS
-from specdec.telemetry.figures import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
+from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
 from specdec.telemetry.spans import AttributeValue
 
 CANCELLED = "cancelled"

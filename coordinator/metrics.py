@@ -16,7 +16,7 @@ from coordinator.figures import Figures
 from coordinator.replicas import Replica
 from specdec.config import CoordinatorSettings
 from specdec.protocol.report import SERIES, Series, Statistics
-from specdec.telemetry.metrics import common_families, counters, gauge, gauges, histogram
+from specdec.telemetry.metrics import common_families, counter, gauge, histogram
 
 if TYPE_CHECKING:
     from coordinator.service import Coordinator
@@ -40,7 +40,7 @@ def request_families(figures: Figures, places: int) -> Iterator[Metric]:
     yield gauge("specdec_num_requests_max", "Most generations at a time; more are refused.", places)
     outcomes = {(outcome,): count for outcome, count in dict(figures.requests).items()}
     help = "Requests that ended, by finish reason, cancelled, or the reason of the error."
-    yield counters("specdec_requests", help, outcomes, None, "outcome")
+    yield counter("specdec_requests", help, outcomes, None, "outcome")
     help = "From admission to the first token."
     yield histogram("specdec_time_to_first_token_seconds", help, figures.time_to_first_token)
     help = "Between tokens: the time of a round shared by the tokens it brought."
@@ -59,11 +59,11 @@ def statistics_families(statistics: Statistics, draft_length_max: int) -> Iterat
     for name, values in series.items():
         first = next(iter(values))
         labelled = {own.label[1:] if own.label[0] else (): value for own, value in values.items()}
-        yield counters(name, first.help, labelled, None, *filter(None, first.label[:1]))
+        yield counter(name, first.help, labelled, None, *filter(None, first.label[:1]))
     at_least = list(accumulate(reversed(statistics.acceptance_histogram)))[::-1]
     passed = {(str(at),): sum(at_least[at + 1 : at + 2]) for at in range(max(draft_length_max, len(at_least) - 1))}
     help = "Draft tokens accepted, by their place in the round."
-    yield counters("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
+    yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", help, passed, None, "position")
 
 
 def link_families(replicas: Iterable[Replica]) -> Iterator[Metric]:
@@ -71,10 +71,10 @@ def link_families(replicas: Iterable[Replica]) -> Iterator[Metric]:
     named = {(replica.kind.name,): replica for replica in replicas}
     up = {key: float(replica.is_up) for key, replica in named.items()}
     help = "1 while the replica is connected, fits and takes sessions."
-    yield gauges("specdec_link_up", help, up, None, "peer")
+    yield gauge("specdec_link_up", help, up, None, "peer")
     lost = {key: float(replica.loss_count) for key, replica in named.items()}
-    yield counters("specdec_link_losses", "Connections that were lost.", lost, None, "peer")
+    yield counter("specdec_link_losses", "Connections that were lost.", lost, None, "peer")
     measured = {key: replica.link.stamps.network_median_s for key, replica in named.items() if replica.is_up}
     network = {key: value for key, value in measured.items() if value is not None}
     help = "Network time of the last messages, both ways, median; without the stay at the peer."
-    yield gauges("specdec_link_network_seconds", help, network, None, "peer")
+    yield gauge("specdec_link_network_seconds", help, network, None, "peer")

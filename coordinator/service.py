@@ -31,8 +31,7 @@ from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
 from specdec.telemetry.logs import bind, configure_logs, get_logger
 from specdec.telemetry.metrics_page import MetricsPage
-from specdec.telemetry.trace_context import caller_trace
-from specdec.telemetry.tracing import Tracing
+from specdec.telemetry.tracing import Tracing, caller_trace
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 

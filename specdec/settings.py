@@ -26,10 +26,12 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
 )
 
 
-def setting(default: Any, group: str, help: str, short_flag: str | None = None, **limits: Any) -> Any:
-    """A field of a settings class; `default` is `...` where a value is required."""
-    extra: dict[str, Any] = {"group": group} | ({"short_flag": short_flag} if short_flag else {})
-    return Field(default, description=help, json_schema_extra=extra, **limits)
+def setting(
+    default: Any, group: str, help: str, short_flag: str = "", metavar: str = "", positional: bool = False, **more: Any
+) -> Any:
+    """A field of a settings class; `default` is `...` where a value is required, `metavar` what help shows for it."""
+    extra = {"group": group, "short_flag": short_flag, "metavar": metavar, "positional": positional}
+    return Field(default, description=help, json_schema_extra=extra, **more)
 
 
 def is_loopback(host: str) -> bool:

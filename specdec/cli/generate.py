@@ -13,7 +13,6 @@ from contextlib import aclosing
 
 from google.protobuf import json_format
 
-from specdec.cli.colors import colored
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.errors import ReplicaUnavailable
@@ -21,6 +20,10 @@ from specdec.rpc.client import call_stream, open_channel
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 METHOD = "/specdec.v1.CoordinatorService/Generate"
+RESET = "\x1b[0m"
+COLORS = {coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m", coordinator_pb.TOKEN_KIND_CORRECTION: "\x1b[33m"}
+LEGEND = f"{COLORS[coordinator_pb.TOKEN_KIND_ACCEPTED]}accepted draft tokens{RESET}, \
+{COLORS[coordinator_pb.TOKEN_KIND_CORRECTION]}corrections{RESET}, bonus tokens"
 
 
 def generate(settings: GenerateSettings) -> int:
@@ -74,6 +77,17 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
         print(flush=True)
         if sys.stderr.isatty():
             print(summary(response.finished), file=sys.stderr)
+
+
+def colored(delta: coordinator_pb.Delta) -> str:
+    """The delta's text, each token's part in the token's colour."""
+    pieces, start = [], 0
+    for kind, length in zip(delta.kinds, delta.text_lengths):
+        piece = delta.text[start : start + length]
+        color = COLORS.get(kind, "")
+        pieces.append(f"{color}{piece}{RESET}" if color and piece else piece)
+        start += length
+    return "".join(pieces)
 
 
 def summary(finished: coordinator_pb.Finished) -> str:

@@ -111,7 +111,3 @@ def main(command: str | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from specdec.cli.events import EVENTS_VARIABLE, PARENT_VARIABLE
@@ -75,7 +74,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -91,7 +90,7 @@ class Child:
         """Whether it serves; waits up to `timeout_s` to hear of it. ConfigError with its own sentence when it ended."""
         deadline_s = time.monotonic() + timeout_s
         while not self.address:
-            event = self._next_event(deadline_s - time.monotonic())
+            event = self._next_event(deadline_s)
             if event is None and self.is_running:
                 return False
             if event is None or event["event"] == "failed":
@@ -102,9 +101,8 @@ class Child:
                 self.address = event["address"]
         return True
 
-    def _next_event(self, timeout_s: float) -> dict[str, Any] | None:
+    def _next_event(self, deadline_s: float) -> dict[str, Any] | None:
         """The next event; None when time is up or the process has ended."""
-        deadline_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
             while b"\n" not in self._unread:

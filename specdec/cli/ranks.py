@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from specdec.cli.processes import Child, arguments_of
 from specdec.config import TargetSettings
@@ -61,16 +61,9 @@ def ranks_of_machine(settings: TargetSettings) -> Iterator[tuple[TargetSettings,
                 parent_pid=int(parent) if parent else None,
             ),
         )
-        _part(children)
+        with suppress(subprocess.TimeoutExpired):  # they were sent home
+            for child in children:
+                child.process.wait(PARTING_S)
     finally:
         for child in children:
             child.stop(0.0)
-
-
-def _part(children: Sequence[Child]) -> None:
-    """Waits a moment for children that were sent home."""
-    for child in children:
-        try:
-            child.process.wait(PARTING_S)
-        except subprocess.TimeoutExpired:
-            return

@@ -12,17 +12,20 @@ from pydantic import BeforeValidator, Field
 
 from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
 from specdec.errors import ConfigError
+from specdec.settings import setting
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = (1 << 64) - 1
 
 
-def option(group: str, help: str, default: Any = None, metavar: str | None = None, **limits: Any) -> Any:
+def option(group: str, help: str, default: Any = None, metavar: str = "", **more: Any) -> Any:
     """A field of GenerateSettings; absent values are not sent."""
-    return Field(default, description=help, json_schema_extra={"group": group, "metavar": metavar}, **limits)
+    return setting(default, group, help, metavar=metavar, **more)
 
 
 def split_ids(value: Any) -> Any:
@@ -57,11 +60,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isin
 class GenerateSettings(ClientSettings):
     """One generation, and how to show it."""
 
-    prompt: str | None = Field(
-        None,
-        description="The text to continue; - reads it from standard input.",
-        json_schema_extra={"group": PROMPT, "positional": True},
-    )
+    prompt: str | None = option(PROMPT, "The text to continue; - reads it from standard input.", positional=True)
     prompt_ids: TokenIds = option(PROMPT, "Token ids to continue instead of a text.", (), "ID,ID,…")
     resume_ids: TokenIds = option(
         PROMPT, "Output token ids of a stream that broke off; give its --seed too.", (), "ID,ID,…"
@@ -121,25 +120,21 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
     from specdec.v1 import types_pb2 as types_pb
 
-    sampling_fields = [field.name for field in coordinator_pb.SamplingPolicy.DESCRIPTOR.fields]
-    # None leaves a field absent, which the generated annotations do not say.
-    given: dict[str, Any] = {name: getattr(settings, name, None) for name in sampling_fields if name != "logit_bias"}
-    speculative: dict[str, Any] = {
+    def given(message: type[Message]) -> dict[str, Any]:
+        """Its fields of the same names; None leaves a field absent, which the generated annotations do not say."""
+        return {field.name: getattr(settings, field.name, None) for field in message.DESCRIPTOR.fields}
+
+    biases = [types_pb.LogitBias(token_id=key, bias=bias) for key, bias in settings.logit_bias]
+    speculative = given(coordinator_pb.SpeculativePolicy) | {
         "enabled": settings.speculative,
-        "num_speculative_tokens": settings.num_speculative_tokens,
         "rule": f"RULE_{settings.rule.upper()}" if settings.rule else None,
         "policy": f"POLICY_{settings.policy.upper()}" if settings.policy else None,
-        "draft_window": settings.draft_window,
-        "draft_leaves": settings.draft_leaves,
-        "draft_wait_ms": settings.draft_wait_ms,
     }
     try:
         request = coordinator_pb.GenerateRequest(
             text=prompt,
             token_ids=coordinator_pb.TokenIds(ids=settings.prompt_ids) if prompt is None else None,
-            sampling=coordinator_pb.SamplingPolicy(
-                logit_bias=[types_pb.LogitBias(token_id=key, bias=bias) for key, bias in settings.logit_bias], **given
-            ),
+            sampling=coordinator_pb.SamplingPolicy(**given(coordinator_pb.SamplingPolicy) | {"logit_bias": biases}),
             speculative=coordinator_pb.SpeculativePolicy(**speculative),
             label=settings.label,
             cache_salt=settings.cache_salt,

@@ -10,8 +10,9 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+
+from rich.console import Console
 
 from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
 from specdec.config import DraftSettings, ServeSettings, TlsSettings, split_address
@@ -32,7 +33,8 @@ def serve(settings: ServeSettings) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     children: list[Child] = []
     try:
-        with _waiting("loading target and draft"):
+        waiting = Console(stderr=True).status("loading target and draft") if sys.stderr.isatty() else nullcontext()
+        with waiting:  # shows that something is going on, to people only
             coordinator, target, draft, sizes = _start(settings, children)
         print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
         print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
@@ -161,15 +163,3 @@ class DraftKeeper:
 
 def _say(sentence: str) -> None:
     print(f"specdec: {sentence}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """Shows that something is going on, to people only."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
-        yield

@@ -13,8 +13,6 @@ from specdec.cli import events
 from specdec.cli.ranks import ranks_of_machine
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 
-OnReady = Callable[[str], None]
-
 
 def run_target(settings: TargetSettings) -> int:
     """Serves the target model, or runs ranks of it on this machine."""
@@ -40,7 +38,7 @@ def run_coordinator(settings: CoordinatorSettings) -> int:
     return _serve(run(settings, on_ready("coordinator")))
 
 
-def on_ready(name: str) -> OnReady:
+def on_ready(name: str) -> Callable[[str], None]:
     """Tells the supervisor, or a person, where the service is."""
 
     def tell(address: str) -> None:

@@ -11,14 +11,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from specdec.cli.options import UsageError
 from specdec.config import CONNECTION, OUTPUT
 from specdec.errors import ConfigError, SessionUnknown
 from specdec.settings import Settings, setting
-from specdec.telemetry.trace_reader import SEARCH_HOURS, fetch, find, resource_spans, spans_of
-from specdec.telemetry.trace_summary import TraceTree
+from specdec.telemetry.trace_reader import SEARCH_HOURS, TraceTree, fetch, find, resource_spans, spans_of
 
 TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 
@@ -32,10 +31,8 @@ def check_trace_id(text: str) -> str:
 class TraceSettings(Settings):
     """Which trace to show, and how."""
 
-    request_or_trace_id: Annotated[str, AfterValidator(check_trace_id)] | None = Field(
-        None,
-        description="Request id (`started`) or trace id (`finished`) of a generation.",
-        json_schema_extra={"group": CONNECTION, "positional": True},
+    request_or_trace_id: Annotated[str, AfterValidator(check_trace_id)] | None = setting(
+        None, CONNECTION, "Request id (`started`) or trace id (`finished`) of a generation.", positional=True
     )
     jaeger: str = setting("http://localhost:16686", CONNECTION, "Where Jaeger's API is.")
     file: Path | None = setting(None, CONNECTION, "Read the trace from this file instead of Jaeger.")

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.telemetry.trace_reader import ReadSpan
-from specdec.telemetry.trace_summary import Line, TraceTree
+from specdec.telemetry.trace_reader import Line, ReadSpan, TraceTree
 
 LINES_OF_A_KIND_MAX = 12  # of one name below one parent, unless all are asked for
 BAR_WIDTH_MIN, BAR_WIDTH_MAX = 20, 80
@@ -84,9 +83,9 @@ def where_time_went(tree: TraceTree) -> Table:
     table = Table(box=None, padding=(0, 1), title="Where the time went", title_justify="left")
     for name, justify in (("", "left"), ("ms", "right"), ("share", "right"), ("", "left"), ("", "left")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for part in tree.shares():
-        bar = bar_of(0.0, part.share, BAR_WIDTH_MIN) if part.share > 0 else ""
-        table.add_row(part.name, f"{part.milliseconds:.1f}", f"{part.share:.1%}", bar, Text(part.meaning, style="dim"))
+    for name, spent_ms, share, meaning in tree.shares():
+        bar = bar_of(0.0, share, BAR_WIDTH_MIN) if share > 0 else ""
+        table.add_row(name, f"{spent_ms:.1f}", f"{share:.1%}", bar, Text(meaning, style="dim"))
     return table
 
 

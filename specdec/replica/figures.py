@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Failure
 from specdec.rpc.status import REASONS
-from specdec.telemetry.figures import COUNT_BOUNDS, STEP_BOUNDS_S, Histogram
+from specdec.telemetry.metrics import COUNT_BOUNDS, STEP_BOUNDS_S, Histogram
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from specdec.engine.scheduler import Engine
 from specdec.protocol.types import Description
 from specdec.replica.figures import CacheBlocks, ReplicaFigures, SessionCounts
-from specdec.telemetry.metrics import common_families, counter, counters, gauge, gauges, histogram
+from specdec.telemetry.metrics import common_families, counter, gauge, histogram
 
 COUNTERS = {
     "prefix_query_tokens": ("specdec_prefix_cache_queries", "Tokens of sessions taken in that were looked up."),
@@ -53,13 +53,13 @@ def families(
     yield gauge("specdec_sessions_max", "Most sessions at a time; more are refused.", sessions.most, labels)
     help = "Items of coordinators that could not be done, by the reason of the error."
     failures = {(reason,): count for reason, count in dict(figures.failures).items()}
-    yield counters("specdec_item_failures", help, failures, labels, "reason")
+    yield counter("specdec_item_failures", help, failures, labels, "reason")
     blocks = CacheBlocks.of(engine)
     help = "Share of the cache that sessions hold, 0 to 1."
     yield gauge("specdec_kv_cache_usage_perc", help, blocks.usage, labels)
     states = {("held",): blocks.held, ("kept",): blocks.kept, ("free",): blocks.free}
     help = "Blocks of the cache: held by sessions, kept for whoever begins alike, free."
-    yield gauges("specdec_kv_cache_blocks", help, states, labels, "state")
+    yield gauge("specdec_kv_cache_blocks", help, states, labels, "state")
     for key, (metric, help) in COUNTERS.items():
         if key in counts:
             yield counter(metric, help, counts[key], labels)

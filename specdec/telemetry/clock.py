@@ -16,12 +16,8 @@ def wall_offset_ns() -> int:
 
     It changes when the wall clock is set: whoever wants spans that agree with each other reads it once for all of them.
     """
-    best: tuple[int, int] | None = None
+    readings = []
     for _ in range(READING_COUNT):
-        before_ns = time.monotonic_ns()
-        wall_ns = time.time_ns()
-        took_ns = time.monotonic_ns() - before_ns
-        if best is None or took_ns < best[0]:
-            best = (took_ns, wall_ns - before_ns - took_ns // 2)
-    assert best is not None
-    return best[1]
+        before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(readings)[1]

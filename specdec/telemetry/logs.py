@@ -20,6 +20,10 @@ EXCEPTIONS_WITHOUT_VALUES = structlog.processors.ExceptionRenderer(
 OWN_MODULES = "specdec"
 WITHHELD_FIELDS = frozenset({"prompt", "text", "token_ids", "output_token_ids", "stop", "stop_string"})
 
+get_logger = structlog.get_logger  # `get_logger().info("link up", peer=address)`, even before logs are configured
+# Binds fields to every line logged by this task from here on, and by those it starts; it is one request's own.
+bind = structlog.contextvars.bind_contextvars
+
 
 def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Replaces what users wrote or were answered; lines are kept longer and read by more people than texts."""
@@ -32,27 +36,18 @@ class _Forwarding(logging.Handler):
     """Lines of modules that know the standard library's logging only, such as the engine's, in our own form."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        get_logger(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        get_logger(component=record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
-def configure_logs(level: str, service: str, as_json: bool | None = None) -> None:
-    """Sets up logging of this process; the last call counts. `as_json` None: unless standard error is a terminal."""
-    if as_json is None:
-        as_json = not sys.stderr.isatty()
-    renderers: list[Any]
-    if as_json:
-        renderers = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str)]
-    else:
+def configure_logs(level: str, service: str) -> None:
+    """Sets up logging of this process; the last call counts."""
+    renderers: list[Any] = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str)]
+    if sys.stderr.isatty():
         renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-
-    def name_service(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["service"] = service  # on lines of every thread: bound fields are those of one
-        return event
-
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            name_service,
+            lambda _logger, _method, event: event | {"service": service},  # of every thread: bound fields are of one
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _withhold,
@@ -66,13 +61,3 @@ def configure_logs(level: str, service: str, as_json: bool | None = None) -> Non
     own = logging.getLogger(OWN_MODULES)
     own.handlers = [_Forwarding()]
     own.setLevel(level.upper())
-
-
-def get_logger(name: str = "") -> Any:
-    """A logger: `log.info("link up", peer=address)`; it may be made before logs are configured."""
-    return structlog.get_logger(component=name) if name else structlog.get_logger()
-
-
-def bind(**fields: Any) -> None:
-    """Binds fields to every line logged by this task from here on, and by those it starts; it is one request's own."""
-    structlog.contextvars.bind_contextvars(**fields)

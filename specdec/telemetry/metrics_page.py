@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -27,26 +27,19 @@ PATH = "/metrics"
 REQUEST_TIMEOUT_S = 5.0  # for a reader that says or takes nothing
 POLL_S = 0.2
 
-Families = Callable[[], Iterable[Metric]]
-
 
 class MetricsPage(Collector):
     """The page of one process. `families` is called for every request, on the page's own thread."""
 
-    def __init__(self, families: Families) -> None:
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = ProcessCollector(registry=None)
         self._server: TCPServer | None = None
 
     def collect(self) -> Iterable[Metric]:
         """The families of now."""
-        return self._families()
-
-    def describe(self) -> Iterable[Metric]:
-        """None: families are made when they are asked for, not when the page is."""
-        return ()
+        yield from self._families()
+        yield from self._process.collect()
 
     def open(self, address: str | None) -> None:
         """Serves on HOST:PORT and logs where; None: nowhere. Raises ConfigError when it cannot be had."""
@@ -56,7 +49,7 @@ class MetricsPage(Collector):
         try:
             family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
             server = type("PageServer", (TCPServer,), {"address_family": family, "allow_reuse_address": True})
-            self._server = server(place, _handler(self._registry))
+            self._server = server(place, _handler(self))
         except OSError as error:
             raise ConfigError(f"--metrics-address {address} cannot be had: {error.strerror or error}") from error
         serving = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
@@ -65,25 +58,14 @@ class MetricsPage(Collector):
 
     def close(self) -> None:
         """Stops serving; idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
-def _body(registry: CollectorRegistry, accepted: str) -> tuple[bytes, str]:
-    """The page and its type: with exemplars for readers that take them.
-
-    Every name is a plain one. The library is told not to escape any all the same: it would make vllm_ of vllm:.
-    """
-    if "application/openmetrics-text" in accepted:
-        return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-    return generate_latest(registry, openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
-
-
-def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+def _handler(page: Collector) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """GET of the page; every other method and path is refused."""
+        """GET of the page, with exemplars for readers that take them; every other method and path is refused."""
 
         timeout = REQUEST_TIMEOUT_S
 
@@ -91,7 +73,10 @@ def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
             if urlsplit(self.path).path != PATH:
                 self.send_error(404, explain=f"there is only {PATH}")
                 return
-            body, content_type = _body(registry, self.headers.get("Accept", ""))
+            takes_exemplars = "application/openmetrics-text" in self.headers.get("Accept", "")
+            make = openmetrics.generate_latest if takes_exemplars else generate_latest
+            content_type = openmetrics.CONTENT_TYPE_LATEST if takes_exemplars else CONTENT_TYPE_PLAIN_0_0_4
+            body = make(page, openmetrics.ALLOWUTF8)  # names are plain, yet escaping would make vllm_ of vllm:
             self.send_response(200)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))

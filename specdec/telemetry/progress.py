@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
@@ -21,12 +22,7 @@ def is_watched() -> bool:
 @contextmanager
 def loading_bar(title: str) -> Iterator[Callable[[str, float], None]]:
     """Yields `progress(what, share)`, share from 0 to 1."""
-    if not is_watched():
-        yield lambda what, share: None
-        return
-    from rich.console import Console
-
     columns = (TextColumn(title), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_watched()) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda what, share: bar.update(task, description=what, completed=share)

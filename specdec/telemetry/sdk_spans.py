@@ -1,112 +1,146 @@
-"""Our spans as the OpenTelemetry SDK's, and its exporter, queue and sampler as the environment sets them up.
+"""Our spans as the OpenTelemetry SDK's, with its queue, exporter and sampler as the environment sets them up.
 
 The one module that imports the SDK; it is imported only where tracing is on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
 
+from specdec import __version__
 from specdec.protocol.items import Trace
-from specdec.telemetry.spans import AttributeValue, Span, SpanEvent
+from specdec.telemetry.clock import wall_offset_ns
+from specdec.telemetry.logs import get_logger
+from specdec.telemetry.spans import AttributeValue, Span
+from specdec.telemetry.tracing import CLOSE_TIMEOUT_S, Tracing
 
+QUEUE_SPAN_COUNT_MAX = 16384  # above fifty generations of 2,000 rounds; some 30 MB should the collector be away
+BATCH_SPAN_COUNT_MAX = 256  # collectors take 4 MiB a message; a segment with all its rounds and notes takes 14 KB
+QUEUE_VARIABLE, BATCH_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+WARNING_INTERVAL_S = 60.0
 SCOPE = InstrumentationScope("specdec")
-SAMPLED, UNSAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
-OK, FAILED = Status(StatusCode.UNSET), StatusCode.ERROR
+SAMPLED = otel.TraceFlags(otel.TraceFlags.SAMPLED)
+OK, FAILED = otel.Status(otel.StatusCode.UNSET), otel.StatusCode.ERROR
 
 
-class LateEvents:
-    """A span's events, made by the thread that sends them: the loop that serves requests spends nothing on them."""
+class SdkTracing(Tracing):
+    """Tracing that is on: spans wait in the SDK's queue, and its thread sends them in batches."""
 
-    def __init__(self, events: Iterable[SpanEvent], offset_ns: int) -> None:
-        self._events = events
-        self._offset_ns = offset_ns
+    is_on = True
 
-    def __iter__(self) -> Iterator[Event]:
-        for event in self._events:
-            yield Event(event.name, dict(event.attributes), nanoseconds(event.time_s, self._offset_ns))
+    def __init__(self, service: str, endpoint: str | None, environment: Mapping[str, str]) -> None:
+        sdk_log = logging.getLogger("opentelemetry")
+        sdk_log.propagate, sdk_log.handlers = False, [_SdkLog()]
+        about: dict[str, AttributeValue] = {"service.name": f"specdec-{service}", "host.name": socket.gethostname()}
+        about |= {"process.pid": os.getpid(), "service.version": __version__}
+        self._resource = OwnResource(about)
+        # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless the caller says no
+        self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
+        queue_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
+        batch_max = None if environment.get(BATCH_VARIABLE) else BATCH_SPAN_COUNT_MAX
+        exporter = LateExporter(endpoint=endpoint)
+        self._queue = BatchSpanProcessor(exporter, max_queue_size=queue_max, max_export_batch_size=batch_max)
+
+    def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
+        number, parent = int.from_bytes(trace_id), None
+        if caller is not None:
+            flags = otel.TraceFlags(int(caller.sampled))
+            context = otel.SpanContext(number, int.from_bytes(caller.span_id), is_remote=True, trace_flags=flags)
+            parent = otel.set_span_in_context(otel.NonRecordingSpan(context))
+        result = self._sampler.should_sample(parent, number, "Generate", otel.SpanKind.SERVER)
+        return result.decision.is_sampled()
+
+    def record(self, spans: Iterable[Span], offset_ns: int | None = None) -> None:
+        offset_ns = wall_offset_ns() if offset_ns is None else offset_ns
+        for span in spans:
+            self._queue.on_end(Waiting(span, self._resource, offset_ns))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        flushing = threading.Thread(target=self._queue.shutdown, name="traces closing", daemon=True)
+        flushing.start()
+        flushing.join(CLOSE_TIMEOUT_S)
+
+
+def context_of(trace_id: bytes, span_id: bytes) -> otel.SpanContext:
+    """The SDK's name of a span that is recorded."""
+    return otel.SpanContext(int.from_bytes(trace_id), int.from_bytes(span_id), is_remote=False, trace_flags=SAMPLED)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A span in the SDK's queue, which asks for its flags only. The thread that sends it makes it the SDK's own: the
+    loop that serves requests spends nothing on it."""
+
+    context: ClassVar[otel.SpanContext] = context_of(b"", b"")
+    span: Span
+    resource: Resource
+    offset_ns: int
+
+    def readable(self) -> ReadableSpan:
+        """The span as the SDK's exporter reads it."""
+        span = self.span
+        return ReadableSpan(
+            name=span.name,
+            context=context_of(span.trace_id, span.span_id),
+            parent=context_of(span.trace_id, span.parent_id) if span.parent_id else None,
+            resource=self.resource,
+            attributes=span.attributes,
+            events=[Event(event.name, event.attributes, self._wall_ns(event.time_s)) for event in span.events],
+            links=[otel.Link(context_of(link.trace_id, link.span_id), link.attributes) for link in span.links],
+            kind=otel.SpanKind[span.kind.name],
+            status=otel.Status(FAILED, span.error) if span.error else OK,
+            start_time=self._wall_ns(span.start_s),
+            end_time=self._wall_ns(max(span.start_s, span.end_s)),
+            instrumentation_scope=SCOPE,
+        )
+
+    def _wall_ns(self, time_s: float) -> int:
+        return round(time_s * 1e9) + self.offset_ns
+
+
+class LateExporter(OTLPSpanExporter):
+    """The SDK's exporter, of spans that wait."""
+
+    def export(self, spans: Sequence[Waiting]) -> SpanExportResult:  # type: ignore[override]
+        return super().export([waiting.readable() for waiting in spans])
 
 
 class OwnResource(Resource):
-    """A resource whose hash is worked out once: the exporter asks for it at every span."""
+    """What a service says of itself: `attributes`, and what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say instead
+    or beside. Its hash is worked out once: the exporter asks for it at every span."""
 
-    def __init__(self, resource: Resource) -> None:
-        super().__init__(resource.attributes, resource.schema_url)
+    def __init__(self, attributes: Mapping[str, AttributeValue]) -> None:
+        said = Resource.create(attributes).merge(OTELResourceDetector().detect())
+        super().__init__(said.attributes, said.schema_url)
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
         return self._hash
 
 
-def nanoseconds(time_s: float, offset_ns: int) -> int:
-    """Wall time in nanoseconds of a reading of the monotonic clock in seconds."""
-    return round(time_s * 1e9) + offset_ns
+class _SdkLog(logging.Handler):
+    """What the SDK complains of, as a line of ours: the first, and then one a minute."""
 
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._quiet_until_s = 0.0
 
-def context_of(trace_id: bytes, span_id: bytes, is_remote: bool = False, flags: TraceFlags = SAMPLED) -> SpanContext:
-    """The SDK's name of a span."""
-    return SpanContext(int.from_bytes(trace_id), int.from_bytes(span_id), is_remote, flags)
-
-
-def sdk_span(span: Span, resource: Resource, offset_ns: int) -> ReadableSpan:
-    """A span as the SDK's exporter reads it."""
-    return ReadableSpan(
-        name=span.name,
-        context=context_of(span.trace_id, span.span_id),
-        parent=context_of(span.trace_id, span.parent_id) if span.parent_id else None,
-        resource=resource,
-        attributes=span.attributes,
-        events=LateEvents(span.events, offset_ns) if span.events else (),  # type: ignore[arg-type]
-        links=[Link(context_of(link.trace_id, link.span_id), dict(link.attributes)) for link in span.links],
-        kind=SpanKind[span.kind.name],
-        status=Status(FAILED, span.error) if span.error else OK,
-        start_time=nanoseconds(span.start_s, offset_ns),
-        end_time=nanoseconds(max(span.start_s, span.end_s), offset_ns),
-        instrumentation_scope=SCOPE,
-    )
-
-
-def is_sampled(sampler: Sampler, trace_id: bytes, caller: Trace | None) -> bool:
-    """What a sampler says of a new request; `caller`: the trace context it came with."""
-    parent = None
-    if caller is not None:
-        flags = SAMPLED if caller.sampled else UNSAMPLED
-        parent = set_span_in_context(NonRecordingSpan(context_of(trace_id, caller.span_id, True, flags)))
-    result = sampler.should_sample(parent, int.from_bytes(trace_id), "Generate", SpanKind.SERVER)
-    return result.decision.is_sampled()
-
-
-def make_sampler() -> Sampler:
-    """The sampler of OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless the caller says no."""
-    return TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
-
-
-def make_resource(attributes: Mapping[str, AttributeValue]) -> Resource:
-    """`attributes`, and what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say instead or beside."""
-    return OwnResource(Resource.create(attributes).merge(OTELResourceDetector().detect()))
-
-
-def make_processor(endpoint: str | None, queue_max: int | None, batch_max: int | None) -> BatchSpanProcessor:
-    """The queue and its thread, sending to `endpoint` or where the environment says. None: as it says, too.
-
-    `queue_max` and `batch_max` are spans that wait, and spans in one message.
-    """
-    exporter = OTLPSpanExporter(endpoint=endpoint)
-    return BatchSpanProcessor(exporter, max_queue_size=queue_max, max_export_batch_size=batch_max)
+    def emit(self, record: logging.LogRecord) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + WARNING_INTERVAL_S
+            get_logger().warning("spans are lost", why=record.getMessage())

@@ -1,6 +1,8 @@
-"""Traces as tools give them, read into plain values: OTLP's JSON, from a file or from Jaeger's `/api/v3/traces/{id}`.
+"""Traces read back from Jaeger's `/api/v3/traces` or a file, and what one says: its tree of spans on one clock, and
+where the time went.
 
-Ids are hexadecimal there and numbers may be strings. It does not know what the spans of specdec mean.
+Both give OTLP's JSON: ids are hexadecimal and numbers may be strings. The root's totals say where the time went for
+every round, whatever was recorded in detail.
 """
 
 from __future__ import annotations
@@ -10,27 +12,30 @@ import binascii
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
 from specdec.errors import ConfigError, SessionUnknown
 
 ANSWER_BYTES_MAX = 256 << 20
-KINDS = {"SPAN_KIND_SERVER": 2, "SPAN_KIND_CLIENT": 3}
-ERROR_STATUS = (2, "STATUS_CODE_ERROR")
+TIMEOUT_S = 10.0
+SERVER, CLIENT = (2, "SPAN_KIND_SERVER"), (3, "SPAN_KIND_CLIENT")
+FAILED = (2, "STATUS_CODE_ERROR")
+VALUES: dict[str, Callable[[Any], Any]] = {"stringValue": str, "boolValue": bool, "intValue": int, "doubleValue": float}
 SEARCH_SERVICE = "specdec-coordinator"
 SEARCH_HOURS = 24 * 14
-
-
-@dataclass(frozen=True, slots=True)
-class ReadEvent:
-    """An event; `time_ns` is wall time."""
-
-    name: str
-    time_ns: int
-    attributes: Mapping[str, Any]
+OFFSET = "specdec.clock_offset_ms"
+# In the order they are shown: name, the root's attributes summed, what it means.
+PARTS = (
+    ("draft", ("specdec.wait_ms",), "held back for draft tokens"),
+    ("network", ("specdec.network_ms",), "on the way to the target and back"),
+    ("queue", ("specdec.queue_ms",), "at the target, before its step"),
+    ("forward", ("specdec.forward_ms", "specdec.evidence_ms"), "the target's model and its evidence"),
+    ("rule", ("specdec.rule_ms",), "the coordinator's own work"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +44,37 @@ class ReadSpan:
 
     name: str
     service: str
-    host: str
     span_id: str
     parent_id: str
-    kind: int
+    kind: int | str
     start_ns: int
     end_ns: int
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    events: tuple[ReadEvent, ...] = ()
-    is_failed: bool = False
+    attributes: Mapping[str, Any]
+    is_failed: bool
 
     @property
     def duration_ms(self) -> float:
         return (self.end_ns - self.start_ns) / 1e6
 
 
-def fetch(address: str, trace_id: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the waterfall: a span, how deep it stands, and when it began by the root's clock."""
+
+    span: ReadSpan
+    depth: int
+    start_ms: float
+
+
+def fetch(address: str, trace_id: str) -> list[dict[str, Any]]:
     """The resource spans of a trace, from Jaeger's API at `address` (http://HOST:16686).
 
     Raises SessionUnknown where there is no such trace, ConfigError where nobody answers or not as Jaeger does.
     """
-    return resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces/{trace_id}", timeout_s))
+    return resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces/{trace_id}"))
 
 
-def find(address: str, request_id: str, since: str, until: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+def find(address: str, request_id: str, since: str, until: str) -> list[dict[str, Any]]:
     """The same for the trace whose root has `specdec.request_id`, begun between two RFC 3339 times.
 
     Newer versions of Jaeger search by attributes here and spell parameters in another way; both spellings are sent.
@@ -73,16 +85,16 @@ def find(address: str, request_id: str, since: str, until: str, timeout_s: float
         ("service_name", "attributes", "start_time_min", "start_time_max", "search_depth"),
     )
     query = {f"query.{name}": value for names in spellings for name, value in zip(names, values)}
-    found = resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces?{urlencode(query)}", timeout_s))
-    wanted = {span.attributes.get("specdec.request_id") for span in spans_of(found)}
-    if request_id not in wanted:  # a version that does not search by attributes answers with any trace
+    found = resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces?{urlencode(query)}"))
+    # a version that does not search by attributes answers with any trace
+    if all(span.attributes.get("specdec.request_id") != request_id for span in spans_of(found)):
         raise SessionUnknown(f"no trace has request id {request_id}; give its trace id, which `finished` tells")
     return found
 
 
-def _get(url: str, timeout_s: float) -> bytes:
+def _get(url: str) -> bytes:
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             data: bytes = answer.read(ANSWER_BYTES_MAX)
             return data
     except urllib.error.HTTPError as error:
@@ -97,9 +109,12 @@ def resource_spans(data: bytes) -> list[dict[str, Any]]:
     """The resource spans in an answer of Jaeger's, an export, or lines of either. Raises ConfigError."""
     found: list[dict[str, Any]] = []
     try:
-        for part in _json_values(data.decode("utf-8")):
-            part = part.get("result", part)
-            found += part["resourceSpans"]
+        text = data.decode("utf-8")
+        while text := text.lstrip():  # values that follow each other: a gateway that streams sends several
+            value, end = json.JSONDecoder().raw_decode(text)
+            text = text[end:]
+            for part in value if isinstance(value, list) else [value]:
+                found += part.get("result", part)["resourceSpans"]
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ConfigError("this is no trace: JSON with resourceSpans is expected, as OTLP writes it") from None
     if not found:
@@ -107,53 +122,33 @@ def resource_spans(data: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def _json_values(text: str) -> Iterator[Any]:
-    """JSON values that follow each other: a gateway that streams sends several."""
-    decoder, start = json.JSONDecoder(), 0
-    while text[start:].strip():
-        start += len(text[start:]) - len(text[start:].lstrip())
-        value, start = decoder.raw_decode(text, start)
-        yield from value if isinstance(value, list) else [value]
-
-
 def spans_of(found: list[dict[str, Any]]) -> list[ReadSpan]:
     """All spans, in order of their start; one that came twice is there once. Raises ConfigError."""
     spans: dict[str, ReadSpan] = {}
     try:
         for own in found:
-            about = _attributes(own.get("resource", {}).get("attributes", []))
-            for scope in own.get("scopeSpans", []):
-                for span in scope.get("spans", []):
-                    read = _span(span, about)
-                    spans[read.span_id] = read
+            service = str(_attributes(own.get("resource", {})).get("service.name", "?"))
+            for span in (span for scope in own.get("scopeSpans", []) for span in scope.get("spans", [])):
+                read = ReadSpan(
+                    name=span["name"],
+                    service=service,
+                    span_id=_identifier(span["spanId"]),
+                    parent_id=_identifier(span.get("parentSpanId", "")),
+                    kind=span.get("kind", ""),
+                    start_ns=int(span["startTimeUnixNano"]),
+                    end_ns=int(span["endTimeUnixNano"]),
+                    attributes=_attributes(span),
+                    is_failed=span.get("status", {}).get("code") in FAILED,
+                )
+                spans[read.span_id] = read
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"a span of this trace cannot be read: {error}") from None
     return sorted(spans.values(), key=lambda span: span.start_ns)
 
 
-def _span(span: dict[str, Any], about: dict[str, Any]) -> ReadSpan:
-    kind = span.get("kind", 1)
-    return ReadSpan(
-        name=span["name"],
-        service=str(about.get("service.name", "?")),
-        host=str(about.get("host.name", "?")),
-        span_id=_identifier(span["spanId"], 16),
-        parent_id=_identifier(span.get("parentSpanId", ""), 16),
-        kind=KINDS.get(kind, 1) if isinstance(kind, str) else int(kind),
-        start_ns=int(span["startTimeUnixNano"]),
-        end_ns=int(span["endTimeUnixNano"]),
-        attributes=_attributes(span.get("attributes", [])),
-        events=tuple(
-            ReadEvent(event.get("name", ""), int(event["timeUnixNano"]), _attributes(event.get("attributes", [])))
-            for event in span.get("events", [])
-        ),
-        is_failed=span.get("status", {}).get("code") in ERROR_STATUS,
-    )
-
-
-def _identifier(text: str, digit_count: int) -> str:
-    """An id in hexadecimal; protobuf's own JSON has base64 in its place."""
-    if len(text) != digit_count and text:
+def _identifier(text: str) -> str:
+    """A span's id in hexadecimal; protobuf's own JSON has base64 in its place."""
+    if len(text) not in (0, 16):
         try:
             return base64.b64decode(text, validate=True).hex()
         except binascii.Error:
@@ -161,14 +156,56 @@ def _identifier(text: str, digit_count: int) -> str:
     return text.lower()
 
 
-def _attributes(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return {entry["key"]: _value(entry.get("value", {})) for entry in entries}
+def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a resource or span that are words or numbers."""
+    said = {}
+    for entry in holder.get("attributes", []):
+        for kind, value in entry.get("value", {}).items():
+            if kind in VALUES:
+                said[entry["key"]] = VALUES[kind](value)
+    return said
 
 
-def _value(value: dict[str, Any]) -> Any:
-    for name, made in (("stringValue", str), ("boolValue", bool), ("intValue", int), ("doubleValue", float)):
-        if name in value:
-            return made(value[name])
-    if "arrayValue" in value:
-        return tuple(_value(entry) for entry in value["arrayValue"].get("values", []))
-    return None
+class TraceTree:
+    """The spans of one generation. Raises SessionUnknown where there is no `Generate` among them."""
+
+    def __init__(self, spans: list[ReadSpan]) -> None:
+        self.roots = [span for span in spans if span.name == "Generate"]
+        if not self.roots:
+            raise SessionUnknown(f"none of the {len(spans)} spans is a Generate: its end has not arrived yet")
+        self.root = self.roots[0]
+        self._children: dict[str, list[ReadSpan]] = defaultdict(list)
+        for span in spans:
+            self._children[span.parent_id].append(span)
+        self._spans = [span for siblings in self._children.values() for span in siblings]
+
+    def lines(self, root: ReadSpan) -> Iterator[Line]:
+        """The tree in order, parents before children, each machine's times moved to the coordinator's clock."""
+        waiting = [(root, 0, 0.0)]
+        while waiting:
+            span, depth, skew_ms = waiting.pop()
+            yield Line(span, depth, (span.start_ns - root.start_ns) / 1e6 - skew_ms)
+            for child in reversed(self._children[span.span_id]):
+                is_hop = span.kind in CLIENT and child.kind in SERVER  # to another machine, and to its clock
+                offset_ms = float(span.attributes.get(OFFSET, 0.0)) if is_hop else 0.0
+                waiting.append((child, depth + 1, skew_ms + offset_ms))
+
+    def shares(self) -> list[tuple[str, float, float, str]]:
+        """Where the time of the call went: name, milliseconds, share of the call, meaning. They add up to the call."""
+        total_ms = max(self.root.duration_ms, 1e-9)
+        spent = [
+            (name, sum(float(self.root.attributes.get(key, 0.0)) for key in attributes), meaning)
+            for name, attributes, meaning in PARTS
+        ]
+        rest_ms = max(0.0, total_ms - sum(spent_ms for _, spent_ms, _ in spent))
+        spent.append(("waiting", rest_ms, "before the first round, and for the reader"))
+        return [(name, spent_ms, spent_ms / total_ms, meaning) for name, spent_ms, meaning in spent]
+
+    def drafting_ms(self) -> float:
+        """Time of the draft steps that are recorded; they run beside the rounds."""
+        return sum(span.duration_ms for span in self._spans if span.name == "draft" and span.kind in SERVER)
+
+    def clock_offsets_ms(self) -> Mapping[str, float]:
+        """By service, how far its machine's clock is ahead of the coordinator's, as the link's stamps say."""
+        clients = [span for span in self._spans if span.kind in CLIENT and OFFSET in span.attributes]
+        return {"draft" if span.name == "draft" else "target": float(span.attributes[OFFSET]) for span in clients}

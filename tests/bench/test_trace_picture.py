@@ -9,8 +9,7 @@ import pytest
 
 from bench.trace_picture import lines_until, main
 from specdec.errors import ConfigError
-from specdec.telemetry.trace_reader import spans_of
-from specdec.telemetry.trace_summary import TraceTree
+from specdec.telemetry.trace_reader import TraceTree, spans_of
 
 START_NS = 1_700_000_000_000_000_000
 

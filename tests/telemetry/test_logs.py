@@ -30,8 +30,8 @@ def lines(capsys) -> list[dict]:
 
 def test_lines_are_json_with_service_and_bound_fields(capsys):
     """Fields bound in a request's task stand on its every line, also of loggers made before, and on no other."""
-    logger = get_logger("specdec.test")
-    configure_logs("info", "target", as_json=True)
+    logger = get_logger(component="specdec.test")
+    configure_logs("info", "target")
 
     def request() -> None:
         bind(trace_id="ab", session=7)
@@ -48,14 +48,14 @@ def test_lines_are_json_with_service_and_bound_fields(capsys):
 
 def test_texts_are_withheld(capsys):
     """Whatever users wrote or were answered does not reach a log, even when somebody logs it by mistake."""
-    configure_logs("info", "coordinator", as_json=True)
+    configure_logs("info", "coordinator")
     get_logger().info("mistake", **{name: "my secret" for name in WITHHELD_FIELDS})
     assert "my secret" not in str(lines(capsys))
 
 
 def test_exceptions_are_on_one_line(capsys):
     """A traceback is a field, so a line is an event for whoever collects them."""
-    configure_logs("info", "draft", as_json=True)
+    configure_logs("info", "draft")
     try:
         raise ValueError("wrong")
     except ValueError:
@@ -66,7 +66,7 @@ def test_exceptions_are_on_one_line(capsys):
 
 def test_exceptions_are_logged_without_values(capsys):
     """A traceback names places, never the values of variables: those hold prompts and texts."""
-    configure_logs("info", "target", as_json=True)
+    configure_logs("info", "target")
     secret = "text of a user"
     try:
         raise ValueError("a defect")
@@ -79,7 +79,7 @@ def test_exceptions_are_logged_without_values(capsys):
 
 def test_lines_of_the_engine_look_like_all_others(capsys):
     """What a module logs by the standard library is a line of the same form, traceback included, and severe enough."""
-    configure_logs("info", "target", as_json=True)
+    configure_logs("info", "target")
     logger = logging.getLogger("specdec.engine")
     try:
         raise ValueError("wrong")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from opentelemetry.sdk.resources import Resource
 
 from specdec.telemetry.clock import wall_offset_ns
-from specdec.telemetry.sdk_spans import sdk_span
+from specdec.telemetry.sdk_spans import Waiting
 from specdec.telemetry.spans import Span, SpanEvent, SpanKind, SpanLink, derived_span_id
-from specdec.telemetry.trace_context import caller_trace
+from specdec.telemetry.tracing import caller_trace
 
 
 def test_derived_ids_tell_everything_apart():
@@ -36,14 +37,14 @@ def test_a_span_leaves_with_all_it_has():
     link = SpanLink(b"\x07" * 16, b"\x08" * 8, {"specdec.round": 4})
     ids = (b"\x01" * 16, b"\x02" * 8, b"\x03" * 8)
     span = Span("verify", *ids, 2.0, 1.0, SpanKind.CLIENT, {"specdec.round": 1}, (moment,), (link,), "TARGET_LOST")
-    made = sdk_span(span, None, 10**18)  # type: ignore[arg-type]
+    made = Waiting(span, Resource.get_empty(), 10**18).readable()
     assert made.name == "verify" and made.kind.name == "CLIENT"
     assert made.start_time == made.end_time == 10**18 + 2 * 10**9
     context = made.get_span_context()
     assert context is not None and made.parent is not None
     assert (context.trace_id, context.span_id) == (int.from_bytes(b"\x01" * 16), int.from_bytes(b"\x02" * 8))
     assert made.parent.span_id == int.from_bytes(b"\x03" * 8)
-    assert [(event.name, event.timestamp, dict(event.attributes)) for event in made._events] == [
+    assert [(event.name, event.timestamp, dict(event.attributes)) for event in made.events] == [
         ("wait expired", 10**18 + 2_500_000_000, {"specdec.count": 3})
     ]
     assert made.links[0].context.span_id == int.from_bytes(b"\x08" * 8)

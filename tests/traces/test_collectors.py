@@ -107,11 +107,11 @@ def test_what_the_environment_may_say():
 def test_a_service_names_itself_unless_the_environment_does(monkeypatch: pytest.MonkeyPatch):
     """Claim: the resource is the service with its host and process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say
     otherwise, or more."""
-    from specdec.telemetry.sdk_spans import make_resource
+    from specdec.telemetry.sdk_spans import OwnResource
 
     ours = {"service.name": "specdec-target", "host.name": "node-1"}
-    assert make_resource(ours).attributes["service.name"] == "specdec-target"
+    assert OwnResource(ours).attributes["service.name"] == "specdec-target"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=pod-7,deployment.environment=test")
-    said = make_resource(ours).attributes
+    said = OwnResource(ours).attributes
     assert (said["service.name"], said["host.name"], said["deployment.environment"]) == ("mine", "pod-7", "test")
