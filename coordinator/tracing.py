@@ -42,7 +42,7 @@ from specdec.protocol.types import Description
 from specdec.rpc.link import Link
 from specdec.rpc.status import code_of
 from specdec.telemetry.clock import wall_offset_ns
-from specdec.telemetry.figures import Histogram
+from specdec.telemetry.metrics import Histogram
 from specdec.telemetry.spans import (
     SPAN_ID_BYTES,
     AttributeValue,
