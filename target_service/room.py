@@ -17,13 +17,14 @@ Rules, from which it follows that every session ends, whatever others do:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.kv_cache import KVCache
 from specdec.errors import CacheExhausted, InvalidRequest
 from specdec.protocol.items import Open
-from specdec.replica.sessions import log_names
+from specdec.replica.handler import Reply, log_names
 from specdec.telemetry.logs import get_logger
 from target_service.session import TargetSession
 
@@ -49,16 +50,19 @@ class CacheCounters:
 
 
 class Room:
-    """The cache's room and the sessions that share it, oldest first. It feeds nothing itself."""
+    """The cache's room and the sessions that share it, oldest first. It feeds nothing itself.
 
-    def __init__(self, cache: KVCache, shares_prefixes: bool = True) -> None:
+    `displaced` is told of every session that begins to wait for room, with what it was asked.
+    """
+
+    def __init__(self, cache: KVCache, shares_prefixes: bool, displaced: Callable[[TargetSession], None]) -> None:
         self.counters = CacheCounters()
         self._cache = cache
         self._shares_prefixes = shares_prefixes
+        self._displaced = displaced
         self._sessions: dict[TargetSession, None] = {}
         self._waiting: set[TargetSession] = set()
         self._tried: tuple[TargetSession, int] | None = None  # who last found too few blocks free, and how many
-        self._displaced: list[TargetSession] = []
 
     @property
     def waiting_count(self) -> int:
@@ -71,13 +75,11 @@ class Room:
             limit = f"at most {self._cache.position_count}, all positions of the target's cache; raise --kv-cache-bytes"
             raise InvalidRequest("length_max", item.length_max, limit)
 
-    def open(self, item: Open) -> BlockTable:
-        """An empty table for a session."""
-        return self._cache.open(item.length_max, item.cache_salt)
-
-    def add(self, session: TargetSession) -> None:
-        """The youngest session from here on."""
+    def open(self, item: Open, reply: Reply) -> TargetSession:
+        """A session without any block, the youngest from here on: room is taken with its first verification."""
+        session = TargetSession(item, self._cache.open(item.length_max, item.cache_salt), reply)
         self._sessions[session] = None
+        return session
 
     def leave(self, session: TargetSession) -> None:
         """Gives a session's blocks back for good."""
@@ -93,25 +95,18 @@ class Room:
         if not session.is_admitted:
             self._admit(session)
         elif not (session.table.block_ids and self._has_room(session)):
-            self._waiting.add(session)
+            self._wait(session)
             return False
         self._waiting.discard(session)
         return True
 
     def next_waiting(self) -> TargetSession | None:
         """The oldest session that waits, if there is room for it now: it waits no more."""
-        for session in self._sessions:
-            if session in self._waiting:
-                if not self._has_room(session):
-                    return None
-                self._waiting.remove(session)
-                return session
-        return None
-
-    def take_displaced(self) -> list[TargetSession]:
-        """The sessions that were evicted since this was last asked, and wait with what they were asked."""
-        displaced, self._displaced = self._displaced, []
-        return displaced
+        oldest = next((one for one in self._sessions if one in self._waiting), None) if self._waiting else None
+        if oldest is None or not self._has_room(oldest):
+            return None
+        self._waiting.remove(oldest)
+        return oldest
 
     def publish(self, session: TargetSession) -> None:
         """Lets others find the committed tokens that the cache holds."""
@@ -163,11 +158,9 @@ class Room:
 
     def _start(self, session: TargetSession) -> bool:
         """Gives an empty session room for what it was asked and for a run, with what is cached of it; else nothing."""
-        cache, table, work = self._cache, session.table, session.work
-        assert work is not None, "a session takes room for what it was asked"
-        length = session.wanted_length
+        cache, table, length = self._cache, session.table, session.wanted_length
         found = cache.adopt(table, session.tokens) if self._shares_prefixes else 0
-        cache.truncate(table, min(found, length - work.logit_count))
+        cache.truncate(table, min(found, len(session.tokens) - 1))
         session.run_end = run_end(length, table)
         if not self._grow(table, session.run_end):
             cache.vacate(table)
@@ -199,5 +192,8 @@ class Room:
         session.evictions += 1
         session.fed_length, session.fed_draft, session.feed = 0, (), None
         if session.work is not None:
-            self._waiting.add(session)
-            self._displaced.append(session)
+            self._wait(session)
+
+    def _wait(self, session: TargetSession) -> None:
+        self._waiting.add(session)
+        self._displaced(session)

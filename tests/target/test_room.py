@@ -109,7 +109,7 @@ class Target:
         cache = self.engine.cache
         cache.check_integrity()
         cells = self.engine._runner._model._storage.token_ids
-        for held in self.handler.sessions.all():
+        for held in self.handler.sessions.values():
             found = [
                 int(cells[held.table.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE])
                 for position in range(held.table.length)
@@ -118,7 +118,7 @@ class Target:
             assert found == fed[: held.table.length], "the cache holds something else"
 
     def held(self, session: int) -> TargetSession:
-        return next(held for held in self.handler.sessions.all() if held.opened.session == session)
+        return next(held for held in self.handler.sessions.values() if held.opened.session == session)
 
     def has_blocks(self, session: int) -> bool:
         return bool(self.held(session).table.block_ids)
@@ -208,7 +208,7 @@ def test_a_new_session_is_refused_while_it_does_not_fit_or_others_wait(folder: P
     free = target.engine.cache.free_block_count
     target.open(3, prompt_of(3))
     assert target.failures[3].reason == "CACHE_EXHAUSTED" and target.failures[3].retry_after_ms > 0
-    assert target.engine.cache.free_block_count == free and len(list(target.handler.sessions.all())) == 2
+    assert target.engine.cache.free_block_count == free and len(target.handler.sessions) == 2
     target.run(1, 2, until=lambda: bool(target.room.counters.evictions))
     target.open(4, prompt_of(4, 1), output_count=2)
     assert "wait" in target.failures[4].message and target.room.counters.refusals == 2
@@ -291,7 +291,7 @@ def test_what_happens_to_an_evicted_session(folder: Path, clock: Clock) -> None:
     target.run(*others, until=lambda: bool(target.room._waiting))
     target.handler.close_stream(target)
     target.turn()
-    assert not list(target.handler.sessions.all()) and target.engine.cache.free_block_count == 9
+    assert not target.handler.sessions and target.engine.cache.free_block_count == 9
     assert not target.engine.waiting_count
 
 
