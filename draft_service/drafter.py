@@ -21,7 +21,7 @@ from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import NO_CELL, GrownNode, Growth
+from specdec.protocol.growth import GrownNode, Growth
 from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
@@ -71,16 +71,15 @@ class DraftSession(ReplicaSession):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One session's part of a step: nodes, the name reserved for the proposal child of each, and the cells of its rows.
+    """One session's part of a step: nodes, and the name reserved for the proposal child of each.
 
-    `is_committed`: the rows are committed tokens, the root the last of them; without nodes more of them follow.
+    `fed`: the cells of committed tokens, the root the last of them; without nodes more of them follow.
     """
 
     session: DraftSession
     nodes: Sequence[GrownNode]
     names: Sequence[int]
-    cells: Sequence[int]
-    is_committed: bool
+    fed: Sequence[int]
 
 
 class Drafter(ReplicaService):
@@ -183,24 +182,18 @@ class Drafter(ReplicaService):
         token_ids = session.tokens[start : start + min(row_count_max, chunk)]
         cells = [session.cells.take(start + index) for index in range(len(token_ids))]
         paths = [[root]] if start + len(token_ids) == len(session.tokens) else []
-        return self._piece(session, paths, cells, token_ids, session.cells.chain(cells), is_committed=True)
+        return self._piece(session, paths, token_ids, session.cells.chain(cells), fed=cells)
 
     def _evaluate(self, session: DraftSession, nodes: list[GrownNode]) -> Piece:
         """These nodes, each in a free cell."""
+        for node in nodes:
+            node.cell = session.cells.take(node.length - 1)
         paths = [session.growth.path(node) for node in nodes]
-        cells = [session.cells.take(node.length - 1) for node in nodes]
-        seen = [[*(node.cell for node in path[:-1]), cell] for path, cell in zip(paths, cells)]
-        token_ids = [node.token_id for node in nodes]
-        return self._piece(session, paths, cells, token_ids, session.cells.nodes(seen), is_committed=False)
+        rows = session.cells.nodes([[node.cell for node in path] for path in paths])
+        return self._piece(session, paths, [node.token_id for node in nodes], rows, fed=[])
 
     def _piece(
-        self,
-        session: DraftSession,
-        paths: Sequence[Sequence[GrownNode]],
-        cells: Sequence[int],
-        token_ids: Sequence[int],
-        rows: TreeRows,
-        is_committed: bool,
+        self, session: DraftSession, paths: list[list[GrownNode]], token_ids: list[int], rows: TreeRows, fed: list[int]
     ) -> Piece:
         """One session's rows of a step; `paths` end with the nodes of its last rows, whose logits are asked for."""
         growth, law, names, requests = session.growth, session.opened.law, [], []
@@ -213,10 +206,10 @@ class Drafter(ReplicaService):
             names.append(growth.reserve_name())
             if law.rule is Rule.REJECTION:
                 draw_bits = uniform_bits(session.secret, Lane.DRAFT, growth.epoch, names[-1])
-            draft = () if is_committed else [node.token_id for node in path]
+            draft = () if fed else [node.token_id for node in path]
             before = TokenPath(session.tokens, len(session.tokens), draft)
             requests.append(ProposalRequest(law, before, session.opened.vocabulary_size, draw_bits, branch_count))
-        self._step.append(Evaluation(session, [path[-1] for path in paths], names, cells, is_committed))
+        self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 
     def _on_step(self, report: StepReport) -> None:
@@ -225,17 +218,16 @@ class Drafter(ReplicaService):
         for own, outcome in zip(self._step, report.outcomes):
             session = own.session
             if isinstance(outcome, SpecdecError):
-                session.cells.give_back(own.cells)
+                session.cells.give_back(own.fed)
                 session.drop_tree()  # it drafts no more until the coordinator says so
                 session.grown.clear()
                 session.fail(outcome)
                 continue
-            if own.is_committed:
-                session.cells.commit(own.cells)
+            if own.fed:
+                session.cells.commit(own.fed)
             found: Sequence[Proposal] = outcome or ()  # type: ignore[assignment]
-            for node, name, cell, proposal in zip(own.nodes, own.names, own.cells, found):
-                place = NO_CELL if own.is_committed else cell
-                session.grown.append(session.growth.evaluated(node, name, proposal.guesses, proposal.row, place))
+            for node, name, proposal in zip(own.nodes, own.names, found):
+                session.grown.append(session.growth.evaluated(node, name, proposal.guesses, proposal.row, node.cell))
             if session.grown:
                 served.append(session)
         self._step_count += bool(served)

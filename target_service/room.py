@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.kv_cache import KVCache
-from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
 from specdec.replica.handler import Reply, log_names
 from specdec.telemetry.logs import get_logger
@@ -31,6 +30,7 @@ from target_service.session import TargetSession
 RUN_POSITIONS = 64  # of a run, at least
 RUN_SHARE = 0.25  # of what was fed, at least: a token of a prompt takes a tenth of a decode, so most of the time is use
 IDLE_S = 0.25  # many times what a coordinator needs to ask again, and a pause no reader notices
+COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "evictions", "reopenings", "refusals")
 
 
 def run_end(length: int, table: BlockTable) -> int:
@@ -38,42 +38,21 @@ def run_end(length: int, table: BlockTable) -> int:
     return min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), table.capacity)
 
 
-@dataclass(slots=True)
-class CacheCounters:
-    """What became of the cache's room since the replica started, in tokens and sessions."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    evictions: int = 0
-    reopenings: int = 0
-    refusals: int = 0
-
-
 class Room:
     """The cache's room and the sessions that share it, oldest first. It feeds nothing itself.
 
-    `displaced` is told of every session that begins to wait for room, with what it was asked.
+    `displaced` is told of every session that begins to wait for room, with what it was asked. `counters`: what became
+    of the room since the replica started, in tokens and sessions.
     """
 
     def __init__(self, cache: KVCache, shares_prefixes: bool, displaced: Callable[[TargetSession], None]) -> None:
-        self.counters = CacheCounters()
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.waiting: set[TargetSession] = set()
         self._cache = cache
         self._shares_prefixes = shares_prefixes
         self._displaced = displaced
         self._sessions: dict[TargetSession, None] = {}
-        self._waiting: set[TargetSession] = set()
         self._tried: tuple[TargetSession, int] | None = None  # who last found too few blocks free, and how many
-
-    @property
-    def waiting_count(self) -> int:
-        """Sessions that wait for room."""
-        return len(self._waiting)
-
-    def check(self, item: Open) -> None:
-        """Raises InvalidRequest for a session that the whole cache is too small for."""
-        if item.length_max > self._cache.position_count:
-            limit = f"at most {self._cache.position_count}, all positions of the target's cache; raise --kv-cache-bytes"
-            raise InvalidRequest("length_max", item.length_max, limit)
 
     def open(self, item: Open, reply: Reply) -> TargetSession:
         """A session without any block, the youngest from here on: room is taken with its first verification."""
@@ -84,7 +63,7 @@ class Room:
     def leave(self, session: TargetSession) -> None:
         """Gives a session's blocks back for good."""
         del self._sessions[session]
-        self._waiting.discard(session)
+        self.waiting.discard(session)
         if session.table.block_ids:
             self.publish(session)
         self._cache.release(session.table)
@@ -97,15 +76,15 @@ class Room:
         elif not (session.table.block_ids and self._has_room(session)):
             self._wait(session)
             return False
-        self._waiting.discard(session)
+        self.waiting.discard(session)
         return True
 
     def next_waiting(self) -> TargetSession | None:
         """The oldest session that waits, if there is room for it now: it waits no more."""
-        oldest = next((one for one in self._sessions if one in self._waiting), None) if self._waiting else None
+        oldest = next((one for one in self._sessions if one in self.waiting), None) if self.waiting else None
         if oldest is None or not self._has_room(oldest):
             return None
-        self._waiting.remove(oldest)
+        self.waiting.remove(oldest)
         return oldest
 
     def publish(self, session: TargetSession) -> None:
@@ -115,9 +94,9 @@ class Room:
             self._cache.publish(session.table, session.tokens, length)
 
     def _admit(self, session: TargetSession) -> None:
-        if self._waiting or not self._start(session):
-            self.counters.refusals += 1
-            waiting = f" and {len(self._waiting)} sessions wait for room" if self._waiting else ""
+        if self.waiting or not self._start(session):
+            self.counters["refusals"] += 1
+            waiting = f" and {len(self.waiting)} sessions wait for room" if self.waiting else ""
             free_count = self._cache.free_block_count
             raise CacheExhausted(
                 f"{session.wanted_length} tokens and room to go on do not fit: {free_count} blocks free{waiting}"
@@ -151,7 +130,7 @@ class Room:
         if not self._start(session):
             self._tried = session, free_count
             return False
-        self.counters.reopenings += 1
+        self.counters["reopenings"] += 1
         length, cached = session.wanted_length, session.table.length
         get_logger().info("session opened again", **log_names(session.opened), length=length, cached=cached)
         return True
@@ -167,8 +146,8 @@ class Room:
             return False
         session.fed_length, session.fed_draft = table.length, ()
         if self._shares_prefixes:
-            self.counters.prefix_query_tokens += length
-            self.counters.prefix_hit_tokens += table.length
+            self.counters["prefix_query_tokens"] += length
+            self.counters["prefix_hit_tokens"] += table.length
         return True
 
     def _grow(self, table: BlockTable, end: int) -> bool:
@@ -181,19 +160,19 @@ class Room:
     def _is_running(self, session: TargetSession) -> bool:
         """Whether it was promised to go on and may still do so by itself."""
         is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= IDLE_S
-        return session.table.length < session.run_end and session not in self._waiting and not is_idle
+        return session.table.length < session.run_end and session not in self.waiting and not is_idle
 
     def _evict(self, session: TargetSession) -> None:
         """Takes its blocks; what it was asked, or is asked next, waits until it has some again."""
         self.publish(session)
         get_logger().info("session evicted", **log_names(session.opened), length=session.table.length)
         self._cache.vacate(session.table)
-        self.counters.evictions += 1
+        self.counters["evictions"] += 1
         session.evictions += 1
         session.fed_length, session.fed_draft, session.feed = 0, (), None
         if session.work is not None:
             self._wait(session)
 
     def _wait(self, session: TargetSession) -> None:
-        self._waiting.add(session)
+        self.waiting.add(session)
         self._displaced(session)

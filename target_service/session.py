@@ -63,8 +63,3 @@ class TargetSession(ReplicaSession):
                 break
             length += 1
         return length
-
-    def lacking(self, draft_token_ids: Sequence[int]) -> list[int]:
-        """The committed tokens, and then these, from the table's length on."""
-        length, count = self.table.length, len(self.tokens)
-        return [*self.tokens[length:], *draft_token_ids[max(0, length - count) :]]

@@ -7,7 +7,6 @@ from memory, with other content it is refused. It runs on the engine thread and 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -45,11 +44,11 @@ class Verifier(ReplicaService):
     @property
     def waiting_count(self) -> int:
         """Sessions that wait for room in the cache."""
-        return self._room.waiting_count
+        return len(self._room.waiting)
 
     def counters(self) -> dict[str, int]:
         """What became of the cache's room."""
-        return asdict(self._room.counters)
+        return dict(self._room.counters)
 
     def check(self, item: Open) -> None:
         """Raises InvalidRequest for what can be said before there are tokens."""
@@ -59,7 +58,9 @@ class Verifier(ReplicaService):
             raise InvalidRequest("vocabulary_size", item.vocabulary_size, f"the target's own, {size}")
         if item.length_max > positions_max:
             raise InvalidRequest("length_max", item.length_max, f"at most the model's {positions_max}")
-        self._room.check(item)
+        if item.length_max > self._engine.cache.position_count:
+            everything = f"{self._engine.cache.position_count}, all positions of the target's cache"
+            raise InvalidRequest("length_max", item.length_max, f"at most {everything}; raise --kv-cache-bytes")
 
     def open(self, item: Open, reply: Reply) -> TargetSession:
         """A session without any block: room is taken with its first verification."""
@@ -73,9 +74,8 @@ class Verifier(ReplicaService):
 
     def work(self, session: TargetSession, item: Verification, arrived_s: float) -> Short | None:
         """Asks the engine for what evidence needs. Raises SpecdecError."""
-        last = session.last
-        if last is not None and item.round_index <= last.round_index:
-            return self._repeat(session, last, item)
+        if session.last is not None and item.round_index <= session.last.round_index:
+            return self._repeat(session, session.last, item)
         self._check(session, item)
         short = session.hold(item.suffix_start, item.suffix_token_ids)
         if short is not None:
@@ -98,7 +98,7 @@ class Verifier(ReplicaService):
         while (session := self._room.next_waiting()) is not None:
             self._feed(session)
         if not self._engine.waiting_count:
-            return Turn(wake_s=IDLE_S) if self._room.waiting_count else NOTHING
+            return Turn(wake_s=IDLE_S) if self._room.waiting else NOTHING
         now_s = time.perf_counter()
         delay_s = self._gathering.hold_s(now_s)
         self._active_count = self._gathering.active_count(now_s)
@@ -106,13 +106,13 @@ class Verifier(ReplicaService):
 
     def _feed(self, session: TargetSession) -> None:
         """Hands what a session was asked to the engine, from its cached length on."""
-        work = session.work
+        work, length = session.work, session.table.length
         if work is None:  # tokens that disagree took it back while it waited for room
             return
         feed = Feed(
             table=session.table,
-            start_position=session.table.length,
-            token_ids=session.lacking(work.draft_token_ids),
+            start_position=length,
+            token_ids=[*session.tokens[length:], *work.draft_token_ids],
             logit_count=work.row_count,
             payload=work,
             done=partial(self._answer, session),

@@ -555,7 +555,7 @@ ROOM = (
         "what an evicted session was asked is forgotten",
         Room,
         "_evict",
-        lambda real: lambda self, session: (real(self, session), self._waiting.discard(session))[1],
+        lambda real: lambda self, session: (real(self, session), self.waiting.discard(session))[1],
     ),
     Bug("who waits for room is forgotten", Room, "next_waiting", instead(lambda self: None)),
     Bug("who found no room never looks again", Room, "_reopen", never_again),
