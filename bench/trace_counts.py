@@ -36,7 +36,7 @@ from specdec.protocol.request import Ask
 from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
-from specdec.replica.figures import ReplicaFigures
+from specdec.replica.metrics import ReplicaFigures
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as pb

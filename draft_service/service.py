@@ -9,17 +9,9 @@ from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import ProposalRequest, proposals
 from specdec.engine.block_table import BlockTable
 from specdec.engine.runner import Piece
-from specdec.engine.scheduler import Engine
-from specdec.protocol.types import TOKENS_MAX, Description, Law, Rule
+from specdec.protocol.types import TOKENS_MAX, Law, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
-from specdec.replica.stream import StreamMessages
-from specdec.telemetry.tracing import Tracing
 from specdec.v1 import draft_service_pb2 as draft_pb
-
-
-def make_drafter(engine: Engine, description: Description, settings: DraftSettings, tracing: Tracing) -> Drafter:
-    """What works for the sessions of a draft."""
-    return Drafter(engine, description, tracing)
 
 
 def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece:
@@ -39,9 +31,9 @@ DRAFT = ReplicaKind(
     name="draft",
     service="specdec.v1.DraftService",
     stream_method="Draft",
-    messages=StreamMessages(draft_pb.DraftRequest, draft_pb.DraftResponse),
+    messages=(draft_pb.DraftRequest, draft_pb.DraftResponse),
     evidence=proposals,
-    make_service=make_drafter,
+    make_service=lambda engine, description, settings, tracing: Drafter(engine, description, tracing),
     sample_piece=sample_piece,
     has_stable_rows=False,
     extra_positions=TREE_CELLS,

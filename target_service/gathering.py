@@ -18,9 +18,9 @@ HOLD_SHARE_MAX = 0.5  # of a step: however the estimates err, nobody waits longe
 
 @dataclass(slots=True)
 class Returning:
-    """One session: rows it asked for last, when it was answered, and how long it usually takes to ask again."""
+    """One session: rows it asked for last, when that was answered, and how long it usually takes to ask again."""
 
-    rows: int = 1
+    rows: int
     answered_s: float | None = None
     return_s: float | None = None
 
@@ -40,7 +40,7 @@ class Gathering:
     def arrived(self, session: Hashable, rows: int, now_s: float) -> None:
         """A session asks for a verification of so many rows; what it asked before is superseded."""
         self._ready[session] = rows
-        known = self._sessions.setdefault(session, Returning())
+        known = self._sessions.setdefault(session, Returning(rows))
         known.rows = rows
         if known.answered_s is not None:
             took_s = min(now_s - known.answered_s, RETURN_S_MAX)
@@ -66,20 +66,20 @@ class Gathering:
     def hold_s(self, now_s: float) -> float:
         """Seconds to hold the next step: until the sessions expected back are, where one step for all is cheaper than
         one for those ready and another for the rest: wait + T(all) < T(ready) + T(rest). 0 to go on at once."""
-        ready_rows = sum(self._ready.values())
         expected = self._expected(now_s) if self._ready else []
         if not expected:
             self._held_since_s = None
             return 0.0
+        ready_rows = sum(self._ready.values())
         rest_rows = sum(known.rows for known, _ in expected)
         wait_s = max(wait for _, wait in expected)
-        apart = [self._step_s(ready_rows), self._step_s(rest_rows)]
+        first, second = self._step_s(ready_rows), self._step_s(rest_rows)
         together = self._step_s(ready_rows + rest_rows)
-        if together is None or apart[0] is None or apart[1] is None:
+        if together is None or first is None or second is None:
             return 0.0
         since_s = now_s if self._held_since_s is None else self._held_since_s
         wait_s = min(wait_s, since_s + HOLD_SHARE_MAX * together - now_s)
-        if wait_s <= 0 or wait_s + together >= apart[0] + apart[1]:
+        if wait_s <= 0 or wait_s + together >= first + second:
             self._held_since_s = None
             return 0.0
         self._held_since_s = since_s

@@ -17,19 +17,20 @@ Rules, from which it follows that every session ends, whatever others do:
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.kv_cache import KVCache
-from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
-from specdec.replica.sessions import log_names
+from specdec.replica.handler import Reply, log_names
 from specdec.telemetry.logs import get_logger
 from target_service.session import TargetSession
 
 RUN_POSITIONS = 64  # of a run, at least
 RUN_SHARE = 0.25  # of what was fed, at least: a token of a prompt takes a tenth of a decode, so most of the time is use
 IDLE_S = 0.25  # many times what a coordinator needs to ask again, and a pause no reader notices
+COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "evictions", "reopenings", "refusals")
 
 
 def run_end(length: int, table: BlockTable) -> int:
@@ -37,52 +38,32 @@ def run_end(length: int, table: BlockTable) -> int:
     return min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), table.capacity)
 
 
-@dataclass(slots=True)
-class CacheCounters:
-    """What became of the cache's room since the replica started, in tokens and sessions."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    evictions: int = 0
-    reopenings: int = 0
-    refusals: int = 0
-
-
 class Room:
-    """The cache's room and the sessions that share it, oldest first. It feeds nothing itself."""
+    """The cache's room and the sessions that share it, oldest first. It feeds nothing itself.
 
-    def __init__(self, cache: KVCache, shares_prefixes: bool = True) -> None:
-        self.counters = CacheCounters()
+    `displaced` is told of every session that begins to wait for room, with what it was asked. `counters`: what became
+    of the room since the replica started, in tokens and sessions.
+    """
+
+    def __init__(self, cache: KVCache, shares_prefixes: bool, displaced: Callable[[TargetSession], None]) -> None:
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.waiting: set[TargetSession] = set()
         self._cache = cache
         self._shares_prefixes = shares_prefixes
+        self._displaced = displaced
         self._sessions: dict[TargetSession, None] = {}
-        self._waiting: set[TargetSession] = set()
         self._tried: tuple[TargetSession, int] | None = None  # who last found too few blocks free, and how many
-        self._displaced: list[TargetSession] = []
 
-    @property
-    def waiting_count(self) -> int:
-        """Sessions that wait for room."""
-        return len(self._waiting)
-
-    def check(self, item: Open) -> None:
-        """Raises InvalidRequest for a session that the whole cache is too small for."""
-        if item.length_max > self._cache.position_count:
-            limit = f"at most {self._cache.position_count}, all positions of the target's cache; raise --kv-cache-bytes"
-            raise InvalidRequest("length_max", item.length_max, limit)
-
-    def open(self, item: Open) -> BlockTable:
-        """An empty table for a session."""
-        return self._cache.open(item.length_max, item.cache_salt)
-
-    def add(self, session: TargetSession) -> None:
-        """The youngest session from here on."""
+    def open(self, item: Open, reply: Reply) -> TargetSession:
+        """A session without any block, the youngest from here on: room is taken with its first verification."""
+        session = TargetSession(item, self._cache.open(item.length_max, item.cache_salt), reply)
         self._sessions[session] = None
+        return session
 
     def leave(self, session: TargetSession) -> None:
         """Gives a session's blocks back for good."""
         del self._sessions[session]
-        self._waiting.discard(session)
+        self.waiting.discard(session)
         if session.table.block_ids:
             self.publish(session)
         self._cache.release(session.table)
@@ -93,25 +74,18 @@ class Room:
         if not session.is_admitted:
             self._admit(session)
         elif not (session.table.block_ids and self._has_room(session)):
-            self._waiting.add(session)
+            self._wait(session)
             return False
-        self._waiting.discard(session)
+        self.waiting.discard(session)
         return True
 
     def next_waiting(self) -> TargetSession | None:
         """The oldest session that waits, if there is room for it now: it waits no more."""
-        for session in self._sessions:
-            if session in self._waiting:
-                if not self._has_room(session):
-                    return None
-                self._waiting.remove(session)
-                return session
-        return None
-
-    def take_displaced(self) -> list[TargetSession]:
-        """The sessions that were evicted since this was last asked, and wait with what they were asked."""
-        displaced, self._displaced = self._displaced, []
-        return displaced
+        oldest = next((one for one in self._sessions if one in self.waiting), None) if self.waiting else None
+        if oldest is None or not self._has_room(oldest):
+            return None
+        self.waiting.remove(oldest)
+        return oldest
 
     def publish(self, session: TargetSession) -> None:
         """Lets others find the committed tokens that the cache holds."""
@@ -120,9 +94,9 @@ class Room:
             self._cache.publish(session.table, session.tokens, length)
 
     def _admit(self, session: TargetSession) -> None:
-        if self._waiting or not self._start(session):
-            self.counters.refusals += 1
-            waiting = f" and {len(self._waiting)} sessions wait for room" if self._waiting else ""
+        if self.waiting or not self._start(session):
+            self.counters["refusals"] += 1
+            waiting = f" and {len(self.waiting)} sessions wait for room" if self.waiting else ""
             free_count = self._cache.free_block_count
             raise CacheExhausted(
                 f"{session.wanted_length} tokens and room to go on do not fit: {free_count} blocks free{waiting}"
@@ -156,26 +130,24 @@ class Room:
         if not self._start(session):
             self._tried = session, free_count
             return False
-        self.counters.reopenings += 1
+        self.counters["reopenings"] += 1
         length, cached = session.wanted_length, session.table.length
         get_logger().info("session opened again", **log_names(session.opened), length=length, cached=cached)
         return True
 
     def _start(self, session: TargetSession) -> bool:
         """Gives an empty session room for what it was asked and for a run, with what is cached of it; else nothing."""
-        cache, table, work = self._cache, session.table, session.work
-        assert work is not None, "a session takes room for what it was asked"
-        length = session.wanted_length
+        cache, table, length = self._cache, session.table, session.wanted_length
         found = cache.adopt(table, session.tokens) if self._shares_prefixes else 0
-        cache.truncate(table, min(found, length - work.logit_count))
+        cache.truncate(table, min(found, len(session.tokens) - 1))
         session.run_end = run_end(length, table)
         if not self._grow(table, session.run_end):
             cache.vacate(table)
             return False
         session.fed_length, session.fed_draft = table.length, ()
         if self._shares_prefixes:
-            self.counters.prefix_query_tokens += length
-            self.counters.prefix_hit_tokens += table.length
+            self.counters["prefix_query_tokens"] += length
+            self.counters["prefix_hit_tokens"] += table.length
         return True
 
     def _grow(self, table: BlockTable, end: int) -> bool:
@@ -188,16 +160,19 @@ class Room:
     def _is_running(self, session: TargetSession) -> bool:
         """Whether it was promised to go on and may still do so by itself."""
         is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= IDLE_S
-        return session.table.length < session.run_end and session not in self._waiting and not is_idle
+        return session.table.length < session.run_end and session not in self.waiting and not is_idle
 
     def _evict(self, session: TargetSession) -> None:
         """Takes its blocks; what it was asked, or is asked next, waits until it has some again."""
         self.publish(session)
         get_logger().info("session evicted", **log_names(session.opened), length=session.table.length)
         self._cache.vacate(session.table)
-        self.counters.evictions += 1
+        self.counters["evictions"] += 1
         session.evictions += 1
         session.fed_length, session.fed_draft, session.feed = 0, (), None
         if session.work is not None:
-            self._waiting.add(session)
-            self._displaced.append(session)
+            self._wait(session)
+
+    def _wait(self, session: TargetSession) -> None:
+        self.waiting.add(session)
+        self._displaced(session)

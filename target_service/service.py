@@ -12,19 +12,11 @@ from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.engine.block_table import BlockTable
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Piece
-from specdec.engine.scheduler import Engine
-from specdec.protocol.types import Description, Law, Rule
+from specdec.protocol.types import Law, Rule
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
-from specdec.replica.stream import StreamMessages
 from specdec.telemetry.logs import configure_logs
-from specdec.telemetry.tracing import Tracing
 from specdec.v1 import target_service_pb2 as target_pb
 from target_service.verifier import Verifier
-
-
-def make_verifier(engine: Engine, description: Description, settings: TargetSettings, tracing: Tracing) -> Verifier:
-    """What works for the sessions of a target."""
-    return Verifier(engine, description, settings.enable_prefix_caching, tracing)
 
 
 def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece:
@@ -39,9 +31,11 @@ TARGET = ReplicaKind(
     name="target",
     service="specdec.v1.TargetService",
     stream_method="Verify",
-    messages=StreamMessages(target_pb.VerifyRequest, target_pb.VerifyResponse),
+    messages=(target_pb.VerifyRequest, target_pb.VerifyResponse),
     evidence=evidence,
-    make_service=make_verifier,
+    make_service=lambda engine, description, settings, tracing: Verifier(
+        engine, description, settings.enable_prefix_caching, tracing
+    ),
     sample_piece=sample_piece,
 )
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.draft.reader import ROOM, Reader, texts_of
-from draft_service.service import DRAFT, make_drafter
+from draft_service.service import DRAFT
 from specdec.config import DraftSettings
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Close, DraftAsk, Nodes
 from specdec.protocol.types import Law
-from specdec.replica.app import describe
 from specdec.replica.handler import ItemHandler
+from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
 
 STREAM = "benchmark"
@@ -39,7 +39,7 @@ class DraftAlone:
         self.dtype = model.description.dtype
         self.vocabulary_size = model.description.vocabulary_size
         self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, DRAFT.evidence)
-        self._drafter = make_drafter(self._engine, describe(model, settings), settings, Tracing())
+        self._drafter = DRAFT.make_service(self._engine, describe(model, settings), settings, Tracing())
         self._handler = ItemHandler(self._drafter, settings.max_num_seqs)
         self._numbers = itertools.count(1)
         self._readers: dict[int, Reader] = {}

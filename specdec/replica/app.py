@@ -21,24 +21,22 @@ from specdec.config import ModelSettings
 from specdec.engine.devices import default_block_size, find_device
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import Progress, open_model_folder, read_json
+from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.watch import Loss
 from specdec.engine.runner import Evidence
 from specdec.engine.scheduler import Engine
-from specdec.errors import ConfigError, ReplicaUnavailable
-from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.errors import ReplicaUnavailable
 from specdec.protocol.types import Description
-from specdec.replica.cache_size import choose_cache_size
-from specdec.replica.figures import ReplicaFigures
 from specdec.replica.handler import ItemHandler, ReplicaService
-from specdec.replica.metrics import families, idle_families
-from specdec.replica.step_times import SamplePiece, measure_step_times
-from specdec.replica.stream import ReplicaStream, StreamMessages
+from specdec.replica.loading import SamplePiece, describe, measure_step_times
+from specdec.replica.metrics import ReplicaFigures, families
+from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
 from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
+from specdec.telemetry.metrics import common_families
 from specdec.telemetry.metrics_page import MetricsPage
 from specdec.telemetry.progress import loading_bar
 from specdec.telemetry.tracing import Tracing
@@ -54,14 +52,14 @@ OnReady = Callable[[str], None]
 class ReplicaKind:
     """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
 
-    `sample_piece`: of a step to be timed. `has_stable_rows`: its model's rows must not depend on their neighbours.
-    `extra_positions`: of a session in the cache, beyond its tokens.
+    `messages`: its stream's request and response. `sample_piece`: of a step to be timed. `has_stable_rows`: its model's
+    rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
     """
 
     name: str
     service: str
     stream_method: str
-    messages: StreamMessages
+    messages: tuple[type, type]
     evidence: Evidence
     make_service: Callable[[Engine, Description, Any, Tracing], ReplicaService]  # with the settings of its own kind
     sample_piece: SamplePiece
@@ -77,9 +75,9 @@ class ReplicaApp:
         self._settings = settings
         self._place = place
         self._model: CausalModel | None = None
-        self._engine: Engine | None = None
-        self._handler: ItemHandler | None = None
-        self._description: Description | None = None
+        self._engine: Engine
+        self._handler: ItemHandler
+        self._description: Description | None = None  # set last: engine and handler are there then
         self._figures = ReplicaFigures()
         self._streams: set[ReplicaStream] = set()
 
@@ -116,10 +114,9 @@ class ReplicaApp:
                 await server.stop(0.0)
             else:
                 await server.stop(self._settings.drain_grace_s, self._drain())
-            if self._handler is not None:
+            if self._description is not None:
                 of_device = getattr(self._model, "counters", dict)()
                 get_logger().info("stopped", **self._handler.service.counters(), **of_device)
-            if self._engine is not None:
                 self._engine.stop()
             page.close()
             await asyncio.to_thread(self._tracing.close)
@@ -128,10 +125,10 @@ class ReplicaApp:
 
     async def _drain(self) -> None:
         """Takes no more sessions, says so to all, and returns when the last has ended."""
-        if self._engine is None or self._handler is None:
+        if self._description is None:
             return
-        loop, is_empty, handler = asyncio.get_running_loop(), asyncio.Event(), self._handler
-        self._engine.post(lambda: handler.drain(lambda: loop.call_soon_threadsafe(is_empty.set) and None))
+        loop, is_empty = asyncio.get_running_loop(), asyncio.Event()
+        self._engine.post(lambda: self._handler.drain(lambda: loop.call_soon_threadsafe(is_empty.set) and None))
         for stream in self._streams:
             stream.say_farewell()
         await is_empty.wait()
@@ -144,11 +141,10 @@ class ReplicaApp:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _families(self, is_serving: bool) -> Iterator[Metric]:
-        handler = self._handler
-        if self._engine is None or self._description is None or handler is None:
-            return idle_families(self._kind.name)
-        counts = handler.session_counts(), handler.service.counters()
-        return families(self._kind.name, is_serving, self._description, self._engine, self._figures, *counts)
+        name, description = self._kind.name, self._description
+        if description is None:
+            return common_families(name, False, {"model": ""})
+        return families(name, is_serving, description, self._engine, self._figures, self._handler)
 
     def _log_serving(self, address: str) -> None:
         description = self._description
@@ -167,16 +163,10 @@ class ReplicaApp:
         await doing
 
     def _load_model(self, progress: Progress) -> CausalModel:
-        settings = self._settings
+        own = self._settings
         if self._place is None:
-            return load_model(
-                settings.model,
-                settings.dtype,
-                settings.device,
-                progress,
-                settings.enforce_eager,
-                self._kind.has_stable_rows,
-            )
+            is_stable = self._kind.has_stable_rows
+            return load_model(own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable)
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
 
@@ -186,7 +176,7 @@ class ReplicaApp:
             exit_grace_s=LOST_GRACE_S,
             on_stop_asked=self._ask_to_stop,
         )
-        source = ModelSource(settings.model, settings.dtype, device(settings.device))
+        source = ModelSource(own.model, own.dtype, device(own.device))
         return load_leader(source, self._place, ending, progress)
 
     def _load(self) -> None:
@@ -194,24 +184,23 @@ class ReplicaApp:
         torch.set_num_threads(settings.threads or os.cpu_count() or 1)
         with loading_bar(f"{self._kind.name} {settings.model}") as progress:
             model = self._model = self._load_model(progress)
-        settings = with_block_size(settings)
-        description = describe(model, settings)
-        size = choose_cache_size(model, description.positions_max + self._kind.extra_positions, settings)
-        description = replace(description, cache=size)
-        engine = Engine(
+        block_size = settings.block_size or default_block_size(find_device(settings.device))
+        settings = settings.model_copy(update={"block_size": block_size})
+        description = describe(model, settings, self._kind.extra_positions)
+        assert description.cache is not None
+        self._engine = engine = Engine(
             model,
-            size.block_count + 1,
-            settings.block_size,
+            description.cache.block_count + 1,
+            block_size,
             self._kind.evidence,
             rows_max=settings.max_num_batched_tokens,
             stepped=self._figures.stepped,
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
-        handler = ItemHandler(service, settings.max_num_seqs)
+        self._handler = ItemHandler(service, settings.max_num_seqs)
         engine.start(service.next_step)
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
-        description = replace(description, step_times=times)
-        self._engine, self._description, self._handler = engine, description, handler
+        self._description = replace(description, step_times=times)
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:
         if self._description is None:
@@ -219,7 +208,7 @@ class ReplicaApp:
         return description_to_message(self._description)
 
     async def _converse(self, requests, write, _context: Context) -> None:
-        if self._engine is None or self._handler is None:
+        if self._description is None:
             raise ReplicaUnavailable("the model is still loading")
         stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._figures.failed)
         self._streams.add(stream)
@@ -234,30 +223,3 @@ def device(asked: str, local_rank: int = 0) -> str:
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{local_rank}" if asked == "cuda" and local_rank else asked
-
-
-def with_block_size(settings: ModelSettings) -> ModelSettings:
-    """The settings with the block size of the device where none was given."""
-    size = settings.block_size or default_block_size(find_device(settings.device))
-    return settings.model_copy(update={"block_size": size})
-
-
-def describe(model: CausalModel, settings: ModelSettings) -> Description:
-    """What this replica says of itself. Raises ConfigError when --max-model-len is more than the model has."""
-    own = model.description
-    positions_max = settings.max_model_len or own.positions_max
-    if positions_max > own.positions_max:
-        raise ConfigError(f"--max-model-len is {positions_max}; {settings.model} has {own.positions_max} positions")
-    folder = open_model_folder(settings.model).path
-    return Description(
-        model_digest=own.model_digest,
-        tokenizer_fingerprint=tokenizer_fingerprint(read_json(folder / "tokenizer.json")),
-        model_name=settings.served_model_name or own.model_name,
-        vocabulary_size=own.vocabulary_size,
-        positions_max=positions_max,
-        end_token_ids=tuple(sorted(set(own.end_token_ids))),
-        dtype=own.dtype,
-        device=own.device,
-        libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
-        tensor_parallel_size=own.tensor_parallel_size,
-    )

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
@@ -27,25 +26,17 @@ from specdec.telemetry.clock import wall_offset_ns
 ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMessages:
-    """The generated classes of one service's stream."""
-
-    request: type
-    response: type
-
-
 class ReplicaStream:
     """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is told of every
-    failure that is answered."""
+    failure that is answered; `messages` are the stream's request and response."""
 
     def __init__(
-        self, engine: Engine, handler: ItemHandler, messages: StreamMessages, failed: Callable[[Failure], None]
+        self, engine: Engine, handler: ItemHandler, messages: tuple[type, type], failed: Callable[[Failure], None]
     ) -> None:
         self._engine = engine
         self._failed = failed
         self._handler = handler
-        self._messages = messages
+        self._request, self._response = messages
         self._stamps = Stamps(wall_offset_ns)
         self._loop = asyncio.get_running_loop()
         self._answers: deque = deque()
@@ -87,7 +78,7 @@ class ReplicaStream:
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
-                message = parse(self._messages.request, data)
+                message = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)
                 if len(self._answers) > ANSWER_COUNT_MAX:
@@ -104,11 +95,13 @@ class ReplicaStream:
         items: list[TargetAsk | DraftAsk] = []
         for message in messages:
             try:
-                items.append(item_from_message(message))
+                item = item_from_message(message)
             except InvalidRequest as error:
                 self.reply(failure_from_error(error, *item_name(message)))
-        if any(isinstance(item, Verification | Commit) and item.trace.detailed for item in items):
-            self._stamps.force()  # so that the answer tells how long it took on the way
+                continue
+            items.append(item)
+            if isinstance(item, (Verification, Commit)) and item.trace.detailed:
+                self._stamps.force()  # so that the answer tells how long it took on the way
         self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
 
     def _message(self) -> bytes:
@@ -118,11 +111,11 @@ class ReplicaStream:
         parts: list[bytes] = []
         byte_count = 0
         while self._answers and byte_count < MESSAGE_BYTES_SOFT:
-            parts.append(item_to_bytes(self._messages.response, self._answers.popleft()))
+            parts.append(item_to_bytes(self._response, self._answers.popleft()))
             byte_count += len(parts[-1])
         now_ns = time.monotonic_ns()
         if not parts or self._stamps.is_due(now_ns):
-            message = self._messages.response()
+            message = self._response()
             self._stamps.stamp(message, now_ns)
             parts.append(message.SerializeToString())
         return b"".join(parts)

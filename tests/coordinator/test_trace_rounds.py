@@ -12,7 +12,7 @@ from coordinator.trace_rounds import (
     is_round_detailed,
     segment_of,
 )
-from draft_service.tracing import DETAILED_STEP_COUNT_MAX
+from draft_service.drafter import DETAILED_STEP_COUNT_MAX
 
 ROUND_SPANS = 5  # round, verify on both sides, queue, forward
 PREFILL_SPANS = 6  # prefill, verify on both sides, queue, chunks, forward

@@ -120,7 +120,7 @@ class Draft:
 
     @property
     def sessions(self) -> list[drafter.DraftSession]:
-        return list(self.handler.sessions.all())
+        return list(self.handler.sessions.values())
 
 
 def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:

@@ -5,7 +5,7 @@
     python -m tests.simulation --bugs 1000          the planted bugs, and how soon each is found
 
 Real: `Session`, tree and growth, `Generation` (the coordinator's loop), `decide`, `Drafter` and its cells, `Verifier`
-and its gathering, `SessionStore`, and the `Engine` with its scheduler, step runner and `KVCache`, which is driven step
+and its gathering, `ItemHandler`, and the `Engine` with its scheduler, step runner and `KVCache`, which is driven step
 by step where production has a thread. Simulated: time (clock.py), the links (network.py), processes that die and freeze
 (replica.py), clients that resume (client.py), and the models: tables over the last two tokens in pure Python, which
 read their context out of the simulated cache (model.py). Nothing here knows asyncio, gRPC, threads or tensors.

@@ -18,14 +18,14 @@ from draft_service.drafter import Drafter
 from specdec.engine.kv_cache import KVCache
 from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
-from specdec.protocol.items import Close, DraftNode
+from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.report import Delta
 from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import TokenKind
-from specdec.replica.sessions import SessionStore
+from specdec.replica.handler import ItemHandler
 from target_service.room import Room
 from target_service.session import TargetSession
 from target_service.verifier import Verifier
@@ -381,15 +381,15 @@ FENCES = (
     ),
     Bug(
         "a replica carries out items of an older incarnation",
-        SessionStore,
-        "find",
-        lambda real: lambda self, stream, item: self.get(stream, item.session) or real(self, stream, item),
+        ItemHandler,
+        "_find",
+        lambda real: lambda self, stream, item: self.sessions.get((stream, item.session)) or real(self, stream, item),
     ),
     Bug(
         "an older Open replaces a newer session",
-        SessionStore,
-        "take",
-        instead(lambda self, stream, item: self._sessions.pop((stream, item.session), None)),
+        ItemHandler,
+        "_end",
+        lambda real: lambda self, stream, item: real(self, stream, replace(item, incarnation=UINT32_MAX)),
     ),
     Bug("a feed runs though its session moved on", Verifier, "_feed", fed(lambda feed, _: is_always_current(feed))),
     Bug("a round asked again is answered from other noise", Verifier, "_feed", fed(with_other_noise)),
@@ -523,11 +523,11 @@ CACHE = (
     Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destination: None)),
     Bug(
         "Close is not honoured",
-        SessionStore,
-        "take",
-        lambda real: lambda self, stream, item: None if isinstance(item, Close) else real(self, stream, item),
+        ItemHandler,
+        "_end",
+        lambda real: lambda self, stream, item: not isinstance(item, Close) and real(self, stream, item),
     ),
-    Bug("sessions of a lost stream are kept", SessionStore, "take_all", instead(lambda self, stream: [])),
+    Bug("sessions of a lost stream are kept", ItemHandler, "close_stream", instead(lambda self, stream: None)),
     Bug(
         "a closed session keeps its blocks",
         Drafter,
@@ -554,7 +554,7 @@ ROOM = (
         "what an evicted session was asked is forgotten",
         Room,
         "_evict",
-        lambda real: lambda self, session: (real(self, session), self._waiting.discard(session))[1],
+        lambda real: lambda self, session: (real(self, session), self.waiting.discard(session))[1],
     ),
     Bug("who waits for room is forgotten", Room, "next_waiting", instead(lambda self: None)),
     Bug("who found no room never looks again", Room, "_reopen", never_again),

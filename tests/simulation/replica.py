@@ -18,7 +18,6 @@ from specdec.protocol.growth import NO_CELL
 from specdec.protocol.items import Close, Failure, Short
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler
-from specdec.replica.sessions import name_of
 from target_service.verifier import Verifier
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import TableModel
@@ -113,7 +112,7 @@ class Process:
     @property
     def held(self) -> dict:
         """The sessions it holds, by (stream, number)."""
-        return self.handler.sessions._sessions
+        return self.handler.sessions
 
     def crash(self) -> None:
         """The process is gone, and its connections with it; nothing it computed leaves it."""
@@ -238,7 +237,7 @@ class Process:
         if held is None:
             return
         says_so = says_so or getattr(held, "feed", None) is not None
-        name = name_of(held.opened)
+        name = held.name
         self.handler.handle(stream, [Close(*name)], lambda _: None)
         if says_so:
             self._reply(stream, Short(*name, 0, unknown=True))

@@ -11,8 +11,8 @@ from specdec.engine.model import load_model
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 from specdec.protocol.types import CacheSize
-from specdec.replica import cache_size
-from specdec.replica.cache_size import FULL_SESSION_COUNT_DEFAULT, choose_cache_size
+from specdec.replica import loading
+from specdec.replica.loading import FULL_SESSION_COUNT_DEFAULT, choose_cache_size
 
 POSITIONS_MAX = 200
 BLOCK_BYTES = 16 * 8  # blocks of 16 positions, 8 bytes each in a table model
@@ -35,7 +35,7 @@ def test_bytes_shares_and_the_default(folder: Path, monkeypatch: pytest.MonkeyPa
 
     Source: issue 3, "sizes set by --kv-cache-bytes or a share of memory". Conclusive: block counts, to the block.
     """
-    monkeypatch.setattr(cache_size, "free_memory_bytes", lambda device: 1000 * BLOCK_BYTES + 5)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda device: 1000 * BLOCK_BYTES + 5)
     size = size_of(folder, kv_cache_bytes=40 * BLOCK_BYTES + 1)
     assert (size.block_count, size.position_count, size.byte_count) == (39, 39 * 16, 39 * BLOCK_BYTES)
     assert size_of(folder, kv_cache_memory_share=0.5).block_count == 499
@@ -43,7 +43,7 @@ def test_bytes_shares_and_the_default(folder: Path, monkeypatch: pytest.MonkeyPa
     assert size_of(folder).block_count == FULL_SESSION_COUNT_DEFAULT * full_session_blocks
     assert size_of(folder, max_num_seqs=2).block_count == 2 * full_session_blocks
     assert "3 sessions of full length (200)" in size.sentence(POSITIONS_MAX)
-    monkeypatch.setattr(cache_size, "free_memory_bytes", lambda device: 400 * BLOCK_BYTES)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda device: 400 * BLOCK_BYTES)
     assert size_of(folder).block_count == 99
 
 
@@ -52,7 +52,7 @@ def test_too_little_and_too_much_are_refused(folder: Path, monkeypatch: pytest.M
 
     Source: style.md, bound everything. Conclusive: the messages are read.
     """
-    monkeypatch.setattr(cache_size, "free_memory_bytes", lambda device: BLOCK_BYTES)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda device: BLOCK_BYTES)
     with pytest.raises(ConfigError, match=f"two blocks take {2 * BLOCK_BYTES} bytes"):
         size_of(folder, kv_cache_memory_share=0.9)
     with pytest.raises(ValueError, match="give one"):

@@ -109,7 +109,7 @@ class Target:
         cache = self.engine.cache
         cache.check_integrity()
         cells = self.engine._runner._model._storage.token_ids
-        for held in self.handler.sessions.all():
+        for held in self.handler.sessions.values():
             found = [
                 int(cells[held.table.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE])
                 for position in range(held.table.length)
@@ -118,7 +118,7 @@ class Target:
             assert found == fed[: held.table.length], "the cache holds something else"
 
     def held(self, session: int) -> TargetSession:
-        return next(held for held in self.handler.sessions.all() if held.opened.session == session)
+        return next(held for held in self.handler.sessions.values() if held.opened.session == session)
 
     def has_blocks(self, session: int) -> bool:
         return bool(self.held(session).table.block_ids)
@@ -184,7 +184,7 @@ def test_the_youngest_gives_way_and_all_texts_are_the_same(folder: Path, clock: 
     target = Target(folder, 9)
     for session in (1, 2, 3):
         target.open(session, prompt_of(session))
-    target.run(1, 2, 3, until=lambda: target.room.counters.evictions == 1)
+    target.run(1, 2, 3, until=lambda: target.room.counters["evictions"] == 1)
     assert [target.has_blocks(session) for session in (1, 2, 3)] == [True, True, False]
     target.run(1, 2, 3)
     assert {session: target.tokens[session] for session in (1, 2, 3)} == {
@@ -192,7 +192,8 @@ def test_the_youngest_gives_way_and_all_texts_are_the_same(folder: Path, clock: 
     }
     evicted = {session: sum(answer.evictions for answer in target.answers[session]) for session in (1, 2, 3)}
     counters = target.room.counters
-    assert evicted[1] == 0 and evicted[3] >= 1 and sum(evicted.values()) == counters.evictions == counters.reopenings
+    assert evicted[1] == 0 and evicted[3] >= 1
+    assert sum(evicted.values()) == counters["evictions"] == counters["reopenings"]
     assert not target.failures and target.engine.cache.free_block_count == 9
 
 
@@ -208,10 +209,10 @@ def test_a_new_session_is_refused_while_it_does_not_fit_or_others_wait(folder: P
     free = target.engine.cache.free_block_count
     target.open(3, prompt_of(3))
     assert target.failures[3].reason == "CACHE_EXHAUSTED" and target.failures[3].retry_after_ms > 0
-    assert target.engine.cache.free_block_count == free and len(list(target.handler.sessions.all())) == 2
-    target.run(1, 2, until=lambda: bool(target.room.counters.evictions))
+    assert target.engine.cache.free_block_count == free and len(target.handler.sessions) == 2
+    target.run(1, 2, until=lambda: bool(target.room.counters["evictions"]))
     target.open(4, prompt_of(4, 1), output_count=2)
-    assert "wait" in target.failures[4].message and target.room.counters.refusals == 2
+    assert "wait" in target.failures[4].message and target.room.counters["refusals"] == 2
     target.run(1, 2)
     assert [target.tokens[s] for s in (1, 2)] == [plain_text(folder, prompt_of(s)) for s in (1, 2)]
 
@@ -246,7 +247,7 @@ def test_who_was_opened_again_runs_before_it_gives_way(folder: Path, clock: Cloc
     assert older.table.length == 24 and younger.table.length == 9
     target.ask(1)  # the fourth block: none is free, the younger has its run before it
     target.turn()
-    assert older in target.room._waiting and target.has_blocks(1) and target.has_blocks(2)
+    assert older in target.room.waiting and target.has_blocks(1) and target.has_blocks(2)
     assert target.verifier.next_step().wake_s == room.IDLE_S
     while younger.table.length < younger.run_end:
         target.ask(2)
@@ -278,20 +279,20 @@ def test_what_happens_to_an_evicted_session(folder: Path, clock: Clock) -> None:
     target = Target(folder, 9)
     for session in (1, 2, 3):
         target.open(session, prompt_of(session))
-    target.run(1, 2, 3, until=lambda: len(target.room._waiting) == 1)
-    waits = next(iter(target.room._waiting)).opened.session
+    target.run(1, 2, 3, until=lambda: len(target.room.waiting) == 1)
+    waits = next(iter(target.room.waiting)).opened.session
     count = len(target.answers[waits])
     target.tell(target._round(waits, 1), target._round(waits, 2))
     target.tell(Extend(waits, 1, 0, tuple(target.tokens[waits])))
     target.turn()
     assert len(target.answers[waits]) == count and not target.failures
     target.tell(Close(waits, 1))
-    assert not target.room._waiting
+    assert not target.room.waiting
     others = [session for session in (1, 2, 3) if session != waits]
-    target.run(*others, until=lambda: bool(target.room._waiting))
+    target.run(*others, until=lambda: bool(target.room.waiting))
     target.handler.close_stream(target)
     target.turn()
-    assert not list(target.handler.sessions.all()) and target.engine.cache.free_block_count == 9
+    assert not target.handler.sessions and target.engine.cache.free_block_count == 9
     assert not target.engine.waiting_count
 
 
@@ -315,8 +316,8 @@ def test_prefixes_are_found_by_sessions_of_the_same_salt(folder: Path) -> None:
             assert target.tokens[session] == plain_text(folder, prompt)
         assert found == ([0, 31, 0, 31, 0] if shares_prefixes else [0] * 5)
         counters = target.room.counters
-        assert counters.prefix_hit_tokens == sum(found)
-        assert counters.prefix_query_tokens == (5 * 32 if shares_prefixes else 0)
+        assert counters["prefix_hit_tokens"] == sum(found)
+        assert counters["prefix_query_tokens"] == (5 * 32 if shares_prefixes else 0)
 
 
 prompts = st.tuples(st.integers(1, 3), st.integers(1, 20)).map(lambda pair: prompt_of(*pair))

@@ -1,0 +1,103 @@
+"""What a replica finds out while it loads: its description, how large its cache is, and what its steps take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from specdec.config import ModelSettings
+from specdec.engine.block_table import BlockTable
+from specdec.engine.devices import find_device, free_memory_bytes
+from specdec.engine.interface import CausalModel
+from specdec.engine.model_folder import open_model_folder, read_json
+from specdec.engine.runner import Piece
+from specdec.engine.scheduler import Engine
+from specdec.errors import CacheExhausted, ConfigError
+from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.protocol.types import CacheSize, Description
+
+FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
+MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, where nothing is said
+
+ROW_COUNTS = (1, 2, 4, 8, 16)  # of the steps that are timed
+CONTEXT_LENGTH = 64
+REPEATS = 3  # the least of them counts: what else the machine does only makes a step longer
+BUDGET_S = 1.0  # spent, a row count has one repeat
+
+SamplePiece = Callable[[BlockTable, int, int], Piece]  # (table, context length, rows); no rows: the context itself
+
+
+def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:
+    """What this replica says of itself, but for its step times. Raises ConfigError when --max-model-len is more than
+    the model has, or the cache too small. `extra_positions`: of a session in the cache, beyond its tokens."""
+    own = model.description
+    positions_max = settings.max_model_len or own.positions_max
+    if positions_max > own.positions_max:
+        raise ConfigError(f"--max-model-len is {positions_max}; {settings.model} has {own.positions_max} positions")
+    folder = open_model_folder(settings.model).path
+    return Description(
+        model_digest=own.model_digest,
+        tokenizer_fingerprint=tokenizer_fingerprint(read_json(folder / "tokenizer.json")),
+        model_name=settings.served_model_name or own.model_name,
+        vocabulary_size=own.vocabulary_size,
+        positions_max=positions_max,
+        end_token_ids=tuple(sorted(set(own.end_token_ids))),
+        dtype=own.dtype,
+        device=own.device,
+        libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
+        tensor_parallel_size=own.tensor_parallel_size,
+        cache=choose_cache_size(model, positions_max + extra_positions, settings),
+    )
+
+
+def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSettings) -> CacheSize:
+    """What `--kv-cache-bytes` or `--kv-cache-memory-share` allow, once the weights are loaded; else room for a few
+    sessions of `positions_max` positions. Raises ConfigError when that is less than a block for use.
+
+    One block more is allocated: the zero block, which no session uses.
+    """
+    block_bytes = model.cache_bytes_per_position * settings.block_size
+    if settings.kv_cache_bytes is not None:
+        flag, allowed = f"--kv-cache-bytes is {settings.kv_cache_bytes}", settings.kv_cache_bytes
+    else:
+        share = settings.kv_cache_memory_share
+        free_bytes = free_memory_bytes(find_device(settings.device))
+        flag, allowed = f"{free_bytes} bytes are free", int(free_bytes * (share or MEMORY_SHARE_DEFAULT))
+        if share is None:
+            session_count = min(settings.max_num_seqs, FULL_SESSION_COUNT_DEFAULT)
+            wanted = 1 + session_count * -(-positions_max // settings.block_size)
+            allowed = min(allowed, wanted * block_bytes)
+    count = allowed // block_bytes - 1
+    if count < 1:
+        raise ConfigError(f"{flag}: too little for a cache; two blocks take {2 * block_bytes} bytes")
+    return CacheSize(count, settings.block_size, count * block_bytes)
+
+
+def measure_step_times(engine: Engine, positions_max: int, sample: SamplePiece) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds) of steps for one session, ascending; none where the cache is too small. Engine thread only.
+
+    Measured once, so that the first request is no experiment.
+    """
+    context_length = min(CONTEXT_LENGTH, positions_max // 2)
+    try:
+        table = engine.cache.reserve(context_length + ROW_COUNTS[-1])
+    except CacheExhausted:
+        return ()
+    began_s = time.perf_counter()
+    found: list[tuple[int, float]] = []
+    try:
+        engine.run([sample(table, context_length, 0)])
+        for row_count in [count for count in ROW_COUNTS if context_length + count <= positions_max]:
+            times_s: list[float] = []
+            while len(times_s) < REPEATS and not (times_s and time.perf_counter() - began_s > BUDGET_S):
+                started_s = time.perf_counter()
+                engine.run([sample(table, context_length, row_count)])
+                times_s.append(time.perf_counter() - started_s)
+                if table.length > context_length:
+                    engine.cache.truncate(table, context_length)
+            found.append((row_count, max(min(times_s), found[-1][1] if found else 0.0)))
+    finally:
+        engine.cache.release(table)
+    return tuple(found)
