@@ -36,10 +36,10 @@ class Steps:
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
-        """Takes what the target measured when it had loaded, where nothing else is known yet."""
-        if not self._shape.sample_count:
-            for rows, seconds in step_times:
-                self._shape.add(rows, seconds)
+        """Another target is connected, and tells what it measured when it had loaded."""
+        self._shape, self._level = StepCurve(SHAPE_WEIGHT), 1.0
+        for rows, seconds in step_times:
+            self._shape.add(rows, seconds)
 
     def on_step(self, record: RoundRecord) -> None:
         """One round's step; steps that read a prompt are left out."""
