@@ -60,27 +60,19 @@ class Steps:
         speed = self._level * contention
         mean_s = self._shape.add(record.step_rows, record.step_s / speed)
         ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
-        if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
-            self._contention_steps += 1 / self.sessions
-            gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
-            self._learn_contention(1 + gain * (ratio - 1))
-        else:
+        if self._steps_since_change > CONTENTION_ROUNDS * self.sessions:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
-
-    def _learn_contention(self, factor: float) -> None:
-        """Moves what is expected of such steps, and leaves what is expected of the others."""
-        if not self._is_drafting:
+            return
+        self._contention_steps += 1 / self.sessions
+        factor = 1 + max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions * (ratio - 1)
+        if not is_drafting:  # what is expected of such steps moves, and what is expected of the others stays
             self._level *= factor
             factor = 1 / factor
         self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
-
-    def seconds(self, rows: float, is_drafting: bool) -> float:
-        """A step of so many rows, of all sessions in it."""
-        shape_s = self._shape.seconds(rows)
-        return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
         """The steps that pass in a round if all sessions bring so many rows each: more than one where they take turns,
         as those that wait for the draft may."""
         turns = max(1.0, self._turns[waits])
-        return turns * self.seconds(self.active / turns * rows, is_drafting)
+        step_s = self._shape.seconds(self.active / turns * rows) or STEP_S_GUESS
+        return turns * step_s * self._level * (self._contention if is_drafting else 1.0)

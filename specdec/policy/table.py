@@ -18,7 +18,7 @@ from specdec.protocol.round_record import RoundRecord
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # what a closed formula is worth; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
-OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
+OVERHEAD_GUESS_S = 0.0015
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
 FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is held against the usual arrivals
 LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
@@ -55,7 +55,7 @@ class Line:
     level: float = 0.0
     told_s: float = 0.0
     round_s: float = 1.0
-    beside_s: float = 0.0
+    beside_s: float = OVERHEAD_GUESS_S
     usual_offered: float = 0.0
     length: float = 0.0
     gain: float = 0.0
@@ -85,7 +85,8 @@ class Line:
         self.keep(1 - 1 / ROUNDS_KEPT)
         self.told_s = max(self.told_s, record.end_s)
         self.rounds += 1
-        self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
+        remainder_s = max(0.0, record.round_s - record.queue_s - record.step_s)
+        self.remainder_s += min(remainder_s, REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         if record.offered_count:
             self.arrivals += 1
             self.offered += record.offered_count
@@ -103,11 +104,6 @@ class Line:
         return self.worth(level) * (1 + self.spread)
 
 
-def beside_step_s(record: RoundRecord) -> float:
-    """What a round took beside the target's step and the queue for it."""
-    return max(0.0, record.round_s - record.queue_s - record.step_s)
-
-
 class Table:
     """The plans of all requests of one rule with the same most draft tokens."""
 
@@ -119,7 +115,6 @@ class Table:
         self.round_count = 0
         self.trial_ends_s, self.next_baseline_s = -math.inf, 0.0
         self._rest_s = REST_LEAST_S
-        self._overhead_s = OVERHEAD_GUESS_S
         self._arrival_share = 1.0
         self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
         self._refreshed_s = -math.inf
@@ -147,10 +142,7 @@ class Table:
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """A round that counts for its plan."""
         line.add(record, level)
-        if line is self.off:
-            overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
-            self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
-        else:
+        if line is not self.off:
             self._watch_arrivals(line, record)
 
     def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
@@ -185,7 +177,7 @@ class Table:
             self._arrival_share = 1 - (1 - self._arrival_share) * math.exp((self._refreshed_s - now_s) / BACK_S)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
-        target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
+        target_s = self._steps.round_s(1.0, True, False) + self.off.beside_s
         for line in self.lines:
             line.age(now_s)
             self._expect(line, prior_of(line.plan, self._draft, sessions, target_s, acceptance))
@@ -207,8 +199,9 @@ class Table:
         offered, accepted, wait_s = prior
         count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
         arrived = PRIOR_ROUNDS * self._arrival_share
+        overhead_s = OVERHEAD_GUESS_S if line is self.off else self.off.beside_s
         line.usual_offered = (arrived * offered + line.offered) / count
-        line.beside_s = (PRIOR_ROUNDS * (wait_s + self._overhead_s) + line.remainder_s) / count
+        line.beside_s = (PRIOR_ROUNDS * (wait_s + overhead_s) + line.remainder_s) / count
         line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
         level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
         line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
