@@ -1,10 +1,8 @@
 """The policy that measures: it runs the plan that is worth most, and now and then tries another. Pure.
 
 It sees counts and seconds of rounds that are over, never tokens, so that under REJECTION nothing it decides depends on
-what was just drawn (docs/exactness.md). The table is the service's (table.py), the acceptance level the session's.
-
-A round counts for its plan once draft tokens of that plan can have arrived: those before are the change's, not the
-plan's. They are part of what a trial costs, as are those in which the old plan's tokens come back.
+what was just drawn (docs/exactness.md). A round counts for its plan once draft tokens of that plan can have arrived:
+those before are part of what a trial costs, as are those in which the old plan's tokens come back.
 """
 
 from __future__ import annotations
@@ -158,7 +156,8 @@ class AutoPolicy:
         if self._trial is not None:
             trial, self._trial = self._trial, None
             table.on_trial_end(now_s, in_vain=best is trial.otherwise is table.off)
-            self._charge(self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s) - trial.charged_s)
+            lost_s = self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s)
+            self._charge(lost_s - trial.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
         if best is not current:
@@ -182,20 +181,17 @@ class AutoPolicy:
     def _consider_trial(self, best: Line, now_s: float) -> None:
         """Begins a trial where one promises to be worth it and may be paid for; of plain decoding from time to time."""
         table, off, worth = self._table, self._table.off, self._worth(best)
-        if best is not off and now_s >= table.next_baseline_s:
-            lost_s = self._loss_s(off, best, worth, BASELINE_ROUNDS * off.round_s)
-            is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
-            if not is_first and lost_s <= table.credit_s:
-                table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-                self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
-                return
-        line = max((line for line in table.lines if line is not best), key=lambda line: line.promise(self._level))
-        lost_s = self._loss_s(line, best, worth, self._warm_s(line) + TRIAL_ROUNDS * line.round_s)
-        if line.promise(self._level) > worth and lost_s <= table.credit_s:
-            self._try(line, best, TRIAL_ROUNDS, lost_s, now_s)
-
-    def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
-        self._trial = Trial(now_s, rounds, lost_s, best)
-        self._table.trial_ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
-        self._charge(lost_s)
-        self._put_in_force(line, now_s)
+        table.next_baseline_s = table.next_baseline_s or now_s + BASELINE_FIRST_S
+        is_baseline = best is not off and now_s >= table.next_baseline_s
+        others = (line for line in table.lines if line is not best)
+        line = off if is_baseline else max(others, key=lambda line: line.promise(self._level))
+        rounds = BASELINE_ROUNDS if is_baseline else TRIAL_ROUNDS
+        seconds = self._warm_s(line) + rounds * line.round_s
+        lost_s = self._loss_s(line, best, worth, seconds)
+        if is_baseline:
+            table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
+        if lost_s <= table.credit_s and (is_baseline or line.promise(self._level) > worth):
+            self._trial = Trial(now_s, rounds, lost_s, best)
+            table.trial_ends_s = now_s + 2 * seconds
+            self._charge(lost_s)
+            self._put_in_force(line, now_s)
