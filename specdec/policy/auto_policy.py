@@ -17,17 +17,14 @@ from specdec.protocol.round_record import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way
-DOUBT = 0.5  # of a line's uncertainty, that is taken off: few rounds were lucky as often as good
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # over plain decoding, of a plan that was measured, and of one that was not
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
 TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # what looks at plain decoding may lose, and when
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
 LEVEL_MAX = 4.0
-LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens that the service's level is worth
+LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 20.0, 80.0, 0.03  # tokens that the service's level is worth
 TABLE_GAIN = 0.12  # of a session's level in the service's, with each round
-SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
-SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
 REST_LEVEL_S = 40.0  # how long a session that rests is taken for other than the service's others
 
 
@@ -48,7 +45,6 @@ class AutoPolicy:
     def __init__(self, table: Table, draft_length_cap: int) -> None:
         self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
-        self._surprise = self._variance = 0.0
         self._trial: Trial | None = None
         self._trial_rounds, self._trial_loss_s = 0, 0.0
         self._counts_from_s: float | None = None
@@ -97,15 +93,9 @@ class AutoPolicy:
         if not tested:
             return
         expected = probability(self._level)
-        surprise, variance = record.accepted_count - tested * expected, expected * (1 - expected)
-        step = surprise / max(variance, LEVEL_VARIANCE_MIN)
+        step = (record.accepted_count - tested * expected) / max(expected * (1 - expected), LEVEL_VARIANCE_MIN)
         self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
         self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
-        keep = SURPRISE_KEPT**tested
-        self._surprise = keep * self._surprise + surprise
-        self._variance = keep * self._variance + tested * variance
-        if self._surprise**2 > SURPRISE_SIGMA**2 * max(self._variance, 1.0):
-            self._tested, self._surprise, self._variance = -SURPRISE_SHARE * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
     def _first(self) -> Line:
@@ -119,11 +109,8 @@ class AutoPolicy:
     def _worth(self, line: Line) -> float:
         return line.worth(self._level)
 
-    def _sure(self, line: Line) -> float:
-        return line.worth(self._level) * (1 - DOUBT * line.spread)
-
     def _best(self, lines: Iterable[Line]) -> Line:
-        return max(lines, key=self._sure)
+        return max(lines, key=self._worth)
 
     def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
@@ -158,7 +145,7 @@ class AutoPolicy:
             table.on_trial_end(now_s, in_vain=best is trial.otherwise is table.off)
             lost_s = self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s)
             self._charge(lost_s - trial.charged_s)
-        elif self._sure(best) < CHANGE_GAIN * self._sure(current):
+        elif self._worth(best) < CHANGE_GAIN * self._worth(current):
             best = current
         if best is not current:
             self._put_in_force(best, now_s)

@@ -13,8 +13,7 @@ from specdec.protocol.round_record import RoundRecord
 SHAPE_WEIGHT = 0.003  # slower than the level by far, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
 CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
-CONTENTION_WEIGHT = 0.08
-CONTENTION_MAX = 4.0
+CONTENTION_WEIGHT, CONTENTION_MAX = 0.15, 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
 SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
@@ -29,7 +28,6 @@ class Steps:
         self._level = self._contention = 1.0
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
-        self._contention_steps = 0.0
         self._drafted_s = float("-inf")
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
@@ -63,8 +61,7 @@ class Steps:
         if self._steps_since_change > CONTENTION_ROUNDS * self.sessions:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
             return
-        self._contention_steps += 1 / self.sessions
-        factor = 1 + max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions * (ratio - 1)
+        factor = 1 + CONTENTION_WEIGHT / self.sessions * (ratio - 1)
         if not is_drafting:  # what is expected of such steps moves, and what is expected of the others stays
             self._level *= factor
             factor = 1 / factor
