@@ -15,9 +15,8 @@ LEVEL_S = 0.7  # the level follows the machine within about this time
 CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
 CONTENTION_WEIGHT, CONTENTION_MAX = 0.15, 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
-SESSIONS_WEIGHT = 0.05
+SESSIONS_WEIGHT, STEP_S_GUESS = 0.05, 0.02
 ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
-STEP_S_GUESS = 0.02
 
 
 class Steps:
