@@ -48,7 +48,7 @@ class AutoPolicy:
         self._trial: Trial | None = None
         self._trial_rounds, self._trial_loss_s = 0, 0.0
         self._counts_from_s: float | None = None
-        self._review_round, self._review_s = 0, 0.0
+        self._review_round, self._review_s, self._is_first = 0, 0.0, True
         table.refresh()
         self._put_in_force(self._first())
 
