@@ -26,7 +26,7 @@ class Speculation:
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         mbit = settings.draft_link_mbit
-        self._drafts = {rule: DraftTimes(None if mbit is None else mbit * 1e6 / 8) for rule in Rule}
+        self._drafts = {rule: DraftTimes(math.inf if mbit is None else mbit * 1e6 / 8) for rule in Rule}
         self._steps = {rule: Steps() for rule in Rule}
         self._tables: dict[tuple[Rule, int], Table] = {}
         self._choice_count = 0

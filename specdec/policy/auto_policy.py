@@ -1,10 +1,8 @@
 """The policy that measures: it runs the plan that is worth most, and now and then tries another. Pure.
 
 It sees counts and seconds of rounds that are over, never tokens, so that under REJECTION nothing it decides depends on
-what was just drawn (docs/exactness.md). The table is the service's (table.py), the acceptance level the session's.
-
-A round counts for its plan once draft tokens of that plan can have arrived: those before are the change's, not the
-plan's. They are part of what a trial costs, as are those in which the old plan's tokens come back.
+what was just drawn (docs/exactness.md). A round counts for its plan once draft tokens of that plan can have arrived:
+those before are part of what a trial costs, as are those in which the old plan's tokens come back.
 """
 
 from __future__ import annotations
@@ -14,72 +12,56 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.plan import Plan, Prediction
-from specdec.policy.table import LEVEL_MAX, TRIAL_SHARE, Estimate, Table, probability
+from specdec.policy.table import Line, Table, probability
 from specdec.protocol.round_record import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way
-DOUBT = 0.5  # of a line's uncertainty, that is taken off: few rounds were lucky as often as good
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # over plain decoding, of a plan that was measured, and of one that was not
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
-TRIAL_ROUNDS, BASELINE_ROUNDS, HOPELESS_ROUNDS = 12, 6, 4
+TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # what looks at plain decoding may lose, and when
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
-OWN_CREDIT_ROUNDS = 3.0
-LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens that the service's level is worth
+LEVEL_MAX = 4.0
+LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 20.0, 80.0, 0.03  # tokens that the service's level is worth
 TABLE_GAIN = 0.12  # of a session's level in the service's, with each round
-SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
-SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
-REST_LEVEL_S, LEVEL_SPREAD = 40.0, 0.5  # how long a session that rests is taken for other than the service's others
+REST_LEVEL_S = 40.0  # how long a session that rests is taken for other than the service's others
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan being tried until `rounds` of it counted, or `ends_s`; `charged_s` is what it was to lose against the
-    `best` plan; `otherwise` was in force before."""
+    """A plan being tried until `rounds` of it counted, or the table's `trial_ends_s`; `charged_s` is what it was to
+    lose against `otherwise`, which was in force before."""
 
-    best: float
     began_s: float
-    ends_s: float
     rounds: int
     charged_s: float
-    otherwise: Estimate
+    otherwise: Line
 
 
 class AutoPolicy:
     """One session's policy; the table is its service's. Implements `Policy`."""
 
     def __init__(self, table: Table, draft_length_cap: int) -> None:
-        self._table, self._cap = table, draft_length_cap
+        self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
-        self._surprise = self._variance = 0.0
         self._trial: Trial | None = None
         self._trial_rounds, self._trial_loss_s = 0, 0.0
-        self._credit_s = OWN_CREDIT_ROUNDS * table.estimates(-math.inf)[0].seconds
         self._counts_from_s: float | None = None
-        self._counted_rounds = self._review_round = 0
-        self._review_s = 0.0
+        self._review_round, self._review_s, self._is_first = 0, 0.0, True
+        table.refresh()
         self._put_in_force(self._first())
 
     @property
-    def draft_length_cap(self) -> int:
-        return self._cap
-
-    @property
-    def is_speculating(self) -> bool:
-        return self._plan.draft_length_max > 0
-
-    @property
     def prediction(self) -> Prediction:
-        line, (off, *others) = self._line, self._table.estimates(-math.inf)
-        worth = line.worth(self._level)
+        line, (worth, plain) = self._line, map(self._worth, (self._line, self._table.off))
         rounds = f"{line.rounds:.0f} rounds measured" if line.rounds >= 1 else "not measured yet"
-        name = self._plan.description if self.is_speculating else "off"
+        name = line.plan.description if self.is_speculating else "off"
         tried = "" if self._trial is None else ", tried"
-        reason = f"{name}{tried}: {worth:.0f} tokens/s predicted, {rounds}; off {off.worth(self._level):.0f}"
+        reason = f"{name}{tried}: {worth:.0f} tokens/s predicted, {rounds}; off {plain:.0f}"
         if not self.is_speculating:
-            best = self._best(others)
-            reason += f"; {best.arm.plan.description}: {best.worth(self._level):.0f}"
+            best = self._best(self._table.others)
+            reason += f"; {best.plan.description}: {self._worth(best):.0f}"
         return Prediction(worth, reason, self._trial_rounds, self._trial_loss_s)
 
     def plan(self, room: int) -> Plan:
@@ -89,10 +71,8 @@ class AutoPolicy:
         if record.step_count > 1 or not record.round_index:  # it read a prompt, or what was evicted
             return
         self._table.on_round(record)
-        self._credit_s += TRIAL_SHARE * record.round_s
         self._trial_rounds += self._trial is not None
-        arm = self._table.arm_of(record.plan)
-        if arm is self._line.arm and self._counts(record):
+        if record.plan == self._plan and self._counts(record):
             self._counted_rounds += 1
             self._learn_level(record)
             self._table.measure(self._line, record, self._level)
@@ -113,118 +93,92 @@ class AutoPolicy:
         if not tested:
             return
         expected = probability(self._level)
-        surprise, variance = record.accepted_count - tested * expected, expected * (1 - expected)
-        step = surprise / max(variance, LEVEL_VARIANCE_MIN)
+        step = (record.accepted_count - tested * expected) / max(expected * (1 - expected), LEVEL_VARIANCE_MIN)
         self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
         self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
-        keep = SURPRISE_KEPT**tested
-        self._surprise = keep * self._surprise + surprise
-        self._variance = keep * self._variance + tested * variance
-        if self._surprise**2 > SURPRISE_SIGMA**2 * max(self._variance, 1.0):
-            self._tested, self._surprise, self._variance = -SURPRISE_SHARE * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
-    def _first(self) -> Estimate:
+    def _first(self) -> Line:
         """The plan a session begins with: the best that was measured, or that promises most while none was."""
-        off, *others = self._table.estimates(-math.inf)
+        off, others = self._table.off, self._table.others
         measured = [line for line in others if line.rounds >= ADOPTED_ROUNDS]
         best = self._best(measured or others)
         gain = WORTH_GAIN if measured else START_GAIN
-        return best if best.worth(self._level) > gain * off.worth(self._level) else off
+        return best if self._worth(best) > gain * self._worth(off) else off
 
-    def _sure(self, line: Estimate) -> float:
-        return line.worth(self._level) * (1 - DOUBT * line.spread)
+    def _worth(self, line: Line) -> float:
+        return line.worth(self._level)
 
-    def _best(self, lines: Iterable[Estimate]) -> Estimate:
-        return max(lines, key=self._sure)
+    def _best(self, lines: Iterable[Line]) -> Line:
+        return max(lines, key=self._worth)
 
-    def _put_in_force(self, line: Estimate, now_s: float | None = None) -> None:
-        self._line, plan = line, line.arm.plan
-        self._plan = replace(plan, wait_s=self._table.wait_s(plan)) if plan.wait_length else plan
+    def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
+        self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
+        self.is_speculating = line is not self._table.off
         self._counted_rounds, self._is_first = 0, now_s is None
         if now_s is not None:
             self._counts_from_s = now_s + self._warm_s(line)
 
-    def _warm_s(self, line: Estimate) -> float:
+    def _warm_s(self, line: Line) -> float:
         """From a change to the first round that counts."""
-        plan = line.arm.plan
-        if not plan.draft_length_max or plan.wait_length:
-            return 0.5 * line.seconds
-        return line.seconds + self._table.trip_s(plan)
+        if line is self._table.off or line.plan.wait_length:
+            return 0.5 * line.round_s
+        return line.round_s + self._table.trip_s(line.plan)
 
     def _review(self, record: RoundRecord) -> None:
         """Keeps or changes the plan by the table."""
-        now_s, table = record.end_s, self._table
+        now_s, table, current = record.end_s, self._table, self._line
         rest_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
-        estimates = table.estimates(now_s)
-        off = estimates[0]
-        current = self._line = next(line for line in estimates if line.arm is self._line.arm)
+        table.refresh(now_s)
         if not self.is_speculating and self._trial is None:
             back = 1 - math.exp(-rest_s / REST_LEVEL_S)
             self._level += back * (table.level - self._level)
             self._tested *= 1 - back
-        if self._trial is not None and not self._is_over(self._trial, current, now_s):
+        if self._trial and self._counted_rounds < self._trial.rounds and now_s < table.trial_ends_s:
             return
-        best = self._best(line for line in estimates if line.rounds >= ADOPTED_ROUNDS or line in (off, current))
-        if best.worth(self._level) < WORTH_GAIN * off.worth(self._level):
-            best = off
+        best = self._best(line for line in table.lines if line.rounds >= ADOPTED_ROUNDS or line in (table.off, current))
+        if self._worth(best) < WORTH_GAIN * self._worth(table.off):
+            best = table.off
         if self._trial is not None:
             trial, self._trial = self._trial, None
-            table.on_trial_end(now_s, in_vain=best is off and trial.otherwise.arm is table.off)
-            lost_s = self._loss_s(current, trial.otherwise, best.worth(self._level), now_s - trial.began_s)
+            table.on_trial_end(now_s, in_vain=best is trial.otherwise is table.off)
+            lost_s = self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s)
             self._charge(lost_s - trial.charged_s)
-        elif self._sure(best) < CHANGE_GAIN * self._sure(current):
+        elif self._worth(best) < CHANGE_GAIN * self._worth(current):
             best = current
         if best is not current:
             self._put_in_force(best, now_s)
         if self._counted_rounds > REVIEW_ROUNDS and now_s >= table.trial_ends_s:
-            self._consider_trial(estimates, best, now_s)
+            self._consider_trial(best, now_s)
 
-    def _is_over(self, trial: Trial, current: Estimate, now_s: float) -> bool:
-        if self._counted_rounds >= trial.rounds or now_s >= trial.ends_s:
-            return True
-        optimistic = current.worth(self._level) * (1 + current.spread)
-        return self._counted_rounds >= HOPELESS_ROUNDS and optimistic < trial.best
-
-    def _loss_s(self, line: Estimate, otherwise: Estimate, best: float, seconds: float) -> float:
+    def _loss_s(self, line: Line, otherwise: Line, best: float, seconds: float) -> float:
         """What so long a trial loses against the best plan, in seconds. Between two plans that draft the tokens under
         way go on; where one does not, tokens are those of plain decoding until the draft's come."""
-        lost_s = seconds * (1 - line.worth(self._level) / best)
+        lost_s = seconds * (1 - self._worth(line) / best)
         off = self._table.off
-        if off in (line.arm, otherwise.arm):
-            plain = self._table.estimates(-math.inf)[0].worth(self._level)
-            lost_s += self._warm_s(line if otherwise.arm is off else otherwise) * (1 - plain / best)
+        if off in (line, otherwise):
+            lost_s += self._warm_s(line if otherwise is off else otherwise) * (1 - self._worth(off) / best)
         return max(0.0, lost_s)
 
     def _charge(self, lost_s: float) -> None:
         self._trial_loss_s += lost_s
-        self._credit_s -= lost_s
         self._table.credit_s -= lost_s
 
-    def _consider_trial(self, estimates: tuple[Estimate, ...], best: Estimate, now_s: float) -> None:
+    def _consider_trial(self, best: Line, now_s: float) -> None:
         """Begins a trial where one promises to be worth it and may be paid for; of plain decoding from time to time."""
-        table, off, spread = self._table, estimates[0], 0.0
-        worth = best.worth(self._level)
-        if best is off:
-            spread = LEVEL_SPREAD / math.sqrt(1 + max(0.0, self._tested) / LEVEL_TESTED)
-        elif now_s >= table.next_baseline_s:
-            lost_s = self._loss_s(off, best, worth, BASELINE_ROUNDS * off.seconds)
-            is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
-            if not is_first and lost_s <= table.credit_s:
-                table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-                self._try(off, best, worth, BASELINE_ROUNDS, lost_s, now_s)
-                return
-        level = self._level + spread
-        others = [line for line in estimates if line is not best]
-        line = max(others, key=lambda line: line.worth(level) * (1 + line.spread))
-        lost_s = self._loss_s(line, best, worth, self._warm_s(line) + TRIAL_ROUNDS * line.seconds)
-        if line.worth(level) * (1 + line.spread) > worth and lost_s <= min(table.credit_s, self._credit_s):
-            self._try(line, best, worth, TRIAL_ROUNDS, lost_s, now_s)
-
-    def _try(self, line: Estimate, best: Estimate, worth: float, rounds: int, lost_s: float, now_s: float) -> None:
-        ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.seconds)
-        self._trial = Trial(worth, now_s, ends_s, rounds, lost_s, best)
-        self._table.trial_ends_s = ends_s
-        self._charge(lost_s)
-        self._put_in_force(line, now_s)
+        table, off, worth = self._table, self._table.off, self._worth(best)
+        table.next_baseline_s = table.next_baseline_s or now_s + BASELINE_FIRST_S
+        is_baseline = best is not off and now_s >= table.next_baseline_s
+        others = (line for line in table.lines if line is not best)
+        line = off if is_baseline else max(others, key=lambda line: line.promise(self._level))
+        rounds = BASELINE_ROUNDS if is_baseline else TRIAL_ROUNDS
+        seconds = self._warm_s(line) + rounds * line.round_s
+        lost_s = self._loss_s(line, best, worth, seconds)
+        if is_baseline:
+            table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
+        if lost_s <= table.credit_s and (is_baseline or line.promise(self._level) > worth):
+            self._trial = Trial(now_s, rounds, lost_s, best)
+            table.trial_ends_s = now_s + 2 * seconds
+            self._charge(lost_s)
+            self._put_in_force(line, now_s)

@@ -1,13 +1,12 @@
 """The plans a service chooses among, and what closed formulas say of one that nobody tried yet.
 
 The formulas are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
-what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. They choose a first plan
-and give the others a place in the queue; what is measured replaces them. Pure.
+what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. Measurements replace them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 from specdec.policy.plan import PLAIN, Plan
 from specdec.policy.step_curve import StepCurve
@@ -32,20 +31,18 @@ STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # of the tokens a path of that depth 
 OFFERED_SHARE = 0.4  # of that depth is offered even where little of it passes
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
 LATE_SHARE = 0.9  # of the acceptance: what a target step of delay leaves of a tree's tokens
-DRAFT_STEP_GUESS_S, WEIGHT = 0.003, 0.1
+DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S = 0.003, 0.1, 0.005
 OUTSIDE_SHARE = 0.43  # of rounds that a tree did not foresee: they wait for the draft
-WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # a wait may last so many times what the tokens should take
 
 
 class DraftTimes:
     """What is known of the draft and the way to it: steps by nodes of all sessions, and the network's round trip."""
 
-    def __init__(self, link_bytes_per_s: float | None = None) -> None:
+    def __init__(self, link_bytes_per_s: float = math.inf) -> None:
         self._link_bytes_per_s = link_bytes_per_s
         self._steps = StepCurve()
         self._node_bytes = 0.0
         self.network_s = 0.0
-        self._has_network = False
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another draft is connected, and tells what it measured when it had loaded."""
@@ -63,37 +60,16 @@ class DraftTimes:
 
     def on_network(self, network_s: float) -> None:
         """One exchange with the draft: the network time of it, both ways."""
-        old_s = self.network_s if self._has_network else network_s
-        self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + WAIT_LEAST_S) - old_s)
-        self._has_network = True
+        old_s = self.network_s or network_s
+        self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + NETWORK_SLACK_S) - old_s)
 
     def step_s(self, nodes: float) -> float:
         """A step of so many nodes, or the time their messages take on a thin link where that is longer."""
-        step_s = self._steps.seconds(nodes) or DRAFT_STEP_GUESS_S
-        return max(step_s, nodes * self._node_bytes / self._link_bytes_per_s) if self._link_bytes_per_s else step_s
+        return max(self._steps.seconds(nodes) or DRAFT_STEP_GUESS_S, nodes * self._node_bytes / self._link_bytes_per_s)
 
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What the formulas need: a round of one row, the draft, the sessions it serves, the acceptance per token."""
-
-    target_s: float
-    draft: DraftTimes
-    sessions: float
-    acceptance: float
-
-    def trip_s(self, plan: Plan, length: int) -> float:
-        """From a commit to so many draft tokens after it."""
-        return self.draft.network_s + length * self.draft.step_s(plan.leaves * self.sessions)
-
-
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """A round as the formulas see it: tokens offered and accepted, and seconds of waiting for the draft."""
-
-    offered: float
-    accepted: float
-    wait_s: float
+    def trip_s(self, plan: Plan, sessions: float) -> float:
+        """From a commit to the draft tokens that a plan waits for, or to the first."""
+        return self.network_s + max(1, plan.wait_length) * self.step_s(plan.leaves * sessions)
 
 
 def expected_accepted(acceptance: float, length: float) -> float:
@@ -103,26 +79,24 @@ def expected_accepted(acceptance: float, length: float) -> float:
     return acceptance * (1.0 - acceptance**length) / (1.0 - acceptance)
 
 
-def prior_of(plan: Plan, conditions: Conditions) -> Prior:
-    """What the formulas say of a plan."""
+def prior_of(
+    plan: Plan, draft: DraftTimes, sessions: float, target_s: float, acceptance: float
+) -> tuple[float, float, float]:
+    """What the formulas say of a round: tokens offered and accepted, and seconds of waiting for the draft. `target_s`:
+    a round of one row without waiting; `acceptance`: per token."""
     if not plan.draft_length_max:
-        return Prior(0.0, 0.0, 0.0)
-    acceptance, target_s = conditions.acceptance, conditions.target_s
-    draft_s = conditions.draft.step_s(plan.leaves * conditions.sessions)
-    trip_s = conditions.trip_s(plan, max(1, plan.wait_length))
+        return 0.0, 0.0, 0.0
+    trip_s = draft.trip_s(plan, sessions)
     if plan.wait_length and plan.leaves == 1:
-        return Prior(plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s)
-    late = WAITED_DELAY_STEPS if plan.wait_length else DELAY_STEPS
-    delay = late * draft_s + (0.0 if plan.wait_length else conditions.draft.network_s)
-    share = (WAITED_SHARE if plan.wait_length else STREAMED_SHARE) * (LATE_SHARE * acceptance) ** (delay / target_s)
+        return plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s
+    draft_s = draft.step_s(plan.leaves * sessions)
+    if plan.wait_length:
+        share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * trip_s
+    else:
+        share, delay_s, wait_s = STREAMED_SHARE, DELAY_STEPS * draft_s + draft.network_s, 0.0
+    share *= (LATE_SHARE * acceptance) ** (delay_s / target_s)
     if plan.leaves == 1:
         share *= acceptance**1.5
     depth = min(DEPTH + DEPTH_MORE * acceptance**10, 1 + DEPTH_A_STEP * target_s / draft_s)
     length = min(float(plan.draft_length_max), depth)
-    wait_s = OUTSIDE_SHARE * trip_s if plan.wait_length else 0.0
-    return Prior(max(share, OFFERED_SHARE) * length, share * expected_accepted(acceptance, length), wait_s)
-
-
-def wait_limit_s(plan: Plan, conditions: Conditions) -> float:
-    """How long the verifications of a plan that waits may be held back."""
-    return min(WAIT_LEAST_S + WAIT_SLACK * conditions.trip_s(plan, plan.wait_length), WAIT_MOST_S)
+    return max(share, OFFERED_SHARE) * length, share * expected_accepted(acceptance, length), wait_s

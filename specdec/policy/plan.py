@@ -1,7 +1,4 @@
-"""What a round is to do, as a value; the words that policies and sessions speak in.
-
-It knows neither how a plan is chosen nor how it is carried out.
-"""
+"""What a round is to do, as a value: neither how that is chosen nor how it is carried out."""
 
 from __future__ import annotations
 

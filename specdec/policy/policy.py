@@ -1,20 +1,13 @@
-"""How much to speculate: the plan of a round, and the policies that make one.
-
-Pure: a policy sees counts and seconds it is told and answers with a plan. It knows neither tokens nor messages, so what
-it decides under REJECTION cannot depend on the tokens just drawn (docs/exactness.md). `FixedPolicy` does what it was
-told; `AutoPolicy` (auto_policy.py) chooses by what was measured.
-"""
+"""The policies: a session asks one for the plan of each round. Pure: see auto_policy.py for the one that measures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.policy.plan import PLAIN, Plan, Prediction
 from specdec.protocol.round_record import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, check_integer, check_number
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, LEAVES_LIMIT, check_integer, check_number
 
-LEAVES_MAX = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that can come true
 WAIT_S_MAX = 60.0  # a draft that is silent for longer is not worth a verification held back
 WAIT_S = 0.05  # where nobody says: a slow draft's tokens over a slow link come within it; the service's default too
 
@@ -41,7 +34,6 @@ class Policy(Protocol):
         """One round ended."""
 
 
-@dataclass(frozen=True, slots=True)
 class FixedPolicy:
     """Offers up to `draft_length` tokens and waits for all of them, `wait_s` at most; `wait_s` 0 never waits.
 
@@ -49,36 +41,20 @@ class FixedPolicy:
     the next round's tokens are under way already. `leaves` above 1 lets the draft grow branches.
     """
 
-    draft_length: int
-    window: int | None = None
-    leaves: int = 1
-    wait_s: float = WAIT_S
-
-    def __post_init__(self) -> None:
-        check_integer("num_speculative_tokens", self.draft_length, 0, DRAFT_LENGTH_LIMIT)
-        if self.window is not None:
-            check_integer("draft_window", self.window, self.draft_length, DRAFT_LENGTH_LIMIT)
-        check_integer("draft_leaves", self.leaves, 1, LEAVES_MAX)
-        check_number("draft_wait_s", self.wait_s, 0, WAIT_S_MAX)
-
-    @property
-    def draft_length_cap(self) -> int:
-        return self.draft_length
-
-    @property
-    def is_speculating(self) -> bool:
-        return self.draft_length > 0
-
-    @property
-    def prediction(self) -> Prediction:
-        return Prediction(None, f"fixed: {self.draft_length} tokens" if self.draft_length else "off")
+    def __init__(self, draft_length: int, window: int | None = None, leaves: int = 1, wait_s: float = WAIT_S) -> None:
+        check_integer("num_speculative_tokens", draft_length, 0, DRAFT_LENGTH_LIMIT)
+        if window is None:
+            window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
+        check_integer("draft_window", window, draft_length, DRAFT_LENGTH_LIMIT)
+        check_integer("draft_leaves", leaves, 1, LEAVES_LIMIT)
+        check_number("draft_wait_s", wait_s, 0, WAIT_S_MAX)
+        self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
+        self.prediction = Prediction(None, f"fixed: {draft_length} tokens" if draft_length else "off")
+        wait_length = draft_length if wait_s else 0
+        self._plan = Plan(draft_length, window, leaves, wait_length, wait_s) if draft_length else PLAIN
 
     def plan(self, room: int) -> Plan:
-        if not self.draft_length:
-            return PLAIN
-        window = min(self.draft_length + 1, DRAFT_LENGTH_LIMIT) if self.window is None else self.window
-        wait_length = self.draft_length if self.wait_s else 0
-        return Plan(self.draft_length, window, self.leaves, wait_length, self.wait_s).within(room)
+        return self._plan.within(room)
 
     def on_round(self, record: RoundRecord) -> None:
         """A fixed policy learns nothing."""

@@ -15,11 +15,11 @@ class StepCurve:
     def __init__(self, sample_weight: float = SAMPLE_WEIGHT) -> None:
         self._sample_weight = sample_weight
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
-        self._points: tuple[tuple[float, float], ...] | None = None
+        self._points: list[tuple[float, float]] = []  # (mean rows, seconds) of every bucket; seconds never fall
 
     def add(self, rows: float, seconds: float) -> float:
         """Tells one step; returns the mean of steps of about so many rows, this one included."""
-        self._points = None
+        self._points = []
         bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
         weight = max(self._sample_weight, 1 / bucket[0])
@@ -27,29 +27,18 @@ class StepCurve:
         bucket[2] += weight * (min(seconds, OUTLIER_FACTOR * bucket[2]) - bucket[2])
         return bucket[2]
 
-    @property
-    def sample_count(self) -> float:
-        """Steps told of."""
-        return sum(bucket[0] for bucket in self._buckets.values())
-
-    def points(self) -> tuple[tuple[float, float], ...]:
-        """(mean rows, seconds) of every bucket in order of rows; seconds never fall as rows grow."""
-        if self._points is None:
-            points: list[tuple[float, float]] = []
-            for _, bucket in sorted(self._buckets.items()):
-                points.append((bucket[1], max(bucket[2], points[-1][1] if points else 0.0)))
-            self._points = tuple(points)
-        return self._points
-
     def seconds(self, rows: float) -> float | None:
         """The time of a step of so many rows; None before the first sample. Never falls as rows grow.
 
         Below the smallest step seen it is flat. Beyond the largest it goes on as from a step of half its rows to it: a
         slope between two neighbours would be their noise.
         """
-        points = self.points()
-        if not points:
+        if not self._buckets:
             return None
+        points = self._points
+        if not points:
+            for _, (_, mean_rows, mean_s) in sorted(self._buckets.items()):
+                points.append((mean_rows, max(mean_s, points[-1][1] if points else 0.0)))
         if rows <= points[0][0] or len(points) == 1:
             return points[0][1]
         last, last_s = points[-1]

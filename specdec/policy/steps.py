@@ -13,12 +13,10 @@ from specdec.protocol.round_record import RoundRecord
 SHAPE_WEIGHT = 0.003  # slower than the level by far, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
 CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
-CONTENTION_WEIGHT = 0.08
-CONTENTION_MAX = 4.0
+CONTENTION_WEIGHT, CONTENTION_MAX = 0.15, 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
-SESSIONS_WEIGHT = 0.05
+SESSIONS_WEIGHT, STEP_S_GUESS = 0.05, 0.02
 ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
-STEP_S_GUESS = 0.02
 
 
 class Steps:
@@ -29,17 +27,16 @@ class Steps:
         self._level = self._contention = 1.0
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
-        self._contention_steps = 0.0
         self._drafted_s = float("-inf")
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
-        """Takes what the target measured when it had loaded, where nothing else is known yet."""
-        if not self._shape.sample_count:
-            for rows, seconds in step_times:
-                self._shape.add(rows, seconds)
+        """Another target is connected, and tells what it measured when it had loaded."""
+        self._shape, self._level = StepCurve(SHAPE_WEIGHT), 1.0
+        for rows, seconds in step_times:
+            self._shape.add(rows, seconds)
 
     def on_step(self, record: RoundRecord) -> None:
         """One round's step; steps that read a prompt are left out."""
@@ -60,27 +57,18 @@ class Steps:
         speed = self._level * contention
         mean_s = self._shape.add(record.step_rows, record.step_s / speed)
         ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
-        if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
-            self._contention_steps += 1 / self.sessions
-            gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
-            self._learn_contention(1 + gain * (ratio - 1))
-        else:
+        if self._steps_since_change > CONTENTION_ROUNDS * self.sessions:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
-
-    def _learn_contention(self, factor: float) -> None:
-        """Moves what is expected of such steps, and leaves what is expected of the others."""
-        if not self._is_drafting:
+            return
+        factor = 1 + CONTENTION_WEIGHT / self.sessions * (ratio - 1)
+        if not is_drafting:  # what is expected of such steps moves, and what is expected of the others stays
             self._level *= factor
             factor = 1 / factor
         self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
-
-    def seconds(self, rows: float, is_drafting: bool) -> float:
-        """A step of so many rows, of all sessions in it."""
-        shape_s = self._shape.seconds(rows)
-        return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
         """The steps that pass in a round if all sessions bring so many rows each: more than one where they take turns,
         as those that wait for the draft may."""
         turns = max(1.0, self._turns[waits])
-        return turns * self.seconds(self.active / turns * rows, is_drafting)
+        step_s = self._shape.seconds(self.active / turns * rows) or STEP_S_GUESS
+        return turns * step_s * self._level * (self._contention if is_drafting else 1.0)

@@ -1,8 +1,8 @@
-"""What one service measured of its plans under one rule: a table with a line for each, plain decoding among them. Pure.
+"""What one service measured of its plans under one rule: a table with a line for each, plain decoding first. Pure.
 
-A line's worth is tokens over seconds of the same rounds, as if all sessions ran its plan: seconds are T(rows) of that
-many sessions plus the plan's own remainder; tokens are what it brought, corrected by the acceptance of the session that
-asks, over the lengths that arrived. It forgets: by rounds while a plan runs, by time while it does not.
+A line's worth is tokens over seconds of the same rounds: T(rows) as if all sessions ran its plan, plus the plan's own
+remainder; what it brought, corrected by the acceptance of the session that asks, over the lengths that arrived. It
+forgets: by rounds while a plan runs, by time while it does not.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specdec.policy.catalogue import CATALOGUE, Conditions, DraftTimes, expected_accepted, prior_of, wait_limit_s
+from specdec.policy.catalogue import CATALOGUE, DraftTimes, expected_accepted, prior_of
 from specdec.policy.plan import Plan
 from specdec.policy.steps import Steps
 from specdec.protocol.round_record import RoundRecord
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # what a closed formula is worth; relative spread of a round's tokens
-ACCEPTANCE_GUESS, LEVEL_MAX = 0.65, 4.0
-OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
+ACCEPTANCE_GUESS = 0.65
+OVERHEAD_GUESS_S = 0.0015
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
-FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is held against the usual arrivals
+FAST_S, ARRIVALS_LEAST = 0.6, 9.0  # the window that is held against the usual arrivals, and its least tokens
 LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
-KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan, before its arrivals say that; where none came at all
+KNOWN_ROUNDS = 40.0  # of a plan, before its arrivals say that
 BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
-ESTIMATES_S = 0.05
+REFRESH_S = 0.05
 REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
 TRIAL_SHARE = 0.01  # of all time, that trying may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # what it may lose at first, and save up
+WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # a wait may last so many times what the tokens should take
 
 
 def probability(level: float) -> float:
@@ -36,25 +37,34 @@ def probability(level: float) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Arm:
-    """One plan and its rounds, as forgotten sums. `level`: mean acceptance level of the sessions in rounds where draft
-    tokens arrived."""
+class Line:
+    """One plan: its rounds as forgotten sums, and what is expected of it as of the table's last refresh.
+
+    Sums: `rounds`, and `remainder_s` of them beside the step; of the rounds in which draft tokens arrived `arrivals`,
+    `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Expected: `round_s` if all sessions ran
+    the plan, `beside_s` of it beside the step; `usual_offered` a round; `length` of what arrives; `gain`: accepted over
+    a + ... + a^length, a being the acceptance of the sessions that were measured; `spread`: relative uncertainty.
+    """
 
     plan: Plan
     rounds: float = 0.0
+    remainder_s: float = 0.0
     arrivals: float = 0.0
     offered: float = 0.0
     accepted: float = 0.0
     level: float = 0.0
-    wait_s: float = 0.0
-    overhead_s: float = 0.0
     told_s: float = 0.0
+    round_s: float = 1.0
+    beside_s: float = OVERHEAD_GUESS_S
+    usual_offered: float = 0.0
+    length: float = 0.0
+    gain: float = 0.0
+    spread: float = 0.0
 
     def keep(self, share: float) -> None:
         """Forgets all but a share."""
         self.rounds *= share
-        self.wait_s *= share
-        self.overhead_s *= share
+        self.remainder_s *= share
         self.scale_arrivals(share)
 
     def scale_arrivals(self, share: float) -> None:
@@ -69,44 +79,26 @@ class Arm:
             self.keep(math.exp((self.told_s - now_s) / IDLE_KEPT_S))
             self.told_s = now_s
 
-    def add(self, record: RoundRecord, level: float, expected_s: float) -> None:
-        """One round of a session at an acceptance level; `expected_s`: what it should take beside its step."""
-        self.age(record.start_s)
+    def add(self, record: RoundRecord, level: float) -> None:
+        """One round of a session at an acceptance level."""
         self.keep(1 - 1 / ROUNDS_KEPT)
         self.told_s = max(self.told_s, record.end_s)
         self.rounds += 1
         remainder_s = max(0.0, record.round_s - record.queue_s - record.step_s)
-        remainder_s = min(remainder_s, REMAINDER_FACTOR * expected_s + REMAINDER_SLACK_S)
-        wait_s = min(record.wait_s, remainder_s)
-        self.wait_s += wait_s
-        self.overhead_s += remainder_s - wait_s
+        self.remainder_s += min(remainder_s, REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         if record.offered_count:
             self.arrivals += 1
             self.offered += record.offered_count
             self.accepted += record.accepted_count
             self.level += (level - self.level) / self.arrivals
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
-    """One line of the table as of now. `seconds`: of a round if all sessions ran the plan, `remainder_s` of it beside
-    the step; `offered`: tokens a round; `length`: of what arrived; `gain`: accepted over a + ... + a^length, a being
-    the acceptance of the sessions that were measured; `spread`: relative uncertainty."""
-
-    arm: Arm
-    seconds: float
-    remainder_s: float
-    offered: float
-    gain: float
-    length: float
-    rounds: float
-    spread: float
-
     def worth(self, level: float) -> float:
         """Tokens per second of a session at an acceptance level."""
-        if not self.gain:
-            return 1.0 / self.seconds
-        return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.seconds
+        return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.round_s
+
+    def promise(self, level: float) -> float:
+        """The same at its best, as uncertain as it is."""
+        return self.worth(level) * (1 + self.spread)
 
 
 class Table:
@@ -114,33 +106,24 @@ class Table:
 
     def __init__(self, steps: Steps, draft: DraftTimes, draft_length_cap: int) -> None:
         self._steps, self._draft = steps, draft
-        self._arms = {self._shape(plan): Arm(plan) for plan in (plan.capped(draft_length_cap) for plan in CATALOGUE)}
-        self.off = next(iter(self._arms.values()))
+        self.lines = [Line(plan) for plan in dict.fromkeys(plan.capped(draft_length_cap) for plan in CATALOGUE)]
+        self.off, *self.others = self.lines
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
         self.round_count = 0
         self.trial_ends_s, self.next_baseline_s = -math.inf, 0.0
         self._rest_s = REST_LEAST_S
-        self._overhead_s = OVERHEAD_GUESS_S
         self._arrival_share = 1.0
-        self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
-        self._estimates: tuple[Estimate, ...] = ()
-        self._estimated_s = -math.inf
-        self.credit_s = CREDIT_ROUNDS * self.estimates(-math.inf)[0].seconds
+        self._fast_expected = self._fast_offered = self._noticed_s = 0.0
+        self._refreshed_s = -math.inf
+        self.refresh()
+        self.credit_s = CREDIT_ROUNDS * self.off.round_s
 
-    @staticmethod
-    def _shape(plan: Plan) -> tuple[int, int, int, int]:
-        return plan.draft_length_max, plan.window, plan.leaves, plan.wait_length
-
-    def arm_of(self, plan: Plan) -> Arm | None:
-        """The line of a plan; None for one that was cut to the end of a text."""
-        return self._arms.get(self._shape(plan))
-
-    def forget_draft(self, share: float = 0.0, but: Arm | None = None) -> None:
+    def forget_draft(self, share: float = 0.0, but: Line | None = None) -> None:
         """Another draft is connected, or the same is back: what was measured of all plans but one counts for less."""
-        for arm in self._arms.values():
-            if arm not in (self.off, but):
-                arm.keep(share)
-        self._arrival_share, self._estimated_s = 1.0, -math.inf
+        for line in self.others:
+            if line is not but:
+                line.keep(share)
+        self._arrival_share, self._refreshed_s = 1.0, -math.inf
 
     def on_round(self, record: RoundRecord) -> None:
         """A round of any session: its step is measured, and trying may lose a share of its time."""
@@ -153,85 +136,65 @@ class Table:
         self._rest_s = min(2 * self._rest_s, REST_MOST_S) if in_vain else REST_LEAST_S
         self.trial_ends_s = now_s + (self._rest_s if in_vain else 0.0)
 
-    def measure(self, line: Estimate, record: RoundRecord, level: float) -> None:
-        """A round that counts for its plan."""
-        line.arm.add(record, level, line.remainder_s)
-        if line.arm is self.off:
-            overhead_s = max(0.0, record.round_s - record.queue_s - record.step_s)
-            overhead_s = min(overhead_s, REMAINDER_FACTOR * self._overhead_s)
-            self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
-        else:
-            self._watch_arrivals(line.arm, record, line.offered)
-
-    def _watch_arrivals(self, arm: Arm, record: RoundRecord, expected: float) -> None:
-        """Notices at once that draft tokens ceased to come or come again: that is true of all plans."""
+    def measure(self, line: Line, record: RoundRecord, level: float) -> None:
+        """A round that counts for its plan. Draft tokens that cease to come or come again are noticed at once: that is
+        true of all plans."""
+        line.add(record, level)
+        if line is self.off:
+            return
         keep = math.exp(min(0.0, self._noticed_s - record.end_s) / FAST_S)
         self._noticed_s = max(self._noticed_s, record.end_s)
-        self._fast_expected = self._fast_expected * keep + expected
+        self._fast_expected = self._fast_expected * keep + line.usual_offered
         self._fast_offered = self._fast_offered * keep + record.offered_count
-        self._fast_squares = self._fast_squares * keep + expected * expected + ARRIVALS_SPREAD
-        surplus = self._fast_offered - self._fast_expected
-        is_known = arm.rounds >= KNOWN_ROUNDS if arm.arrivals else arm.rounds >= SILENT_ROUNDS
-        is_lost = is_known and self._fast_offered < LOST_SHARE * self._fast_expected
-        if surplus**2 < ARRIVALS_SIGMA**2 * self._fast_squares or not (is_lost or self._arrival_share < LOST_SHARE):
+        if max(self._fast_expected, self._fast_offered) < ARRIVALS_LEAST:
             return
-        if surplus < 0:
-            share = self._fast_offered / self._fast_expected
+        share, is_known = self._fast_offered / self._fast_expected, line.rounds >= KNOWN_ROUNDS
+        if share < LOST_SHARE and is_known:
             self._arrival_share *= share
-            self._estimated_s = -math.inf
-            for other in self._arms.values():
+            self._refreshed_s = -math.inf
+            for other in self.others:
                 other.scale_arrivals(share)
-            arm.keep(LOST_KEPT)
+            line.keep(LOST_KEPT)
+        elif share > 1 and self._arrival_share < LOST_SHARE:
+            self.forget_draft(LOST_KEPT, line)
         else:
-            self.forget_draft(LOST_KEPT, arm)
-        self._fast_expected = self._fast_offered = self._fast_squares = 0.0
+            return
+        self._fast_expected = self._fast_offered = 0.0
 
-    def estimates(self, now_s: float) -> tuple[Estimate, ...]:
-        """All lines as of now, plain decoding first; made anew when some time has passed."""
-        if self._estimates and now_s < self._estimated_s + ESTIMATES_S:
-            return self._estimates
-        if math.isfinite(self._estimated_s):
-            self._arrival_share = 1 - (1 - self._arrival_share) * math.exp((self._estimated_s - now_s) / BACK_S)
-        self._estimated_s = now_s
-        conditions = self._conditions()
-        self._estimates = tuple(self._estimate(arm, conditions, now_s) for arm in self._arms.values())
-        return self._estimates
+    def refresh(self, now_s: float = -math.inf) -> None:
+        """Brings what is expected of all plans up to date, where some time has passed or the draft changed: the prior
+        and what was measured, each with its weight."""
+        if now_s < self._refreshed_s + REFRESH_S:
+            return
+        if math.isfinite(self._refreshed_s):
+            self._arrival_share = 1 - (1 - self._arrival_share) * math.exp((self._refreshed_s - now_s) / BACK_S)
+        self._refreshed_s = now_s
+        sessions, acceptance = self._steps.active, probability(self.level)
+        target_s = self._steps.round_s(1.0, True, False) + self.off.beside_s
+        arrived, overhead_s = PRIOR_ROUNDS * self._arrival_share, OVERHEAD_GUESS_S
+        for line in self.lines:
+            line.age(now_s)
+            offered, accepted, wait_s = prior_of(line.plan, self._draft, sessions, target_s, acceptance)
+            count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
+            line.usual_offered = (arrived * offered + line.offered) / count
+            line.beside_s = (PRIOR_ROUNDS * (wait_s + overhead_s) + line.remainder_s) / count
+            line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
+            measured = probability((PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals)
+            line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(measured, line.length)
+            line.round_s = line.beside_s + self._steps.round_s(
+                1 + line.usual_offered, line is not self.off, line.plan.wait_length > 0
+            )
+            line.spread = 0.0 if line is self.off else ROUND_SPREAD / math.sqrt(count)
+            overhead_s = self.off.beside_s
 
     def best_worth(self) -> float:
         """Tokens per second of the best plan that was measured, for a session like the others."""
-        return max(line.worth(self.level) for line in self._estimates if line.rounds >= 1 or line.arm is self.off)
-
-    def _conditions(self) -> Conditions:
-        target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
-        return Conditions(target_s, self._draft, self._steps.active, probability(self.level))
+        return max(line.worth(self.level) for line in self.lines if line.rounds >= 1 or line is self.off)
 
     def wait_s(self, plan: Plan) -> float:
-        """How long a plan may hold a verification back, as things stand."""
-        return wait_limit_s(plan, self._conditions())
+        """How long a plan may hold a verification back, as things stand; 0 where it does not wait."""
+        return min(WAIT_LEAST_S + WAIT_SLACK * self.trip_s(plan), WAIT_MOST_S) if plan.wait_length else 0.0
 
     def trip_s(self, plan: Plan) -> float:
-        """From a commit to the first draft token after it, as things stand."""
-        return self._conditions().trip_s(plan, 1)
-
-    def _estimate(self, arm: Arm, conditions: Conditions, now_s: float) -> Estimate:
-        arm.age(now_s)
-        prior = prior_of(arm.plan, conditions)
-        count, arrivals = PRIOR_ROUNDS + arm.rounds, PRIOR_ROUNDS + arm.arrivals
-        arrived = PRIOR_ROUNDS * self._arrival_share
-        offered = (arrived * prior.offered + arm.offered) / count
-        wait_s = (PRIOR_ROUNDS * prior.wait_s + arm.wait_s) / count
-        remainder_s = wait_s + (PRIOR_ROUNDS * self._overhead_s + arm.overhead_s) / count
-        accepted = (arrived * prior.accepted + arm.accepted) / count
-        length = max(0.5, (PRIOR_ROUNDS * prior.offered + arm.offered) / arrivals)
-        level = (PRIOR_ROUNDS * self.level + arm.arrivals * arm.level) / arrivals
-        is_off = arm is self.off
-        return Estimate(
-            arm,
-            self._steps.round_s(1 + offered, not is_off, arm.plan.wait_length > 0) + remainder_s,
-            remainder_s,
-            offered,
-            accepted / expected_accepted(probability(level), length),
-            length,
-            arm.rounds,
-            0.0 if is_off else ROUND_SPREAD / math.sqrt(count),
-        )
+        """From a commit to the draft tokens after it that a plan waits for, or to the first, as things stand."""
+        return self._draft.trip_s(plan, self._steps.active)
