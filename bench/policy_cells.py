@@ -22,8 +22,7 @@ from bench.event_simulation import Scenario
 from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import CATALOGUE, DraftTimes
-from specdec.policy.plan import PLAIN
-from specdec.policy.policy import Policy
+from specdec.policy.policy import PLAIN, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.event_simulation import Node, Scenario, Simulation, Stream
-from specdec.policy.plan import PLAIN, Plan
-from specdec.policy.policy import Policy
-from specdec.protocol.round_record import RoundRecord
+from specdec.policy.policy import PLAIN, Plan, Policy
+from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 
 ROOM = 1_000_000

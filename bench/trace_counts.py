@@ -28,12 +28,10 @@ from bench.otlp_receiver import Receiver
 from bench.rounds import table_models
 from coordinator.figures import Figures, RequestFigures
 from coordinator.tracing import RequestTrace
-from specdec.policy.plan import PLAIN
-from specdec.policy.policy import FixedPolicy
+from specdec.policy.policy import PLAIN, FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
-from specdec.protocol.report import Finished, Started, Statistics
+from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
 from specdec.protocol.request import Ask
-from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
 from specdec.replica.metrics import ReplicaFigures

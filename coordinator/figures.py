@@ -11,9 +11,8 @@ import threading
 
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, DraftAsk, Nodes, Open, TargetAsk, Trace
-from specdec.protocol.report import Finished, Started, Statistics
+from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
 from specdec.protocol.request import Ask
-from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Description, FinishReason
 from specdec.rpc.link import Link

@@ -61,16 +61,16 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._places = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
-        self._known_draft: Description | None = None
+        self._known: tuple[Description | None, Description | None] = None, None  # the replicas', at the last change
 
     def _on_changed(self) -> None:
         """A replica is up, or gone: what it measured when it had loaded is where the policy begins."""
-        if self.target.description is not None:
-            self._speculation.on_target(self.target.description)
-        draft = None if self.draft is None else self.draft.description
-        if draft is not None and draft is not self._known_draft:
+        known_target, known_draft = self._known
+        target, draft = self._known = self.target.description, self.draft and self.draft.description
+        if target is not None and target is not known_target:
+            self._speculation.on_target(target)
+        if draft is not None and draft is not known_draft:
             self._speculation.on_draft(draft)
-        self._known_draft = draft
         self._changed()
 
     async def generate(

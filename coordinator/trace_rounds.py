@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.protocol.items import Nodes
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.report import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.tree import Place
 from specdec.protocol.types import TokenKind

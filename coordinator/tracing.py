@@ -34,9 +34,8 @@ from coordinator.trace_rounds import (
 )
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, Commit, DraftAsk, Nodes, TargetAsk, Trace, Verification
-from specdec.protocol.report import TRACED, Finished, Started
+from specdec.protocol.report import TRACED, Finished, RoundRecord, Started
 from specdec.protocol.request import Ask
-from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.types import Description
 from specdec.rpc.link import Link

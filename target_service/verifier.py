@@ -15,7 +15,7 @@ from specdec.decoding.paths import TokenPath
 from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
-from specdec.policy.step_curve import StepCurve
+from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, EvidenceAnswer, Open, Short, Verification
 from specdec.protocol.types import Description, check_token_ids
 from specdec.replica.handler import ReplicaService, Reply, check_law_tokens

@@ -19,7 +19,7 @@ from bench.pipeline.figures import by_variant, hazards
 from bench.pipeline.ranks import Ranks
 from bench.pipeline.sweep import Cell
 from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
-from specdec.policy.plan import PLAIN, Plan
+from specdec.policy.policy import PLAIN, Plan
 from specdec.protocol.types import Law
 from specdec.rpc.process import set_startup_objects_aside
 

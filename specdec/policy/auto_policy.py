@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from specdec.policy.plan import Plan, Prediction
+from specdec.policy.policy import Plan, Prediction
 from specdec.policy.table import Line, Table, probability
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.report import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from specdec.policy.plan import PLAIN, Plan
-from specdec.policy.step_curve import StepCurve
+from specdec.policy.policy import PLAIN, Plan
+from specdec.policy.steps import StepCurve
 
 CATALOGUE = (
     PLAIN,

@@ -1,27 +1,78 @@
-"""The policies: a session asks one for the plan of each round. Pure: see auto_policy.py for the one that measures."""
+"""Plans, and the policies a session asks for one each round. Pure: see auto_policy.py for the one that measures."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
-from specdec.policy.plan import PLAIN, Plan, Prediction
-from specdec.protocol.round_record import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, LEAVES_LIMIT, check_integer, check_number
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
-WAIT_S_MAX = 60.0  # a draft that is silent for longer is not worth a verification held back
+if TYPE_CHECKING:
+    from specdec.protocol.report import RoundRecord
+
 WAIT_S = 0.05  # where nobody says: a slow draft's tokens over a slow link come within it; the service's default too
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the next round is to do.
+
+    `draft_length_max`: most draft tokens it may carry; 0 is plain decoding. `window`: positions past the committed
+    length the draft tree may reach. `leaves`: nodes the draft evaluates for this session in one step; 1 is a chain
+    without branches. `wait_length`, `wait_s`: hold the verification until so many draft tokens are in hand, at most so
+    long; `wait_length` 0 never waits.
+    """
+
+    draft_length_max: int
+    window: int
+    leaves: int = 1
+    wait_length: int = 0
+    wait_s: float = 0.0
+
+    def within(self, room: int) -> Plan:
+        """The same plan for a session that can still hold `room` tokens; a round commits one more than it accepts."""
+        most = room - 1
+        if self.window <= most and self.draft_length_max <= most:
+            return self
+        if most <= 0:
+            return PLAIN
+        length, wait_length = min(self.draft_length_max, most), min(self.wait_length, most)
+        return Plan(length, min(self.window, most), self.leaves, wait_length, self.wait_s)
+
+    def capped(self, draft_length_cap: int) -> Plan:
+        """The same plan with at most so many draft tokens a round."""
+        length, wait_length = min(self.draft_length_max, draft_length_cap), min(self.wait_length, draft_length_cap)
+        return replace(self, draft_length_max=length, wait_length=wait_length)
+
+    @property
+    def description(self) -> str:
+        """The plan in words."""
+        shape = "a chain" if self.leaves == 1 else f"a tree of {self.leaves} leaves"
+        wait = f", waiting for {self.wait_length}" if self.wait_length else ""
+        return f"{shape}, up to {self.draft_length_max} tokens{wait}"
+
+
+PLAIN = Plan(draft_length_max=0, window=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a policy expects of its plan, tokens per second of this session (None: it has no model), and its reason; the
+    rounds in which it tried another plan, and the seconds it lost by that, as estimated."""
+
+    tokens_per_s: float | None
+    reason: str
+    num_rounds_trial: int = 0
+    trial_loss_s: float = 0.0
+
+
 class Policy(Protocol):
-    """What a session asks and tells, once a round. One policy object per session."""
+    """What a session asks and tells, once a round; one object per session. `draft_length_cap`: most draft tokens any
+    of its plans offers, 0 where the session needs no draft at all. `is_speculating`: whether the plan in force drafts.
+    """
 
-    @property
-    def draft_length_cap(self) -> int:
-        """Most draft tokens any plan of this policy offers; 0: the session needs no draft at all."""
-
-    @property
-    def is_speculating(self) -> bool:
-        """Whether the plan in force drafts."""
+    draft_length_cap: int
+    is_speculating: bool
 
     @property
     def prediction(self) -> Prediction:
@@ -42,12 +93,8 @@ class FixedPolicy:
     """
 
     def __init__(self, draft_length: int, window: int | None = None, leaves: int = 1, wait_s: float = WAIT_S) -> None:
-        check_integer("num_speculative_tokens", draft_length, 0, DRAFT_LENGTH_LIMIT)
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
-        check_integer("draft_window", window, draft_length, DRAFT_LENGTH_LIMIT)
-        check_integer("draft_leaves", leaves, 1, LEAVES_LIMIT)
-        check_number("draft_wait_s", wait_s, 0, WAIT_S_MAX)
         self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
         self.prediction = Prediction(None, f"fixed: {draft_length} tokens" if draft_length else "off")
         wait_length = draft_length if wait_s else 0

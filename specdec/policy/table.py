@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 
 from specdec.policy.catalogue import CATALOGUE, DraftTimes, expected_accepted, prior_of
-from specdec.policy.plan import Plan
+from specdec.policy.policy import Plan
 from specdec.policy.steps import Steps
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.report import RoundRecord
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # what a closed formula is worth; relative spread of a round's tokens

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.policy.plan import Plan
-from specdec.policy.policy import Policy
+from specdec.policy.policy import Plan, Policy
 from specdec.protocol.items import (
     Close,
     Commit,
@@ -26,7 +25,7 @@ from specdec.protocol.items import (
     Verification,
     catch_up,
 )
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.report import RoundRecord
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict

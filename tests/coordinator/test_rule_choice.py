@@ -5,8 +5,8 @@ from __future__ import annotations
 from coordinator.speculation import REJECTION_EVERY, RULE_ROUNDS, Speculation
 from specdec.config import CoordinatorSettings
 from specdec.policy.auto_policy import AutoPolicy
+from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import Ask, SamplingPolicy, SpeculativePolicy
-from specdec.protocol.round_record import RoundRecord
 from specdec.protocol.types import Rule, TokenKind
 
 SETTINGS = CoordinatorSettings(target="localhost:1", tokenizer="none", speculation_policy="auto")

@@ -53,7 +53,7 @@ TABLE = (
     ),
     Imports(
         "specdec.policy",
-        ("specdec.errors", "specdec.protocol.types", "specdec.protocol.round_record"),
+        ("specdec.errors", "specdec.protocol.types", "specdec.protocol.report"),
         MODEL_LIBRARIES + NETWORK_LIBRARIES + CLOCKS_AND_CHANCE,
     ),
     Imports(
@@ -131,7 +131,7 @@ TABLE = (
                 "specdec.protocol.tree",
                 "specdec.protocol.growth",
                 "specdec.protocol.calibration",
-                "specdec.policy.step_curve",
+                "specdec.policy.steps",
                 *VALUES,
             ),
             ("transformers",),

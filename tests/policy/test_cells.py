@@ -10,7 +10,7 @@ import pytest
 from bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, paying_cells, rate, run
 from bench.policy_world import FixedService, Simulated
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.plan import PLAIN
+from specdec.policy.policy import PLAIN
 from specdec.policy.table import TRIAL_SHARE
 
 pytestmark = pytest.mark.lengthy

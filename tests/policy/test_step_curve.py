@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specdec.policy.step_curve import StepCurve
+from specdec.policy.steps import StepCurve
 
 
 def step_s(rows: int) -> float:

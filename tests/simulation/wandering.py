@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.policy.plan import PLAIN, Plan, Prediction
+from specdec.policy.policy import PLAIN, Plan, Prediction
 from specdec.protocol.noise import Lane, hash64
-from specdec.protocol.round_record import RoundRecord
+from specdec.protocol.report import RoundRecord
 
 DRAFT_LENGTH_CAP = 5
 WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)
