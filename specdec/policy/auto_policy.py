@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.policy import Plan, Prediction
-from specdec.policy.table import Line, Table, probability
+from specdec.policy.table import TRIAL_SHARE, Line, Table, probability
 from specdec.protocol.report import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
@@ -20,11 +20,14 @@ CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs t
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # over plain decoding, of a plan that was measured, and of one that was not
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
 TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
+OWN_CREDIT_ROUNDS = 3.0  # what a session's own trials may lose at first; a text that gains nothing pays for no others
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # what looks at plain decoding may lose, and when
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
 LEVEL_MAX = 4.0
-LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 20.0, 80.0, 0.03  # tokens that the service's level is worth
+LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens that the service's level is worth
 TABLE_GAIN = 0.12  # of a session's level in the service's, with each round
+SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
+SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
 REST_LEVEL_S = 40.0  # how long a session that rests is taken for other than the service's others
 
 
@@ -45,9 +48,11 @@ class AutoPolicy:
     def __init__(self, table: Table, draft_length_cap: int) -> None:
         self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
+        self._surprise = self._variance = 0.0
         self._trial: Trial | None = None
         self._trial_rounds, self._trial_loss_s = 0, 0.0
         self._counts_from_s: float | None = None
+        self._credit_s = OWN_CREDIT_ROUNDS * table.off.round_s
         self._review_round, self._review_s, self._is_first = 0, 0.0, True
         table.refresh()
         self._put_in_force(self._first())
@@ -71,6 +76,7 @@ class AutoPolicy:
         if record.step_count > 1 or not record.round_index:  # it read a prompt, or what was evicted
             return
         self._table.on_round(record)
+        self._credit_s += TRIAL_SHARE * record.round_s
         self._trial_rounds += self._trial is not None
         if record.plan == self._plan and self._counts(record):
             self._counted_rounds += 1
@@ -93,9 +99,15 @@ class AutoPolicy:
         if not tested:
             return
         expected = probability(self._level)
-        step = (record.accepted_count - tested * expected) / max(expected * (1 - expected), LEVEL_VARIANCE_MIN)
+        surprise, variance = record.accepted_count - tested * expected, expected * (1 - expected)
+        step = surprise / max(variance, LEVEL_VARIANCE_MIN)
         self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
         self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
+        keep = SURPRISE_KEPT**tested
+        self._surprise = keep * self._surprise + surprise
+        self._variance = keep * self._variance + tested * variance
+        if self._surprise**2 > SURPRISE_SIGMA**2 * max(self._variance, 1.0):
+            self._tested, self._surprise, self._variance = -SURPRISE_SHARE * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
     def _first(self) -> Line:
@@ -164,6 +176,7 @@ class AutoPolicy:
     def _charge(self, lost_s: float) -> None:
         self._trial_loss_s += lost_s
         self._table.credit_s -= lost_s
+        self._credit_s -= lost_s
 
     def _consider_trial(self, best: Line, now_s: float) -> None:
         """Begins a trial where one promises to be worth it and may be paid for; of plain decoding from time to time."""
@@ -177,7 +190,7 @@ class AutoPolicy:
         lost_s = self._loss_s(line, best, worth, seconds)
         if is_baseline:
             table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-        if lost_s <= table.credit_s and (is_baseline or line.promise(self._level) > worth):
+        if lost_s <= min(table.credit_s, self._credit_s) and (is_baseline or line.promise(self._level) > worth):
             self._trial = Trial(now_s, rounds, lost_s, best)
             table.trial_ends_s = now_s + 2 * seconds
             self._charge(lost_s)
