@@ -1,8 +1,10 @@
 """The policy that measures: it runs the plan that is worth most, and now and then tries another. Pure.
 
 It sees counts and seconds of rounds that are over, never tokens, so that under REJECTION nothing it decides depends on
-what was just drawn (docs/exactness.md). A round counts for its plan once draft tokens of that plan can have arrived:
-those before are part of what a trial costs, as are those in which the old plan's tokens come back.
+what was just drawn (docs/exactness.md). The table is the service's (table.py), the acceptance level the session's.
+
+A round counts for its plan once draft tokens of that plan can have arrived: those before are the change's, not the
+plan's. They are part of what a trial costs, as are those in which the old plan's tokens come back.
 """
 
 from __future__ import annotations
@@ -17,26 +19,29 @@ from specdec.protocol.report import RoundRecord
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # another plan must be worth so much more: a change costs the tokens under way
+DOUBT = 0.5  # of a line's uncertainty, that is taken off: few rounds were lucky as often as good
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # over plain decoding, of a plan that was measured, and of one that was not
 ADOPTED_ROUNDS = 8.0  # a plan is adopted when so many of its rounds were measured
-TRIAL_ROUNDS, BASELINE_ROUNDS = 12, 6
-OWN_CREDIT_ROUNDS = 3.0  # what a session's own trials may lose at first; a text that gains nothing pays for no others
+TRIAL_ROUNDS, BASELINE_ROUNDS, HOPELESS_ROUNDS = 12, 6, 4
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # what looks at plain decoding may lose, and when
 START_S = 0.3  # a draft reads the prompt: rounds before its first token do not count, for so long
+OWN_CREDIT_ROUNDS = 3.0
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # tokens that the service's level is worth
 TABLE_GAIN = 0.12  # of a session's level in the service's, with each round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # of the last 20 tested tokens or so: what is no chance
 SURPRISE_SHARE = 0.8  # of what the level was worth, that such a surprise takes away
-REST_LEVEL_S = 40.0  # how long a session that rests is taken for other than the service's others
+REST_LEVEL_S, LEVEL_SPREAD = 40.0, 0.5  # how long a session that rests is taken for other than the service's others
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan being tried until `rounds` of it counted, or the table's `trial_ends_s`; `charged_s` is what it was to
-    lose against `otherwise`, which was in force before."""
+    """A plan being tried until `rounds` of it counted, or `ends_s`; `charged_s` is what it was to lose against the
+    `best` plan; `otherwise` was in force before."""
 
+    best: float
     began_s: float
+    ends_s: float
     rounds: int
     charged_s: float
     otherwise: Line
@@ -51,9 +56,9 @@ class AutoPolicy:
         self._surprise = self._variance = 0.0
         self._trial: Trial | None = None
         self._trial_rounds, self._trial_loss_s = 0, 0.0
-        self._counts_from_s: float | None = None
         self._credit_s = OWN_CREDIT_ROUNDS * table.off.round_s
-        self._review_round, self._review_s, self._is_first = 0, 0.0, True
+        self._counts_from_s: float | None = None
+        self._review_round, self._review_s = 0, 0.0
         table.refresh()
         self._put_in_force(self._first())
 
@@ -121,8 +126,11 @@ class AutoPolicy:
     def _worth(self, line: Line) -> float:
         return line.worth(self._level)
 
+    def _sure(self, line: Line) -> float:
+        return line.worth(self._level) * (1 - DOUBT * line.spread)
+
     def _best(self, lines: Iterable[Line]) -> Line:
-        return max(lines, key=self._worth)
+        return max(lines, key=self._sure)
 
     def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
@@ -147,7 +155,7 @@ class AutoPolicy:
             back = 1 - math.exp(-rest_s / REST_LEVEL_S)
             self._level += back * (table.level - self._level)
             self._tested *= 1 - back
-        if self._trial and self._counted_rounds < self._trial.rounds and now_s < table.trial_ends_s:
+        if self._trial is not None and not self._is_over(self._trial, now_s):
             return
         best = self._best(line for line in table.lines if line.rounds >= ADOPTED_ROUNDS or line in (table.off, current))
         if self._worth(best) < WORTH_GAIN * self._worth(table.off):
@@ -155,14 +163,18 @@ class AutoPolicy:
         if self._trial is not None:
             trial, self._trial = self._trial, None
             table.on_trial_end(now_s, in_vain=best is trial.otherwise is table.off)
-            lost_s = self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s)
-            self._charge(lost_s - trial.charged_s)
-        elif self._worth(best) < CHANGE_GAIN * self._worth(current):
+            self._charge(self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s) - trial.charged_s)
+        elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
         if best is not current:
             self._put_in_force(best, now_s)
         if self._counted_rounds > REVIEW_ROUNDS and now_s >= table.trial_ends_s:
             self._consider_trial(best, now_s)
+
+    def _is_over(self, trial: Trial, now_s: float) -> bool:
+        if self._counted_rounds >= trial.rounds or now_s >= trial.ends_s:
+            return True
+        return self._counted_rounds >= HOPELESS_ROUNDS and self._line.promise(self._level) < trial.best
 
     def _loss_s(self, line: Line, otherwise: Line, best: float, seconds: float) -> float:
         """What so long a trial loses against the best plan, in seconds. Between two plans that draft the tokens under
@@ -175,23 +187,30 @@ class AutoPolicy:
 
     def _charge(self, lost_s: float) -> None:
         self._trial_loss_s += lost_s
-        self._table.credit_s -= lost_s
         self._credit_s -= lost_s
+        self._table.credit_s -= lost_s
 
     def _consider_trial(self, best: Line, now_s: float) -> None:
         """Begins a trial where one promises to be worth it and may be paid for; of plain decoding from time to time."""
-        table, off, worth = self._table, self._table.off, self._worth(best)
-        table.next_baseline_s = table.next_baseline_s or now_s + BASELINE_FIRST_S
-        is_baseline = best is not off and now_s >= table.next_baseline_s
-        others = (line for line in table.lines if line is not best)
-        line = off if is_baseline else max(others, key=lambda line: line.promise(self._level))
-        rounds = BASELINE_ROUNDS if is_baseline else TRIAL_ROUNDS
-        seconds = self._warm_s(line) + rounds * line.round_s
-        lost_s = self._loss_s(line, best, worth, seconds)
-        if is_baseline:
-            table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-        if lost_s <= min(table.credit_s, self._credit_s) and (is_baseline or line.promise(self._level) > worth):
-            self._trial = Trial(now_s, rounds, lost_s, best)
-            table.trial_ends_s = now_s + 2 * seconds
-            self._charge(lost_s)
-            self._put_in_force(line, now_s)
+        table, off, worth, spread = self._table, self._table.off, self._worth(best), 0.0
+        if best is off:
+            spread = LEVEL_SPREAD / math.sqrt(1 + max(0.0, self._tested) / LEVEL_TESTED)
+        elif now_s >= table.next_baseline_s:
+            lost_s = self._loss_s(off, best, worth, BASELINE_ROUNDS * off.round_s)
+            is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
+            if not is_first and lost_s <= table.credit_s:
+                table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
+                self._try(off, best, worth, BASELINE_ROUNDS, lost_s, now_s)
+                return
+        level = self._level + spread
+        line = max((line for line in table.lines if line is not best), key=lambda line: line.promise(level))
+        lost_s = self._loss_s(line, best, worth, self._warm_s(line) + TRIAL_ROUNDS * line.round_s)
+        if line.promise(level) > worth and lost_s <= min(table.credit_s, self._credit_s):
+            self._try(line, best, worth, TRIAL_ROUNDS, lost_s, now_s)
+
+    def _try(self, line: Line, best: Line, worth: float, rounds: int, lost_s: float, now_s: float) -> None:
+        ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
+        self._trial = Trial(worth, now_s, ends_s, rounds, lost_s, best)
+        self._table.trial_ends_s = ends_s
+        self._charge(lost_s)
+        self._put_in_force(line, now_s)

@@ -1,7 +1,8 @@
 """The plans a service chooses among, and what closed formulas say of one that nobody tried yet.
 
 The formulas are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
-what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. Measurements replace them.
+what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. They choose a first plan
+and give the others a place in the queue; what is measured replaces them. Pure.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ OUTLIER_FACTOR = 1.5  # a sample counts for at most so many times the mean: a pa
 SHAPE_WEIGHT = 0.003  # slower than the level by far, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
 CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
-CONTENTION_WEIGHT, CONTENTION_MAX = 0.15, 4.0
+CONTENTION_WEIGHT = 0.08
+CONTENTION_MAX = 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
-SESSIONS_WEIGHT, STEP_S_GUESS = 0.05, 0.02
+SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
+STEP_S_GUESS = 0.02
 
 
 class StepCurve:
@@ -72,6 +74,7 @@ class Steps:
         self._level = self._contention = 1.0
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
+        self._contention_steps = 0.0
         self._drafted_s = float("-inf")
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
@@ -102,18 +105,27 @@ class Steps:
         speed = self._level * contention
         mean_s = self._shape.add(record.step_rows, record.step_s / speed)
         ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
-        if self._steps_since_change > CONTENTION_ROUNDS * self.sessions:
+        if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
+            self._contention_steps += 1 / self.sessions
+            gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
+            self._learn_contention(1 + gain * (ratio - 1))
+        else:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
-            return
-        factor = 1 + CONTENTION_WEIGHT / self.sessions * (ratio - 1)
-        if not is_drafting:  # what is expected of such steps moves, and what is expected of the others stays
+
+    def _learn_contention(self, factor: float) -> None:
+        """Moves what is expected of such steps, and leaves what is expected of the others."""
+        if not self._is_drafting:
             self._level *= factor
             factor = 1 / factor
         self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
+
+    def seconds(self, rows: float, is_drafting: bool) -> float:
+        """A step of so many rows, of all sessions in it."""
+        shape_s = self._shape.seconds(rows)
+        return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
         """The steps that pass in a round if all sessions bring so many rows each: more than one where they take turns,
         as those that wait for the draft may."""
         turns = max(1.0, self._turns[waits])
-        step_s = self._shape.seconds(self.active / turns * rows) or STEP_S_GUESS
-        return turns * step_s * self._level * (self._contention if is_drafting else 1.0)
+        return turns * self.seconds(self.active / turns * rows, is_drafting)

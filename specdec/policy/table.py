@@ -1,8 +1,8 @@
 """What one service measured of its plans under one rule: a table with a line for each, plain decoding first. Pure.
 
-A line's worth is tokens over seconds of the same rounds: T(rows) as if all sessions ran its plan, plus the plan's own
-remainder; what it brought, corrected by the acceptance of the session that asks, over the lengths that arrived. It
-forgets: by rounds while a plan runs, by time while it does not.
+A line's worth is tokens over seconds of the same rounds, as if all sessions ran its plan: seconds are T(rows) of that
+many sessions plus the plan's own remainder; tokens are what it brought, corrected by the acceptance of the session that
+asks, over the lengths that arrived. It forgets: by rounds while a plan runs, by time while it does not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from specdec.protocol.report import RoundRecord
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # what a closed formula is worth; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
-OVERHEAD_GUESS_S = 0.0015
+OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
-FAST_S, ARRIVALS_LEAST = 0.6, 9.0  # the window that is held against the usual arrivals, and its least tokens
+FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is held against the usual arrivals
 LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
-KNOWN_ROUNDS = 40.0  # of a plan, before its arrivals say that
+KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan, before its arrivals say that; where none came at all
 BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
 REFRESH_S = 0.05
 REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
@@ -55,7 +55,7 @@ class Line:
     level: float = 0.0
     told_s: float = 0.0
     round_s: float = 1.0
-    beside_s: float = OVERHEAD_GUESS_S
+    beside_s: float = 0.0
     usual_offered: float = 0.0
     length: float = 0.0
     gain: float = 0.0
@@ -81,11 +81,11 @@ class Line:
 
     def add(self, record: RoundRecord, level: float) -> None:
         """One round of a session at an acceptance level."""
+        self.age(record.start_s)
         self.keep(1 - 1 / ROUNDS_KEPT)
         self.told_s = max(self.told_s, record.end_s)
         self.rounds += 1
-        remainder_s = max(0.0, record.round_s - record.queue_s - record.step_s)
-        self.remainder_s += min(remainder_s, REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
+        self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         if record.offered_count:
             self.arrivals += 1
             self.offered += record.offered_count
@@ -94,11 +94,18 @@ class Line:
 
     def worth(self, level: float) -> float:
         """Tokens per second of a session at an acceptance level."""
+        if not self.gain:
+            return 1.0 / self.round_s
         return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.round_s
 
     def promise(self, level: float) -> float:
         """The same at its best, as uncertain as it is."""
         return self.worth(level) * (1 + self.spread)
+
+
+def beside_step_s(record: RoundRecord) -> float:
+    """What a round took beside the target's step and the queue for it."""
+    return max(0.0, record.round_s - record.queue_s - record.step_s)
 
 
 class Table:
@@ -112,8 +119,9 @@ class Table:
         self.round_count = 0
         self.trial_ends_s, self.next_baseline_s = -math.inf, 0.0
         self._rest_s = REST_LEAST_S
+        self._overhead_s = OVERHEAD_GUESS_S
         self._arrival_share = 1.0
-        self._fast_expected = self._fast_offered = self._noticed_s = 0.0
+        self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
         self._refreshed_s = -math.inf
         self.refresh()
         self.credit_s = CREDIT_ROUNDS * self.off.round_s
@@ -137,55 +145,50 @@ class Table:
         self.trial_ends_s = now_s + (self._rest_s if in_vain else 0.0)
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
-        """A round that counts for its plan. Draft tokens that cease to come or come again are noticed at once: that is
-        true of all plans."""
+        """A round that counts for its plan."""
         line.add(record, level)
         if line is self.off:
-            return
+            overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
+            self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
+        else:
+            self._watch_arrivals(line, record)
+
+    def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
+        """Notices at once that draft tokens ceased to come or come again: that is true of all plans."""
+        expected = line.usual_offered
         keep = math.exp(min(0.0, self._noticed_s - record.end_s) / FAST_S)
         self._noticed_s = max(self._noticed_s, record.end_s)
-        self._fast_expected = self._fast_expected * keep + line.usual_offered
+        self._fast_expected = self._fast_expected * keep + expected
         self._fast_offered = self._fast_offered * keep + record.offered_count
-        if max(self._fast_expected, self._fast_offered) < ARRIVALS_LEAST:
+        self._fast_squares = self._fast_squares * keep + expected * expected + ARRIVALS_SPREAD
+        surplus = self._fast_offered - self._fast_expected
+        is_known = line.rounds >= (KNOWN_ROUNDS if line.arrivals else SILENT_ROUNDS)
+        is_lost = is_known and self._fast_offered < LOST_SHARE * self._fast_expected
+        if surplus**2 < ARRIVALS_SIGMA**2 * self._fast_squares or not (is_lost or self._arrival_share < LOST_SHARE):
             return
-        share, is_known = self._fast_offered / self._fast_expected, line.rounds >= KNOWN_ROUNDS
-        if share < LOST_SHARE and is_known:
+        if surplus < 0:
+            share = self._fast_offered / self._fast_expected
             self._arrival_share *= share
             self._refreshed_s = -math.inf
-            for other in self.others:
+            for other in self.lines:
                 other.scale_arrivals(share)
             line.keep(LOST_KEPT)
-        elif share > 1 and self._arrival_share < LOST_SHARE:
-            self.forget_draft(LOST_KEPT, line)
         else:
-            return
-        self._fast_expected = self._fast_offered = 0.0
+            self.forget_draft(LOST_KEPT, line)
+        self._fast_expected = self._fast_offered = self._fast_squares = 0.0
 
     def refresh(self, now_s: float = -math.inf) -> None:
-        """Brings what is expected of all plans up to date, where some time has passed or the draft changed: the prior
-        and what was measured, each with its weight."""
+        """Brings what is expected of all plans up to date, where some time has passed or the draft changed."""
         if now_s < self._refreshed_s + REFRESH_S:
             return
         if math.isfinite(self._refreshed_s):
             self._arrival_share = 1 - (1 - self._arrival_share) * math.exp((self._refreshed_s - now_s) / BACK_S)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
-        target_s = self._steps.round_s(1.0, True, False) + self.off.beside_s
-        arrived, overhead_s = PRIOR_ROUNDS * self._arrival_share, OVERHEAD_GUESS_S
+        target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
         for line in self.lines:
             line.age(now_s)
-            offered, accepted, wait_s = prior_of(line.plan, self._draft, sessions, target_s, acceptance)
-            count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
-            line.usual_offered = (arrived * offered + line.offered) / count
-            line.beside_s = (PRIOR_ROUNDS * (wait_s + overhead_s) + line.remainder_s) / count
-            line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
-            measured = probability((PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals)
-            line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(measured, line.length)
-            line.round_s = line.beside_s + self._steps.round_s(
-                1 + line.usual_offered, line is not self.off, line.plan.wait_length > 0
-            )
-            line.spread = 0.0 if line is self.off else ROUND_SPREAD / math.sqrt(count)
-            overhead_s = self.off.beside_s
+            self._expect(line, prior_of(line.plan, self._draft, sessions, target_s, acceptance))
 
     def best_worth(self) -> float:
         """Tokens per second of the best plan that was measured, for a session like the others."""
@@ -198,3 +201,17 @@ class Table:
     def trip_s(self, plan: Plan) -> float:
         """From a commit to the draft tokens after it that a plan waits for, or to the first, as things stand."""
         return self._draft.trip_s(plan, self._steps.active)
+
+    def _expect(self, line: Line, prior: tuple[float, float, float]) -> None:
+        """The prior and what was measured, each with its weight."""
+        offered, accepted, wait_s = prior
+        count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
+        arrived = PRIOR_ROUNDS * self._arrival_share
+        line.usual_offered = (arrived * offered + line.offered) / count
+        line.beside_s = (PRIOR_ROUNDS * (wait_s + self._overhead_s) + line.remainder_s) / count
+        line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
+        level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
+        line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
+        is_off, waits = line is self.off, line.plan.wait_length > 0
+        line.round_s = self._steps.round_s(1 + line.usual_offered, not is_off, waits) + line.beside_s
+        line.spread = 0.0 if is_off else ROUND_SPREAD / math.sqrt(count)
