@@ -163,7 +163,8 @@ class AutoPolicy:
         if self._trial is not None:
             trial, self._trial = self._trial, None
             table.on_trial_end(now_s, in_vain=best is trial.otherwise is table.off)
-            self._charge(self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s) - trial.charged_s)
+            lost_s = self._loss_s(current, trial.otherwise, self._worth(best), now_s - trial.began_s)
+            self._charge(lost_s - trial.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
         if best is not current:
