@@ -100,6 +100,9 @@ class FixedPolicy:
         wait_length = draft_length if wait_s else 0
         self._plan = Plan(draft_length, window, leaves, wait_length, wait_s) if draft_length else PLAIN
 
+    def __repr__(self) -> str:
+        return f"FixedPolicy({self._plan})"
+
     def plan(self, room: int) -> Plan:
         return self._plan.within(room)
 
