@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # Tests that compute in their own process with one thread: as many files at once as there are cores. The others start
 # services, whose times must not depend on what else runs.
-COMPUTING := $(addprefix tests/,coordinator cuda draft engine hygiene law models policy protocol target)
+COMPUTING := $(addprefix tests/,coordinator cuda draft engine hygiene law models policy protocol simulation target)
 
 .PHONY: help install demo test test-fast test-long bench bench-quick bench-engine proto clean
 
