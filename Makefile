@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # services, whose times must not depend on what else runs.
 COMPUTING := $(addprefix tests/,coordinator cuda draft engine hygiene law models policy protocol simulation target)
 
-.PHONY: help install demo test test-fast test-long bench bench-quick bench-engine proto clean
+.PHONY: help install demo lint test test-fast test-long bench bench-quick bench-engine proto clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -27,6 +27,11 @@ install: $(VENV)/.installed  ## Make .venv and install specdec with its pinned d
 
 demo: install  ## Start the three services, stream three generations, print a table.
 	@$(BIN)/python -m bench.demo
+
+lint: install  ## Check types, style and format (a few minutes the first time).
+	@$(BIN)/mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
 test: install  ## Run the tests (minutes).
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(COMPUTING)
@@ -63,4 +68,4 @@ proto: install  ## Regenerate the stubs in specdec/v1.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
 
 clean:  ## Remove what the commands above made.
-	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .hypothesis .ruff_cache

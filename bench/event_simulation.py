@@ -160,6 +160,7 @@ class Stream:
 
 class Simulation:
     """All events of one run, in order of time; every stream begins with the same plan."""
+
     def __init__(self, scenario: Scenario, plan: Plan, seed: int) -> None:
         self.scenario = scenario
         self.draws = Draws(seed)

@@ -165,8 +165,10 @@ class Ranks:
         command = [sys.executable, "-m", "bench.tensor_parallel", "--work", str(self._folder), *numbers]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def _answer(self):
-        line = self._processes[0].stdout.readline()  # type: ignore[union-attr]
+    def _answer(self) -> Any:
+        pipe = self._processes[0].stdout
+        assert pipe is not None
+        line = pipe.readline()
         if not line:
             raise RuntimeError(f"{self.variant.name}: rank 0 ended")
         return json.loads(line)
@@ -175,7 +177,8 @@ class Ranks:
         """Seconds of each step."""
         rank_0 = self._processes[0]
         print(sequence_count, row_count, step_count, file=rank_0.stdin, flush=True)
-        return self._answer()
+        times_s: list[float] = self._answer()
+        return times_s
 
     @property
     def peak_bytes(self) -> int:
@@ -183,7 +186,9 @@ class Ranks:
         return max(_peak_bytes(process.pid) for process in self._processes)
 
     def stop(self) -> None:
-        self._processes[0].stdin.close()  # type: ignore[union-attr]
+        pipe = self._processes[0].stdin
+        assert pipe is not None
+        pipe.close()
         for process in self._processes:
             process.wait(20)
 

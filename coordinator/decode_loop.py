@@ -17,7 +17,20 @@ from coordinator.rejection import conclude, logprobs_of
 from coordinator.replicas import Replica
 from coordinator.speculation import Speculation
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import NO_TRACE, DraftAsk, EvidenceAnswer, Failure, Nodes, Short, TargetAsk, within
+from specdec.protocol.items import (
+    NO_TRACE,
+    Close,
+    DraftAnswer,
+    DraftAsk,
+    EvidenceAnswer,
+    Extend,
+    Failure,
+    Nodes,
+    Short,
+    TargetAnswer,
+    TargetAsk,
+    within,
+)
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Rule, TokenKind
@@ -116,7 +129,7 @@ class Generation:
         """Handling an answer for this generation failed: it ends, and no other."""
         self._fail(SpecdecError("the coordinator failed at this generation; its log says why"))
 
-    def on_item(self, replica: Replica, item, byte_count: int) -> None:
+    def on_item(self, replica: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
         """One answer of a replica; after the end it is nobody's, but what the draft did is recorded."""
         session = self._session
         if session.finished:
@@ -132,7 +145,7 @@ class Generation:
             elif session.expects(item):
                 self._on_evidence(item)
 
-    def _on_draft_item(self, draft: Replica, item, byte_count: int) -> None:
+    def _on_draft_item(self, draft: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
         session, request = self._session, self._request
         if isinstance(item, Nodes):
             count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
@@ -148,7 +161,7 @@ class Generation:
             self.statistics.draft_refusals += 1
             self._perform(session.on_draft_failure(item))
 
-    def _on_target_trouble(self, item) -> None:
+    def _on_target_trouble(self, item: TargetAnswer | DraftAnswer) -> None:
         if isinstance(item, Short):
             self._request.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
             self._perform(self._session.on_target_short(item))
@@ -197,7 +210,7 @@ class Generation:
             elif isinstance(action, AwaitDraft):
                 self._wait_began_s = time.monotonic()
                 self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
-            else:
+            elif self._draft is not None:
                 self.statistics.draft_link_bytes += self._draft.send(self._outgoing(action.item))
 
     def _outgoing(self, item: TargetAsk | DraftAsk) -> TargetAsk | DraftAsk:
@@ -211,7 +224,7 @@ class Generation:
                 self._sent_s = now_s
             self._request.sent(self._session, now_s)
         context = self._request.context_of(item)
-        return item if context is NO_TRACE else within(item, context)
+        return item if context is NO_TRACE or isinstance(item, (Extend, Close)) else within(item, context)
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
@@ -241,7 +254,7 @@ class Generation:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
         how = ending.reason, ending.stop_string, ending.stop_token_id
         usage = session.law.prompt_length, self._walker.count
-        finished = Finished(*how, *usage, statistics, self.names["trace_id"])
+        finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
         self._request.finished(finished)
         self._emit(finished)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.config import TlsSettings
 from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import NO_TRACE, is_farewell
+from specdec.protocol.items import NO_TRACE, DraftAnswer, TargetAnswer, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import call_unary, open_channel
 from specdec.rpc.convert import description_from_message
@@ -63,7 +63,7 @@ class Replica:
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Generation] = {}
-        self._describing: asyncio.Task | None = None
+        self._describing: asyncio.Task[None] | None = None
         self.link = Link(
             f"the {kind.name} at {address}",
             lambda: open_channel(address, tls),
@@ -146,7 +146,7 @@ class Replica:
     def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
         share = byte_count // len(messages)
         for message in messages:
-            item = item_from_message(message)
+            item: TargetAnswer | DraftAnswer = item_from_message(message)
             listener = self._listeners.get(item.session)
             if listener is not None:
                 self._tell(listener, listener.on_item, item, share)

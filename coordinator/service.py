@@ -66,7 +66,7 @@ class Coordinator:
     def _on_changed(self) -> None:
         """A replica is up, or gone: what it measured when it had loaded is where the policy begins."""
         known_target, known_draft = self._known
-        target, draft = self._known = self.target.description, self.draft and self.draft.description
+        target, draft = self._known = self.target.description, None if self.draft is None else self.draft.description
         if target is not None and target is not known_target:
             self._speculation.on_target(target)
         if draft is not None and draft is not known_draft:

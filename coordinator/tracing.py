@@ -154,8 +154,8 @@ class RequestTrace(RequestFigures):
             self._phase.draft_message_count += 1
         if nodes.step_began_us and nodes.nodes and self._recent:
             message = self._drafting.message(session, nodes, link.stamps, self.context.span_id, self._recent)
-            *names_and_times, attributes = message
-            self._record("draft", *names_and_times, kind=SpanKind.CLIENT, attributes=attributes)
+            span_id, parent_id, start_s, end_s, attributes = message
+            self._record("draft", span_id, parent_id, start_s, end_s, kind=SpanKind.CLIENT, attributes=attributes)
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
         super().on_round(session, record, link)

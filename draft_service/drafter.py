@@ -83,7 +83,12 @@ class Evaluation:
 class Drafter(ReplicaService):
     """All sessions of a draft replica, which have their room from the start. Engine thread only."""
 
-    def __init__(self, engine: Engine, description: Description, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine[list[ProposalRequest], list[Proposal]],
+        description: Description,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.description = description
         self._engine = engine
         self._tracing = tracing or Tracing()
@@ -145,11 +150,11 @@ class Drafter(ReplicaService):
         self._growing[session] = None
         return None
 
-    def next_step(self) -> Turn:
+    def next_step(self) -> Turn[list[ProposalRequest], list[Proposal]]:
         """A step of committed tokens that are not fed yet, and of the likeliest nodes of all sessions."""
         self._step_began_s = time.perf_counter()
         self._step = []
-        pieces: list[Piece] = []
+        pieces: list[Piece[list[ProposalRequest]]] = []
         chosen: dict[DraftSession, list[GrownNode]] = {}
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
@@ -175,7 +180,7 @@ class Drafter(ReplicaService):
         reach = min(len(session.tokens) + session.window, length_max)
         return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1)
 
-    def _feed(self, session: DraftSession, root: GrownNode, row_count_max: int) -> Piece:
+    def _feed(self, session: DraftSession, root: GrownNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
         """Committed tokens that the cache lacks, no more than a chunk where others draft; the last one is the root."""
         start = len(session.cells.committed)
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
@@ -184,7 +189,7 @@ class Drafter(ReplicaService):
         paths = [[root]] if start + len(token_ids) == len(session.tokens) else []
         return self._piece(session, paths, token_ids, session.cells.chain(cells), fed=cells)
 
-    def _evaluate(self, session: DraftSession, nodes: list[GrownNode]) -> Piece:
+    def _evaluate(self, session: DraftSession, nodes: list[GrownNode]) -> Piece[list[ProposalRequest]]:
         """These nodes, each in a free cell."""
         for node in nodes:
             node.cell = session.cells.take(node.length - 1)
@@ -194,7 +199,7 @@ class Drafter(ReplicaService):
 
     def _piece(
         self, session: DraftSession, paths: list[list[GrownNode]], token_ids: list[int], rows: TreeRows, fed: list[int]
-    ) -> Piece:
+    ) -> Piece[list[ProposalRequest]]:
         """One session's rows of a step; `paths` end with the nodes of its last rows, whose logits are asked for."""
         growth, law, names, requests = session.growth, session.opened.law, [], []
         branch_count = 0 if session.nodes_per_step == 1 else BRANCH_COUNT
@@ -212,7 +217,7 @@ class Drafter(ReplicaService):
         self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 
-    def _on_step(self, report: StepReport) -> None:
+    def _on_step(self, report: StepReport[list[Proposal]]) -> None:
         """Files what a step brought, and sends one item for each session; its time is all of the step's, until here."""
         served = []
         for own, outcome in zip(self._step, report.outcomes):
@@ -225,7 +230,7 @@ class Drafter(ReplicaService):
                 continue
             if own.fed:
                 session.cells.commit(own.fed)
-            found: Sequence[Proposal] = outcome or ()  # type: ignore[assignment]
+            found: Sequence[Proposal] = outcome or ()
             for node, name, proposal in zip(own.nodes, own.names, found):
                 session.grown.append(session.growth.evaluated(node, name, proposal.guesses, proposal.row, node.cell))
             if session.grown:

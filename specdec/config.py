@@ -36,7 +36,18 @@ from specdec.settings import (
     split_address,
 )
 
-__all__ = ["GROUPS", "OUTPUT", "PROMPT", "SAMPLING"]  # for the schemas of clients, beside what is defined here
+__all__ = [  # of the settings module, for clients and other packages, beside what is defined here
+    "CONNECTION",
+    "GROUPS",
+    "OUTPUT",
+    "PROMPT",
+    "SAMPLING",
+    "SPECULATION",
+    "ServiceSettings",
+    "Settings",
+    "TlsSettings",
+    "split_address",
+]
 
 EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 # Groups of settings, in the order help shows them.
 GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT, SECURITY, PROCESS = (
@@ -30,7 +31,7 @@ def setting(
     default: Any, group: str, help: str, short_flag: str = "", metavar: str = "", positional: bool = False, **more: Any
 ) -> Any:
     """A field of a settings class; `default` is `...` where a value is required, `metavar` what help shows for it."""
-    extra = {"group": group, "short_flag": short_flag, "metavar": metavar, "positional": positional}
+    extra: JsonDict = {"group": group, "short_flag": short_flag, "metavar": metavar, "positional": positional}
     return Field(default, description=help, json_schema_extra=extra, **more)
 
 

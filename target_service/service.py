@@ -12,22 +12,22 @@ from specdec.decoding.evidence import EvidenceRequest, evidence
 from specdec.engine.block_table import BlockTable
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Piece
-from specdec.protocol.types import Law, Rule
+from specdec.protocol.types import Evidence, Law, Rule
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
 from target_service.verifier import Verifier
 
 
-def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece:
+def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[EvidenceRequest]:
     """A verification of `row_count` - 1 draft tokens, or the context before it."""
-    if not row_count:
-        return Piece(table, 0, [0] * context_length, 0, None)
     request = EvidenceRequest(Law(Rule.GREEDY, 0, 1, 0.0), 0, [0] * (context_length + 1), (0,) * (row_count - 1))
+    if not row_count:
+        return Piece(table, 0, [0] * context_length, 0, request)
     return Piece(table, context_length, [0] * row_count, row_count, request)
 
 
-TARGET = ReplicaKind(
+TARGET: ReplicaKind[EvidenceRequest, Evidence] = ReplicaKind(
     name="target",
     service="specdec.v1.TargetService",
     stream_method="Verify",

@@ -9,6 +9,7 @@ from specdec.decoding.evidence import EvidenceRequest
 from specdec.engine.feed import Feed
 from specdec.errors import SpecdecError
 from specdec.protocol.items import EvidenceAnswer, Verification
+from specdec.protocol.types import Evidence
 from specdec.replica.handler import ReplicaSession
 
 
@@ -26,7 +27,7 @@ class TargetSession(ReplicaSession):
     fed_length: int = 0
     fed_draft: tuple[int, ...] = ()
     work: EvidenceRequest | None = None
-    feed: Feed | None = None
+    feed: Feed[EvidenceRequest, Evidence] | None = None
     is_admitted: bool = False
     run_end: int = 0
     quiet_since_s: float = 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from specdec.decoding.evidence import EvidenceRequest
 from specdec.decoding.paths import TokenPath
@@ -17,7 +16,7 @@ from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, EvidenceAnswer, Open, Short, Verification
-from specdec.protocol.types import Description, check_token_ids
+from specdec.protocol.types import Description, Evidence, check_token_ids
 from specdec.replica.handler import ReplicaService, Reply, check_law_tokens
 from specdec.telemetry.tracing import Tracing
 from target_service.gathering import Gathering
@@ -30,7 +29,11 @@ class Verifier(ReplicaService):
     """All sessions of a target replica. Engine thread only."""
 
     def __init__(
-        self, engine: Engine, description: Description, shares_prefixes: bool = True, tracing: Tracing | None = None
+        self,
+        engine: Engine[EvidenceRequest, Evidence],
+        description: Description,
+        shares_prefixes: bool = True,
+        tracing: Tracing | None = None,
     ) -> None:
         self.description = description
         self._engine = engine
@@ -90,7 +93,7 @@ class Verifier(ReplicaService):
             self._feed(session)
         return None
 
-    def next_step(self) -> Turn:
+    def next_step(self) -> Turn[EvidenceRequest, Evidence]:
         """Lets sessions that wait for room go on, and delays a step for those expected back where a fuller one pays."""
         if self._served and (spans := spans_of(self._served)):
             self._tracing.record(spans)
@@ -144,7 +147,7 @@ class Verifier(ReplicaService):
         if session.last_answer is not None:
             session.reply(session.last_answer)
 
-    def _answer(self, session: TargetSession, evidence: Any, timing: StepTiming) -> None:
+    def _answer(self, session: TargetSession, evidence: Evidence, timing: StepTiming) -> None:
         """A session's feed has run: what it was asked is answered."""
         item = session.last
         assert item is not None, "a feed runs for what was asked last"

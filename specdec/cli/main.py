@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdec import __version__, config
 from specdec.cli import events
@@ -78,17 +79,22 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     name, *rest = arguments
     if name == "bench":
-        return importlib.import_module("specdec.cli.bench").bench(rest)
+        return _function("specdec.cli.bench:bench")(rest)
     if name == "ray":
-        return importlib.import_module("specdec.ray.command").ray_command(rest)
+        return _function("specdec.ray.command:ray_command")(rest)
     command = COMMANDS.get(name)
     if command is None:
         raise UsageError(f"{name} is not a command; choose from {', '.join((*COMMANDS, 'ray', 'bench'))}")
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, rest, os.environ, KNOWN_FIELDS)
-    module_name, _, function_name = command.run.partition(":")
-    run: Callable[[config.Settings], int] = getattr(importlib.import_module(module_name), function_name)
-    return run(settings)
+    return _function(command.run)(settings)
+
+
+def _function(name: str) -> Callable[[Any], int]:
+    """The function of "module:function", which returns the exit code."""
+    module_name, _, function_name = name.partition(":")
+    function: Callable[[Any], int] = getattr(importlib.import_module(module_name), function_name)
+    return function
 
 
 def main(command: str | None = None) -> None:

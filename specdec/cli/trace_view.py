@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +30,11 @@ def waterfall(tree: TraceTree, root: ReadSpan, width: int, is_all: bool) -> Tabl
     """One line per span: name below its parent, service, start, duration, and a bar."""
     bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - COLUMNS_WIDTH))
     table = Table(box=None, padding=(0, 1), title=title(root), title_justify="left")
-    for name, justify in (("span", "left"), ("service", "left"), ("start ms", "right"), ("ms", "right"), ("", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("span", "service"):
+        table.add_column(name, no_wrap=True)
+    for name in ("start ms", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
     total_ms = max(root.duration_ms, 1e-9)
     seen: Counter[tuple[str, str]] = Counter()
     hidden: Counter[str] = Counter()
@@ -81,8 +84,9 @@ def bar_of(start_share: float, share: float, width: int) -> str:
 def where_time_went(tree: TraceTree) -> Table:
     """The kinds of time with their shares of the call."""
     table = Table(box=None, padding=(0, 1), title="Where the time went", title_justify="left")
-    for name, justify in (("", "left"), ("ms", "right"), ("share", "right"), ("", "left"), ("", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    columns: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("ms", "right"), ("share", "right"))
+    for name, justify in (*columns, ("", "left"), ("", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)
     for name, spent_ms, share, meaning in tree.shares():
         bar = bar_of(0.0, share, BAR_WIDTH_MIN) if share > 0 else ""
         table.add_row(name, f"{spent_ms:.1f}", f"{share:.1%}", bar, Text(meaning, style="dim"))

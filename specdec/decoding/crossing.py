@@ -23,7 +23,7 @@ def is_far(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def sent(numbers: Sequence | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of the host's numbers on a device; does not wait for it."""
     tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -9,6 +9,7 @@ those tests; how a layer attends is not written here but found by calling it (`a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.errors import ModelRefused
 
@@ -62,7 +63,7 @@ PROVEN = (
 )
 
 
-def check_proven(name: str, config: dict) -> None:
+def check_proven(name: str, config: dict[str, Any]) -> None:
     """Raises ModelRefused unless the architecture and every feature the config asks for are proven."""
     architecture = architecture_of(name, config)
     for key, what in REFUSED.items():
@@ -84,7 +85,7 @@ def check_proven(name: str, config: dict) -> None:
     _check_rope(name, config, architecture.may_rotate_partly)
 
 
-def architecture_of(name: str, config: dict) -> Architecture:
+def architecture_of(name: str, config: dict[str, Any]) -> Architecture:
     """The record of a config's architecture. Raises ModelRefused where there is none."""
     asked = config.get("architectures")
     if not isinstance(asked, list) or len(asked) != 1:
@@ -102,7 +103,7 @@ def _check_value(name: str, key: str, value: object, proven: tuple[str, ...]) ->
         raise ModelRefused(f"{name}: {key} {value!r} is not proven yet; proven: {', '.join(proven)}")
 
 
-def _check_rope(name: str, config: dict, may_rotate_partly: bool) -> None:
+def _check_rope(name: str, config: dict[str, Any], may_rotate_partly: bool) -> None:
     """Of one set of rotary parameters, or of one for each layer type."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = [value or {} for key, value in rope.items() if key in PROVEN_LAYER_TYPES]

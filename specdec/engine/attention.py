@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,10 +122,10 @@ def paged_attention(
     if unknown or attention_mask is not None:
         asked = ", ".join(sorted(unknown)) or "attention_mask"
         raise ModelRefused(f"{type(module).__name__} asks for {asked} in its attention, which is not proven yet")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     rule = ScoreRule(scaling, sliding_window, softcap)
-    return plan.attend(queries, keys, values, layer, rule)[None], None
+    return plan.attend(queries, keys, values, int(layer), rule)[None], None
 
 
 def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule) -> torch.Tensor:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic
 
 from specdec.engine.block_table import BlockTable
-from specdec.engine.runner import Piece
+from specdec.engine.runner import Answer, Payload, Piece
 from specdec.errors import SpecdecError
 
 
@@ -39,7 +40,7 @@ class StepTiming:
 
 
 @dataclass(slots=True, eq=False)
-class Feed:
+class Feed(Generic[Payload, Answer]):
     """Tokens to run through the model for one sequence, and what to do with the logits of the last `logit_count`.
 
     Rows are positions [start_position, start_position + len(token_ids)). The caller truncates the table to
@@ -51,8 +52,8 @@ class Feed:
     start_position: int
     token_ids: Sequence[int]
     logit_count: int
-    payload: object
-    done: Callable[[object, StepTiming], None]
+    payload: Payload
+    done: Callable[[Answer, StepTiming], None]
     failed: Callable[[SpecdecError], None]
     is_current: Callable[[], bool] = lambda: True
     submitted_s: float = field(default=0.0, init=False)
@@ -77,7 +78,7 @@ class Feed:
         """Those of them whose logits nobody asked for: none in a decode or a verification, most of a prompt."""
         return self.row_count - self.logit_count
 
-    def piece(self, chunk_size: int, row_count_max: int) -> Piece:
+    def piece(self, chunk_size: int, row_count_max: int) -> Piece[Payload]:
         """The rows of the next step: all that remain, or up to an absolute multiple of the chunk size, at most so many.
 
         Rows with logits are never divided between steps, so that evidence sees a request whole.
@@ -91,18 +92,20 @@ class Feed:
         return Piece(self.table, self.next_position, token_ids, self.logit_count if is_last else 0, self.payload)
 
 
-def choose(feeds: Sequence[Feed], chunk_size: int, rows_max: int, is_decoding: bool) -> list[tuple[Feed, Piece]]:
+def choose(
+    feeds: Sequence[Feed[Payload, Answer]], chunk_size: int, rows_max: int, is_decoding: bool
+) -> list[tuple[Feed[Payload, Answer], Piece[Payload]]]:
     """The feeds of the next step, each with its rows of it.
 
     `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: there are sequences past their
     prompt, which may ask for a decode while this step runs; then prompts have a chunk in it and no more.
     """
-    prompts: list[Feed] = []
-    decodes: list[Feed] = []
+    prompts: list[Feed[Payload, Answer]] = []
+    decodes: list[Feed[Payload, Answer]] = []
     for feed in feeds:
         (prompts if feed.context_count else decodes).append(feed)
     share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # of the oldest, always
-    chosen: list[tuple[Feed, Piece]] = []
+    chosen: list[tuple[Feed[Payload, Answer], Piece[Payload]]] = []
     row_count = 0
     for feed in decodes:
         rows = feed.row_count

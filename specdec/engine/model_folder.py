@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import ModelRefused
 from specdec.protocol.fingerprint import vocabulary_size
@@ -40,7 +41,7 @@ class ModelFolder:
     """A folder that holds config.json, tokenizer.json and safetensors weights."""
 
     path: Path
-    config: dict
+    config: dict[str, Any]
     weight_files: tuple[Path, ...]
 
     @property
@@ -105,7 +106,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     return ModelFolder(path, read_json(path / "config.json"), _weight_files(path, path_or_hub_id))
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelRefused for anything else."""
     if file.stat().st_size > JSON_BYTES_MAX:
         raise ModelRefused(f"{file} has {file.stat().st_size} bytes; at most {JSON_BYTES_MAX} are read")

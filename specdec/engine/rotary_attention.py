@@ -9,6 +9,7 @@ hands attention what the module itself hands it. Modules it does not fit stay as
 from __future__ import annotations
 
 import inspect
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,9 +61,9 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        parts: list[nn.Linear] = [module.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj")]  # type: ignore
-        self.layer_index = int(module.layer_idx)  # type: ignore[arg-type]
-        self.head_size = int(module.head_dim)  # type: ignore[arg-type]
+        parts = [cast(nn.Linear, module.get_submodule(name)) for name in ("q_proj", "k_proj", "v_proj")]
+        its: Any = module  # the attributes are of the architecture's class
+        self.layer_index, self.head_size = int(its.layer_idx), int(its.head_dim)
         self.head_count = len(parts[0].weight) // self.head_size
         self.rotated_count = self.head_count + len(parts[1].weight) // self.head_size
         self.qkv = joined(parts)
@@ -186,5 +187,6 @@ def _angles(
 
 def _layer_types(rotary: nn.Module) -> list[str | None]:
     if "layer_type" in inspect.signature(rotary.forward).parameters:
-        return list(rotary.layer_types)  # type: ignore[arg-type]
+        types: Any = rotary.layer_types
+        return list(types)
     return [None]

@@ -11,20 +11,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
+from specdec.engine.block_table import BlockTable
 from specdec.engine.interface import CausalModel, RaggedBatch, Segment, TreeRows
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.kv_cache import KVCache
 from specdec.errors import NumericsError, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-Evidence = Callable[[list[object], list[int], torch.Tensor], list[object]]
+Payload = TypeVar("Payload")  # what evidence is made for
+Answer = TypeVar("Answer")  # that evidence
+Evidence = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Generic[Payload]):
     """Rows of one sequence for one step; `logit_count` 0 means that more rows of it follow in a later step.
 
     With `tree` it says where the rows lie, in blocks that are the table's alone. The table's length is left as it is
@@ -35,7 +39,7 @@ class Piece:
     start: int
     token_ids: Sequence[int]
     logit_count: int
-    payload: object
+    payload: Payload
     tree: TreeRows | None = None
 
     @property
@@ -50,32 +54,32 @@ class Computed:
     `together` is all logits where one forward ran all pieces. On a GPU reading a flag waits for the forward.
     """
 
-    outcomes: list[object]
+    outcomes: list[SpecdecError | None]
     logits: list[torch.Tensor | None]  # each [logit_count, vocab] float32
     is_finite: Sequence[bool]
     together: torch.Tensor | None  # [sum of logit counts, vocab] float32
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(Generic[Answer]):
     """One outcome per piece, in order: a SpecdecError, the evidence, or None for a piece without logits."""
 
-    outcomes: list[object]
+    outcomes: list[Answer | SpecdecError | None]
     forward_s: float
     evidence_s: float
     row_count: int
 
 
-class StepRunner:
+class StepRunner(Generic[Payload, Answer]):
     """Runs steps of one model on one cache. Engine thread only."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, evidence: Evidence):
+    def __init__(self, model: CausalModel, cache: KVCache, evidence: Evidence[Payload, Answer]):
         self._model = model
         self._cache = cache
         self._evidence = evidence
 
     @torch.inference_mode()
-    def run(self, pieces: list[Piece]) -> StepReport:
+    def run(self, pieces: list[Piece[Payload]]) -> StepReport[Answer]:
         """Runs every piece once. Never raises for what a piece did: its outcome says it."""
         started_s = time.perf_counter()
         computed = self._forward(pieces)
@@ -98,7 +102,7 @@ class StepRunner:
         finally:
             self._cache.release(table)
 
-    def _forward(self, pieces: list[Piece]) -> Computed:
+    def _forward(self, pieces: list[Piece[Payload]]) -> Computed:
         """Runs all pieces at once, or each alone where that raised."""
         try:
             return self._forward_together(pieces)
@@ -112,7 +116,7 @@ class StepRunner:
         flags = [one.is_finite[0] for one in alone]
         return Computed([one.outcomes[0] for one in alone], [one.logits[0] for one in alone], flags, None)
 
-    def _forward_together(self, pieces: list[Piece]) -> Computed:
+    def _forward_together(self, pieces: list[Piece[Payload]]) -> Computed:
         for piece in pieces:
             if piece.tree is None:
                 self._cache.prepare_write(piece.table, piece.end)
@@ -122,22 +126,22 @@ class StepRunner:
         logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
         return Computed([None] * len(pieces), logits, output.is_finite, output.logits)
 
-    def _judge(self, pieces: list[Piece], computed: Computed) -> list[object]:
+    def _judge(self, pieces: list[Piece[Payload]], computed: Computed) -> list[Answer | SpecdecError | None]:
         """The outcomes: for every piece with logits its evidence, or the error of making it.
 
         Evidence is made before anything is known to be finite: knowing waits for the device, which evidence does at
         its end anyway.
         """
         asked = {index: logits for index, logits in enumerate(computed.logits) if logits is not None}
-        results: dict[int, object] = {}
+        results: dict[int, Answer | SpecdecError] = {}
         try:
             if asked:
                 together = torch.cat(list(asked.values())) if computed.together is None else computed.together
-                results = dict(zip(asked, self._evidence_of([pieces[index] for index in asked], together)))
+                results.update(zip(asked, self._evidence_of([pieces[index] for index in asked], together)))
         except Exception as error:
             logger.warning("evidence for %d requests failed (%s); repeating it one by one", len(asked), error)
             results = {i: self._evidence_alone(pieces[i], asked[i]) for i in asked if computed.is_finite[i]}
-        outcomes = list(computed.outcomes)
+        outcomes: list[Answer | SpecdecError | None] = list(computed.outcomes)
         for index, piece in enumerate(pieces):
             if outcomes[index] is not None:
                 continue
@@ -149,26 +153,26 @@ class StepRunner:
                 self._scrub(piece)
         return outcomes
 
-    def _evidence_of(self, pieces: list[Piece], logits: torch.Tensor) -> list[object]:
+    def _evidence_of(self, pieces: list[Piece[Payload]], logits: torch.Tensor) -> Sequence[Answer]:
         payloads = [piece.payload for piece in pieces]
         results = self._evidence(payloads, [piece.logit_count for piece in pieces], logits)
         if len(results) != len(pieces):
             raise ValueError(f"evidence gave {len(results)} results for {len(pieces)} requests")
         return results
 
-    def _evidence_alone(self, piece: Piece, logits: torch.Tensor) -> object:
+    def _evidence_alone(self, piece: Piece[Payload], logits: torch.Tensor) -> Answer | SpecdecError:
         try:
             return self._evidence_of([piece], logits)[0]
         except Exception as error:
             logger.exception("the evidence of one request failed")
             return _as_specdec_error(error)
 
-    def _not_finite(self, piece: Piece) -> NumericsError:
+    def _not_finite(self, piece: Piece[Payload]) -> NumericsError:
         self._scrub(piece)
         positions = range(piece.start, piece.end) if piece.tree is None else piece.tree.positions
         return NumericsError(f"not-a-number or infinity at positions {min(positions)} to {max(positions)}")
 
-    def _scrub(self, piece: Piece) -> None:
+    def _scrub(self, piece: Piece[Payload]) -> None:
         """What a failed piece wrote is zeroed: not-a-number in a block would outlive its owner."""
         try:
             if piece.tree is not None:

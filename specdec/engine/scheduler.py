@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, choose
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import Evidence, Piece, StepReport, StepRunner
+from specdec.engine.runner import Answer, Evidence, Payload, Piece, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Generic[Payload, Answer]):
     """What a service wants of the engine next.
 
     `pieces`: a step of these, whose report goes to `done`. Otherwise a step of the feeds that wait, `delay_s` later at
@@ -39,15 +39,15 @@ class Turn:
 
     delay_s: float = 0.0
     wake_s: float | None = None
-    pieces: Sequence[Piece] = ()
-    done: Callable[[StepReport], None] = lambda report: None
+    pieces: Sequence[Piece[Payload]] = ()
+    done: Callable[[StepReport[Answer]], None] = lambda report: None
 
 
-NOTHING = Turn()
-BeforeStep = Callable[[], Turn]
+NOTHING: Turn[Any, Any] = Turn()
+BeforeStep = Callable[[], Turn[Payload, Answer]]
 
 
-class Engine:
+class Engine(Generic[Payload, Answer]):
     """One thread that owns a model, its cache and whatever its users keep in closures they post.
 
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `evidence(payloads,
@@ -60,7 +60,7 @@ class Engine:
         model: CausalModel,
         cache_block_count: int,
         block_size: int,
-        evidence: Evidence,
+        evidence: Evidence[Payload, Answer],
         chunk_size: int = 64,
         rows_max: int = 512,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
@@ -74,12 +74,12 @@ class Engine:
         self._stepped = stepped
         self._runner = StepRunner(model, self.cache, evidence)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: dict[Feed, None] = {}  # in order of age
+        self._waiting: dict[Feed[Payload, Answer], None] = {}  # in order of age
         self._is_stopping = False
-        self._before_step: BeforeStep = lambda: NOTHING
+        self._before_step: BeforeStep[Payload, Answer] = lambda: NOTHING
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, before_step: BeforeStep = lambda: NOTHING) -> None:
+    def start(self, before_step: BeforeStep[Payload, Answer] = lambda: NOTHING) -> None:
         """Starts the thread and returns after one warm-up step on it; raises what that step raised.
 
         `before_step` is the service's turn on the engine thread, after everything posted and before every step: it may
@@ -106,7 +106,7 @@ class Engine:
         self.post(run)
         return outcome.result()
 
-    def run(self, pieces: Sequence[Piece]) -> StepReport:
+    def run(self, pieces: Sequence[Piece[Payload]]) -> StepReport[Answer]:
         """One step of these pieces, at once. Engine thread only. Never raises for what a piece did."""
         return self._runner.run(list(pieces))
 
@@ -129,7 +129,7 @@ class Engine:
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
 
-    def submit(self, feed: Feed) -> None:
+    def submit(self, feed: Feed[Payload, Answer]) -> None:
         """Queues a feed for the next step with room for it. Engine thread only."""
         feed.submitted_s = time.perf_counter()
         self._waiting[feed] = None
@@ -167,7 +167,7 @@ class Engine:
             timeout_s = 0.0
             self._call(function)
 
-    def _run_pieces(self, turn: Turn) -> None:
+    def _run_pieces(self, turn: Turn[Payload, Answer]) -> None:
         """One step of the pieces a service chose."""
         report, _, _ = self._timed(turn.pieces)
         self._call(turn.done, report)
@@ -195,7 +195,7 @@ class Engine:
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
 
-    def _timed(self, pieces: Sequence[Piece]) -> tuple[StepReport, float, float]:
+    def _timed(self, pieces: Sequence[Piece[Payload]]) -> tuple[StepReport[Answer], float, float]:
         """One step, when it began and when it ended."""
         started_s = time.perf_counter()
         try:
@@ -208,9 +208,9 @@ class Engine:
         self._stepped(report.row_count, len(pieces), ended_s - started_s)
         return report, started_s, ended_s
 
-    def _ready(self) -> list[Feed]:
+    def _ready(self) -> list[Feed[Payload, Answer]]:
         """The feeds that may run, oldest first and one per sequence; what is stale or misplaced leaves the queue."""
-        ready: list[Feed] = []
+        ready: list[Feed[Payload, Answer]] = []
         tables: set[BlockTable] = set()
         for feed in list(self._waiting):
             if not feed.is_current():

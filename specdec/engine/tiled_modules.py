@@ -182,7 +182,8 @@ def treats_rows_alone(module: nn.Module) -> bool:
         tried = copy.deepcopy(module).to(dtype)
 
         def norm(rows: torch.Tensor) -> torch.Tensor:
-            return tried(rows.view(-1, *weight.shape)).flatten(1)
+            normed: torch.Tensor = tried(rows.view(-1, *weight.shape))
+            return normed.flatten(1)
 
         return probe(norm, weight.numel(), dtype, CANDIDATE_WIDTHS) == CANDIDATE_WIDTHS
 
@@ -213,7 +214,7 @@ def shorten_calls(model: nn.Module) -> None:
 def probe_widths(linears: list[TiledLinear]) -> RowWidths:
     """The widths all of them agree on, each distinct shape probed; width 1 alone where there are none."""
     agreed = set(CANDIDATE_WIDTHS)
-    distinct: dict[tuple, TiledLinear] = {}
+    distinct: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], TiledLinear] = {}
     for linear in linears:
         distinct.setdefault((linear.weight.shape, linear.weight.stride(), linear.weight.dtype), linear)
     for (shape, _, dtype), linear in distinct.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -146,7 +146,7 @@ def backend_for(
     return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
 
 
-def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch.dtype:
+def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU) -> torch.dtype:
     """The type of "auto" is the weights' own; float16, narrow and not faster on a CPU, is widened to float32 there."""
     if dtype_name == "auto":
         dtype_name = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -155,10 +155,11 @@ def dtype_of(config: dict, dtype_name: str, device: torch.device = CPU) -> torch
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
 
 
-def draft_type(config: dict, stored: torch.dtype) -> torch.dtype:
+def draft_type(config: dict[str, Any], stored: torch.dtype) -> torch.dtype:
     """The type of "auto" for a draft on a CPU: the faster one here, where the weights are bfloat16."""
-    sizes = [config.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
-    if stored != torch.bfloat16 or not all(isinstance(size, int) for size in sizes):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = [size for size in map(config.get, keys) if isinstance(size, int)]
+    if stored != torch.bfloat16 or len(sizes) < len(keys):
         return stored
     return faster_type(*sizes)
 

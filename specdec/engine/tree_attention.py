@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.backend import StepInput
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.interface import RaggedBatch, Segment, TreeRows
 from specdec.engine.storage import DeviceStorage
 
 
@@ -134,7 +134,7 @@ class TreePlanner:
         return own, blocks[cells // size] * size + cells % size
 
     @staticmethod
-    def _visible(visible: numpy.ndarray, rows, window: int | None) -> torch.Tensor | None:
+    def _visible(visible: numpy.ndarray, rows: TreeRows, window: int | None) -> torch.Tensor | None:
         if window is not None:
             distances = numpy.asarray(rows.positions)[:, None] - rows.cell_positions[None, : visible.shape[1]]
             visible = visible & (distances < window)

@@ -58,6 +58,7 @@ class AutoPolicy:
         self._trial_rounds, self._trial_loss_s = 0, 0.0
         self._credit_s = OWN_CREDIT_ROUNDS * table.off.round_s
         self._counts_from_s: float | None = None
+        self._is_first = True
         self._review_round, self._review_s = 0, 0.0
         table.refresh()
         self._put_in_force(self._first())

@@ -77,7 +77,8 @@ def expected_accepted(acceptance: float, length: float) -> float:
     """a + a^2 + ... + a^length, between whole numbers too."""
     if acceptance >= 0.999:
         return length
-    return acceptance * (1.0 - acceptance**length) / (1.0 - acceptance)
+    beyond: float = acceptance**length
+    return acceptance * (1.0 - beyond) / (1.0 - acceptance)
 
 
 def prior_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.types import (
@@ -129,7 +129,7 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple:
+    def content(self) -> tuple[int, tuple[int, ...], tuple[Row, ...]]:
         """What decides the answer: re-sent unchanged, a round gets the same one (the suffix may differ)."""
         return self.base_position, self.draft_token_ids, self.rows
 
@@ -207,7 +207,7 @@ class Failure:
     retry_after_ms: int = 0
 
 
-def is_farewell(item: object) -> bool:
+def is_farewell(item: object) -> TypeGuard[Failure]:
     """Whether a replica says, of no session, that it stops: it takes no more sessions, those it has go on."""
     return isinstance(item, Failure) and item.session == 0 and item.reason == ReplicaUnavailable.reason
 
@@ -277,6 +277,8 @@ def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verificat
 
 TargetAsk = Open | Extend | Verification | Close
 DraftAsk = Open | Extend | Commit | Close
+TargetAnswer = Short | Failure | EvidenceAnswer
+DraftAnswer = Short | Failure | Nodes
 
 
 def catch_up(

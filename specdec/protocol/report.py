@@ -40,7 +40,14 @@ class Delta(NamedTuple):
 
     def merged(self, later: Delta) -> Delta:
         """This delta and the one right after it as one."""
-        return Delta(self.first_output_index, *(own + more for own, more in zip(self[1:], later[1:])))
+        return Delta(
+            self.first_output_index,
+            self.token_ids + later.token_ids,
+            self.kinds + later.kinds,
+            self.text + later.text,
+            self.text_lengths + later.text_lengths,
+            self.logprobs + later.logprobs,
+        )
 
 
 class RoundRecord(NamedTuple):

@@ -28,7 +28,7 @@ from specdec.protocol.items import (
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Rule, Verdict
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Row, Rule, Verdict
 
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
@@ -286,7 +286,7 @@ class Session:
         rows = self.tree.proposal_rows(len(path)) if self.law.rule is Rule.REJECTION else ()
         return self._send_verification(tuple(place.token_id for place in path), rows)
 
-    def _send_verification(self, draft_token_ids: tuple[int, ...], rows) -> list[Action]:
+    def _send_verification(self, draft_token_ids: tuple[int, ...], rows: tuple[Row, ...]) -> list[Action]:
         base_position = len(self.committed)
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)

@@ -71,8 +71,8 @@ def check_integer(field: str, value: object, low: int, high: int) -> None:
 
 def check_number(field: str, value: object, low: float, high: float, beside: str = "") -> None:
     """Raises InvalidRequest unless `value` is a finite number in [low, high]; `beside`: what else it may be."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high:
+    is_number = not isinstance(value, bool)
+    if not (is_number and isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
         raise InvalidRequest(field, value, f"{beside}a number from {low:g} to {high:g}")
 
 

@@ -139,4 +139,5 @@ async def health_of(address: str, tls: TlsSettings) -> str:
             )
         except SpecdecError as error:
             return str(error)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    word: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return word

@@ -98,14 +98,14 @@ def look(name: str) -> dict[str, Seen]:
     return {role: Seen(row, _answer(asked.get(role))) for role, row in sorted(rows.items())}
 
 
-def _handle(name: str, role: str) -> ray.actor.ActorHandle | None:
+def _handle(name: str, role: str) -> ray.actor.ActorHandle[ServiceActor] | None:
     try:
         return ray.get_actor(actor_name(name, role), namespace=NAMESPACE)
     except ValueError:  # it has ended since
         return None
 
 
-def _answer(asked: ray.ObjectRef | None) -> Report | None:
+def _answer(asked: ray.ObjectRef[Report] | None) -> Report | None:
     if asked is None:
         return None
     try:

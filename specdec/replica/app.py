@@ -10,9 +10,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from prometheus_client.core import Metric
@@ -24,7 +24,7 @@ from specdec.engine.model import load_model
 from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.watch import Loss
-from specdec.engine.runner import Evidence
+from specdec.engine.runner import Answer, Evidence, Payload
 from specdec.engine.scheduler import Engine
 from specdec.errors import ReplicaUnavailable
 from specdec.protocol.types import Description
@@ -34,7 +34,7 @@ from specdec.replica.metrics import ReplicaFigures, families
 from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert import description_to_message
 from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
-from specdec.rpc.server import Context, Server, message_bytes_max, stream_stream, unary
+from specdec.rpc.server import Context, Server, Write, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
 from specdec.telemetry.metrics import common_families
 from specdec.telemetry.metrics_page import MetricsPage
@@ -49,7 +49,7 @@ OnReady = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaKind:
+class ReplicaKind(Generic[Payload, Answer]):
     """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
 
     `messages`: its stream's request and response. `sample_piece`: of a step to be timed. `has_stable_rows`: its model's
@@ -60,22 +60,26 @@ class ReplicaKind:
     service: str
     stream_method: str
     messages: tuple[type, type]
-    evidence: Evidence
-    make_service: Callable[[Engine, Description, Any, Tracing], ReplicaService]  # with the settings of its own kind
-    sample_piece: SamplePiece
+    evidence: Evidence[Payload, Answer]
+    # Of an engine, its description and the settings of its own kind.
+    make_service: Callable[[Engine[Payload, Answer], Description, Any, Tracing], ReplicaService]
+    sample_piece: SamplePiece[Payload]
     has_stable_rows: bool = True
     extra_positions: int = 0
 
 
-class ReplicaApp:
+class ReplicaApp(Generic[Payload, Answer]):
     """One replica process; with a `place`, rank 0 of a replica that is several processes."""
 
-    def __init__(self, kind: ReplicaKind, settings: ModelSettings, place: RankPlace | None = None) -> None:
+    def __init__(
+        self, kind: ReplicaKind[Payload, Answer], settings: ModelSettings, place: RankPlace | None = None
+    ) -> None:
         self._kind = kind
         self._settings = settings
         self._place = place
         self._model: CausalModel | None = None
-        self._engine: Engine
+        self._send_ranks_home: Callable[[], None] | None = None  # of a leader's
+        self._engine: Engine[Payload, Answer]
         self._handler: ItemHandler
         self._description: Description | None = None  # set last: engine and handler are there then
         self._figures = ReplicaFigures()
@@ -115,20 +119,20 @@ class ReplicaApp:
             else:
                 await server.stop(self._settings.drain_grace_s, self._drain())
             if self._description is not None:
-                of_device = getattr(self._model, "counters", dict)()
+                of_device: dict[str, float] = getattr(self._model, "counters", dict)()
                 get_logger().info("stopped", **self._handler.service.counters(), **of_device)
                 self._engine.stop()
             page.close()
             await asyncio.to_thread(self._tracing.close)
-            if self._place is not None and self._model is not None and not self._lost.done():
-                self._model.close()  # type: ignore[attr-defined]
+            if self._send_ranks_home is not None and not self._lost.done():
+                self._send_ranks_home()
 
     async def _drain(self) -> None:
         """Takes no more sessions, says so to all, and returns when the last has ended."""
         if self._description is None:
             return
         loop, is_empty = asyncio.get_running_loop(), asyncio.Event()
-        self._engine.post(lambda: self._handler.drain(lambda: loop.call_soon_threadsafe(is_empty.set) and None))
+        self._engine.post(lambda: self._handler.drain(lambda: loop.call_soon_threadsafe(is_empty.set)))
         for stream in self._streams:
             stream.say_farewell()
         await is_empty.wait()
@@ -157,7 +161,8 @@ class ReplicaApp:
     async def _unless_lost(self, work: Awaitable[None]) -> None:
         """Waits for `work`; raises ReplicaUnavailable as soon as a rank is lost, whatever the work's thread does."""
         doing = asyncio.ensure_future(work)
-        await asyncio.wait({doing, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {doing, self._lost}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._lost.done():
             raise ReplicaUnavailable(self._lost.result().reason)
         await doing
@@ -172,12 +177,14 @@ class ReplicaApp:
 
         loop = self._lost.get_loop()
         ending = Ending(
-            on_lost=lambda loss: loop.call_soon_threadsafe(self._lost.set_result, loss) and None,
+            on_lost=lambda loss: loop.call_soon_threadsafe(self._lost.set_result, loss),
             exit_grace_s=LOST_GRACE_S,
             on_stop_asked=self._ask_to_stop,
         )
         source = ModelSource(own.model, own.dtype, device(own.device))
-        return load_leader(source, self._place, ending, progress)
+        leader = load_leader(source, self._place, ending, progress)
+        self._send_ranks_home = leader.close
+        return leader
 
     def _load(self) -> None:
         settings = self._settings
@@ -207,7 +214,7 @@ class ReplicaApp:
             raise ReplicaUnavailable("the model is still loading")
         return description_to_message(self._description)
 
-    async def _converse(self, requests, write, _context: Context) -> None:
+    async def _converse(self, requests: AsyncIterator[bytes], write: Write, _context: Context) -> None:
         if self._description is None:
             raise ReplicaUnavailable("the model is still loading")
         stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._figures.failed)

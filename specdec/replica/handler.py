@@ -83,7 +83,8 @@ class ReplicaService(Protocol):
         end, length_max = item.start_position + len(item.token_ids), session.opened.length_max
         if end > length_max:
             raise InvalidRequest("start_position", end, f"with its tokens at most length_max {length_max}")
-        return session.hold(item.start_position, item.token_ids)
+        short: Short | None = session.hold(item.start_position, item.token_ids)
+        return short
 
     def work(self, session: Any, item: Any, arrived_s: float) -> Short | None:
         """Does what any other item asks of a session; Short when tokens before it are missing. Raises SpecdecError;
@@ -92,7 +93,7 @@ class ReplicaService(Protocol):
     def close(self, session: Any) -> None:
         """Releases what a session holds; what was asked for it is not answered any more."""
 
-    def next_step(self) -> Turn:
+    def next_step(self) -> Turn[Any, Any]:
         """Its turn before every step of the engine."""
 
     def counters(self) -> Mapping[str, int]:
@@ -110,7 +111,7 @@ class ItemHandler:
         self.service = service
         self.session_count_max = session_count_max
         self.sessions: dict[tuple[object, int], Any] = {}
-        self._emptied: Callable[[], None] | None = None
+        self._emptied: Callable[[], object] | None = None
 
     def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply, arrived_s: float = 0.0) -> None:
         """Carries out the items of one message in order; answers come through `reply`, some of them later."""
@@ -130,7 +131,7 @@ class ItemHandler:
                 reply(failure_from_error(defect, item.session, item.incarnation))
         self._say_when_empty()
 
-    def drain(self, emptied: Callable[[], None]) -> None:
+    def drain(self, emptied: Callable[[], object]) -> None:
         """Takes no more sessions; those open go on, and `emptied` is called when the last has ended."""
         self._emptied = emptied
         self._say_when_empty()

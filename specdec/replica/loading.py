@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from specdec.engine.block_table import BlockTable
 from specdec.engine.devices import find_device, free_memory_bytes
 from specdec.engine.interface import CausalModel
 from specdec.engine.model_folder import open_model_folder, read_json
-from specdec.engine.runner import Piece
+from specdec.engine.runner import Payload, Piece
 from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
 from specdec.protocol.fingerprint import tokenizer_fingerprint
@@ -26,7 +27,8 @@ CONTEXT_LENGTH = 64
 REPEATS = 3  # the least of them counts: what else the machine does only makes a step longer
 BUDGET_S = 1.0  # spent, a row count has one repeat
 
-SamplePiece = Callable[[BlockTable, int, int], Piece]  # (table, context length, rows); no rows: the context itself
+# (table, context length, rows); no rows: the context itself
+SamplePiece = Callable[[BlockTable, int, int], Piece[Payload]]
 
 
 def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:
@@ -75,7 +77,9 @@ def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSet
     return CacheSize(count, settings.block_size, count * block_bytes)
 
 
-def measure_step_times(engine: Engine, positions_max: int, sample: SamplePiece) -> tuple[tuple[int, float], ...]:
+def measure_step_times(
+    engine: Engine[Payload, Any], positions_max: int, sample: SamplePiece[Payload]
+) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of steps for one session, ascending; none where the cache is too small. Engine thread only.
 
     Measured once, so that the first request is no experiment.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -51,7 +52,7 @@ def families(
     name: str,
     is_serving: bool,
     description: Description,
-    engine: Engine,
+    engine: Engine[Any, Any],
     figures: ReplicaFigures,
     handler: ItemHandler,
 ) -> Iterator[Metric]:

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable
@@ -31,7 +32,11 @@ class ReplicaStream:
     failure that is answered; `messages` are the stream's request and response."""
 
     def __init__(
-        self, engine: Engine, handler: ItemHandler, messages: tuple[type, type], failed: Callable[[Failure], None]
+        self,
+        engine: Engine[Any, Any],
+        handler: ItemHandler,
+        messages: tuple[type, type],
+        failed: Callable[[Failure], None],
     ) -> None:
         self._engine = engine
         self._failed = failed
@@ -39,12 +44,12 @@ class ReplicaStream:
         self._request, self._response = messages
         self._stamps = Stamps(wall_offset_ns)
         self._loop = asyncio.get_running_loop()
-        self._answers: deque = deque()
+        self._answers: deque[object] = deque()
         self._wake = asyncio.Event()
         self._is_woken = False
         self._is_pinged = False
 
-    def reply(self, item) -> None:
+    def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
         if isinstance(item, Failure):
             self._failed(item)
@@ -78,7 +83,7 @@ class ReplicaStream:
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
-                message = parse(self._request, data)
+                message: Any = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)
                 if len(self._answers) > ANSWER_COUNT_MAX:
@@ -91,11 +96,11 @@ class ReplicaStream:
         finally:
             self._wake.set()
 
-    def _post(self, messages, arrived_s: float) -> None:
+    def _post(self, messages: Iterable[Any], arrived_s: float) -> None:
         items: list[TargetAsk | DraftAsk] = []
         for message in messages:
             try:
-                item = item_from_message(message)
+                item: TargetAsk | DraftAsk = item_from_message(message)
             except InvalidRequest as error:
                 self.reply(failure_from_error(error, *item_name(message)))
                 continue

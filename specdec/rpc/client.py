@@ -51,11 +51,12 @@ async def call_unary(
     """One request, one answer; `method` is "/package.Service/Method". Raises the SpecdecError the peer stated."""
     try:
         data = await channel.unary_unary(method)(request.SerializeToString(), timeout=timeout_s)
-        return response_class.FromString(data)
+        response: Response = response_class.FromString(data)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
     except DecodeError as error:
         raise ReplicaUnavailable(f"the answer to {method} is malformed") from error
+    return response
 
 
 async def call_stream(

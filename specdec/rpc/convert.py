@@ -9,15 +9,19 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import Literal, TypeAlias, cast
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Trace
 from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, CacheSize, Description, Law, Row, Rule
 from specdec.v1 import types_pb2 as types_pb
 
+FloatCode: TypeAlias = Literal["d", "f"]
 
-def numbers_to_bytes(code: str, values) -> bytes:
+
+def numbers_to_bytes(code: FloatCode, values: Iterable[float]) -> bytes:
     """`values` as packed little-endian numbers of array type `code` (d float64, f float32)."""
     packed = array(code, values)
     if sys.byteorder == "big":
@@ -25,9 +29,9 @@ def numbers_to_bytes(code: str, values) -> bytes:
     return packed.tobytes()
 
 
-def numbers_from_bytes(code: str, data: bytes, field: str) -> array:
+def numbers_from_bytes(code: FloatCode, data: bytes, field: str) -> array[float]:
     """The inverse; InvalidRequest when the bytes are not a whole number of numbers."""
-    packed = array(code)
+    packed: array[float] = array(code)
     if len(data) % packed.itemsize:
         raise InvalidRequest(field, f"{len(data)} bytes", f"a multiple of {packed.itemsize} bytes")
     packed.frombytes(data)
@@ -50,7 +54,7 @@ def row_from_message(message: types_pb.Row) -> Row:
 def law_to_message(law: Law) -> types_pb.Law:
     """The message of a law."""
     return types_pb.Law(
-        rule=law.rule.value,
+        rule=rule_to_number(law.rule),
         seed=law.seed,
         temperature=law.temperature,
         top_k=law.top_k,
@@ -65,6 +69,11 @@ def law_to_message(law: Law) -> types_pb.Law:
         logprobs=law.logprobs,
         prompt_length=law.prompt_length,
     )
+
+
+def rule_to_number(rule: Rule) -> types_pb.Rule:
+    """The wire number of a rule."""
+    return cast(types_pb.Rule, rule.value)  # an int; its generated type has no instances
 
 
 def rule_from_number(number: int) -> Rule:
@@ -121,12 +130,15 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         numerics=numerics_to_message(description),
         protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
-        cache=size
-        and types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count),
+        cache=None if size is None else _cache_size_to_message(size),
         step_times=[
             types_pb.StepTime(rows=rows, step_us=round(seconds * 1e6)) for rows, seconds in description.step_times
         ],
     )
+
+
+def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
+    return types_pb.CacheSize(block_count=size.block_count, block_size=size.block_size, bytes=size.byte_count)
 
 
 def numerics_to_message(description: Description) -> types_pb.NumericsProfile:

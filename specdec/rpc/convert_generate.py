@@ -5,7 +5,7 @@ A request with a field this version does not know is refused by number: nothing 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -14,7 +14,7 @@ from specdec.errors import InvalidRequest
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
 from specdec.protocol.request import Ask, SamplingPolicy, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Description, PositionLogprobs, Rule
-from specdec.rpc.convert import description_to_message, numerics_to_message, rule_from_number
+from specdec.rpc.convert import description_to_message, numerics_to_message, rule_from_number, rule_to_number
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 _OPTIONAL_SAMPLING = (
@@ -104,7 +104,7 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
     return coordinator_pb.Started(
         request_id=event.request_id,
         seed=event.seed,
-        rule=event.rule.value,
+        rule=rule_to_number(event.rule),
         model_digest=target.model_digest,
         numerics=numerics_to_message(target),
         prompt_length=event.prompt_length,
@@ -133,7 +133,7 @@ def _position_to_message(position: PositionLogprobs) -> coordinator_pb.TokenLogp
 
 def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
     return coordinator_pb.Finished(
-        reason=event.reason.value,
+        reason=cast(coordinator_pb.FinishReason, event.reason.value),
         stop_string=event.stop_string,
         stop_token_id=event.stop_token_id,
         usage=coordinator_pb.Usage(prompt_tokens=event.prompt_tokens, output_tokens=event.output_tokens),
@@ -148,7 +148,7 @@ def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
     counts = {name: getattr(statistics, name) for name in names}
     parts = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
     time = coordinator_pb.TimeSplit(**{name: getattr(statistics, name) for name in parts})
-    return coordinator_pb.Statistics(time=time, rule=statistics.rule.value, **counts)
+    return coordinator_pb.Statistics(time=time, rule=rule_to_number(statistics.rule), **counts)
 
 
 def coordinator_description_to_message(

@@ -183,7 +183,9 @@ def _logprobs_to_message(evidence: Evidence) -> target_pb.Logprobs:
     )
 
 
-def _positions_from_message(message: target_pb.Logprobs, count: int):
+def _positions_from_message(
+    message: target_pb.Logprobs, count: int
+) -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
     """(draft, replacement) logprobs of a verification with `count` positions."""
     draft = numbers_from_bytes("f", message.draft, "logprobs.draft")
     replacement = numbers_from_bytes("f", message.replacement, "logprobs.replacement")
@@ -212,7 +214,9 @@ def _write_evidence(item: items.EvidenceAnswer) -> Fields:
 
 def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAnswer:
     replacements = tuple(message.replacement_token_ids)
-    draft_logprobs, replacement_logprobs, target_probs = (), (), ()
+    draft_logprobs: tuple[PositionLogprobs, ...] = ()
+    replacement_logprobs: tuple[PositionLogprobs, ...] = ()
+    target_probs: tuple[float, ...] = ()
     if message.HasField("logprobs"):
         draft_logprobs, replacement_logprobs = _positions_from_message(message.logprobs, len(replacements))
     if message.target_probs:
@@ -248,23 +252,23 @@ _TABLES = {
     draft_pb.DraftRequest: (draft_pb.DraftRequestItem, _DRAFT_ASKS),
     draft_pb.DraftResponse: (draft_pb.DraftResponseItem, _DRAFT_ANSWERS),
 }
-_WRITERS = {
-    message: {kind: (name, write) for name, kind, write, _ in table}
-    for message, (_, table) in _TABLES.items()
+_WRITERS: dict[type, dict[type, tuple[str, Callable[[Any], Fields]]]] = {
+    message: {kind: (name, write) for name, kind, write, _ in table} for message, (_, table) in _TABLES.items()
 }
-_READERS: dict[type, dict[str, Callable]] = {
+_READERS: dict[type, dict[str, Callable[[Any], Any]]] = {
     message: {name: read for name, _, _, read in table} for message, table in _TABLES.values()
 }
 
 
-def item_to_bytes(message_class: type, item) -> bytes:
+def item_to_bytes(message_class: type[Any], item: object) -> bytes:
     """A whole stream message (`VerifyRequest`, …) that carries `item` alone, serialised. Several in a row are one
     message that carries all of their items: that is how protobuf encodes repeated fields."""
     name, write = _WRITERS[message_class][type(item)]
-    return message_class(items=({name: write(item)},)).SerializeToString()
+    data: bytes = message_class(items=({name: write(item)},)).SerializeToString()
+    return data
 
 
-def item_from_message(message):
+def item_from_message(message: Any) -> Any:
     """The checked value an item carries. Raises InvalidRequest naming what is out of bounds, or that it is empty."""
     name = message.WhichOneof("item")
     if name is None:
@@ -272,7 +276,7 @@ def item_from_message(message):
     return _READERS[type(message)][name](getattr(message, name))
 
 
-def item_name(message) -> tuple[int, int]:
+def item_name(message: Any) -> tuple[int, int]:
     """(session, incarnation) an item names, unchecked; zeros when it is empty. For answering malformed items."""
     name = message.WhichOneof("item")
     return (0, 0) if name is None else (getattr(message, name).session, getattr(message, name).incarnation)

@@ -53,10 +53,11 @@ def message_bytes_max(positions_max: int) -> int:
 def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
     """The message in `data`; InvalidRequest naming the message when the bytes are not one."""
     try:
-        return message_class.FromString(data)
+        message: AnyMessage = message_class.FromString(data)
     except DecodeError:
         name = message_class.DESCRIPTOR.full_name
         raise InvalidRequest(name, f"{len(data)} malformed bytes", f"a valid {name} with UTF-8 strings") from None
+    return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Server:
         self.address = ""
         self._settings = settings
         self._service_names = tuple(services)
-        self._calls: set[asyncio.Task] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -211,7 +212,7 @@ class Server:
         await self._server.stop(0.2)  # last answers are still being written
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
-        async def answer_once(data: bytes, context: Context) -> bytes | None:
+        async def answer_once(data: bytes, context: Context) -> Any:
             async with self._answering(name, context):
                 response = await method.handler(parse(method.request_class, data), context)
                 return response.SerializeToString()
@@ -269,10 +270,12 @@ async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> No
         one.cancel()
 
 
-class _StrictParsing(grpc.aio.ServerInterceptor):
+class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Lets the library services (health, reflection) answer malformed bytes as ours do."""
 
-    async def intercept_service(self, continuation: Callable, details: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:
             return handler

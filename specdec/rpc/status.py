@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import grpc
-from google.protobuf import duration_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -102,7 +102,7 @@ def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
     return _remake(error_class, sentence, facts)
 
 
-def _details(failed: grpc.aio.AioRpcError) -> list:
+def _details(failed: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     """The status details of a failed call; none when the peer sent none or sent nonsense."""
     for key, value in failed.trailing_metadata() or ():
         if key == "grpc-status-details-bin":

@@ -47,7 +47,7 @@ def configure_logs(level: str, service: str) -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            lambda _logger, _method, event: event | {"service": service},  # of every thread: bound fields are of one
+            lambda _logger, _method, event: {**event, "service": service},  # of every thread: bound fields are of one
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _withhold,

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -29,6 +30,8 @@ STEP_BOUNDS_S = TOKEN_BOUNDS_S
 COUNT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 Labels = Mapping[str, str]
+# Mappings have keys of one type only, though tuples of one word are tuples of words.
+Names = TypeVar("Names", bound=tuple[str, ...])
 
 
 class Histogram:
@@ -55,7 +58,7 @@ def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     help: str,
-    value: float | Mapping[tuple[str, ...], float],
+    value: float | Mapping[Names, float],
     labels: Labels | None = None,
     *names: str,
 ) -> Metric:
@@ -76,7 +79,8 @@ def histogram(name: str, help: str, figures: Histogram, labels: Labels | None = 
     bounds = [*map(floatToGoString, figures.bounds), "+Inf"]
     counts = map(float, accumulate(figures.counts))
     family = HistogramMetricFamily(name, help, labels=list(labels or {}))
-    buckets: list = [(*own, figures.exemplars.get(index)) for index, own in enumerate(zip(bounds, counts))]
+    # The library takes None for no exemplar, and does not say so.
+    buckets: list[Any] = [(*own, figures.exemplars.get(index)) for index, own in enumerate(zip(bounds, counts))]
     family.add_metric([*(labels or {}).values()], buckets, figures.total)
     return family
 

@@ -62,12 +62,13 @@ class SdkTracing(Tracing):
             context = otel.SpanContext(number, int.from_bytes(caller.span_id), is_remote=True, trace_flags=flags)
             parent = otel.set_span_in_context(otel.NonRecordingSpan(context))
         result = self._sampler.should_sample(parent, number, "Generate", otel.SpanKind.SERVER)
-        return result.decision.is_sampled()
+        return bool(result.decision.is_sampled())
 
     def record(self, spans: Iterable[Span], offset_ns: int | None = None) -> None:
         offset_ns = wall_offset_ns() if offset_ns is None else offset_ns
         for span in spans:
-            self._queue.on_end(Waiting(span, self._resource, offset_ns))  # type: ignore[arg-type]
+            waiting = Waiting(span, self._resource, offset_ns)
+            self._queue.on_end(waiting)  # type: ignore[arg-type]  # it asks for the flags only
 
     def close(self) -> None:
         flushing = threading.Thread(target=self._queue.shutdown, name="traces closing", daemon=True)
@@ -115,7 +116,7 @@ class Waiting:
 class LateExporter(OTLPSpanExporter):
     """The SDK's exporter, of spans that wait."""
 
-    def export(self, spans: Sequence[Waiting]) -> SpanExportResult:  # type: ignore[override]
+    def export(self, spans: Sequence[Waiting]) -> SpanExportResult:  # type: ignore[override]  # what the queue holds
         return super().export([waiting.readable() for waiting in spans])
 
 

@@ -56,7 +56,7 @@ def test_every_architecture_answers_as_transformers_does(architecture: str, tmp_
         for text, logits in zip(texts, run_rounds(driver, texts)):
             wanted = plain_logits(folder, architecture, text, width)
             assert float((logits - wanted).abs().max()) < TOLERANCE
-        backend = driver.model.backend  # type: ignore[attr-defined]
+        backend = driver.model.backend
         assert bool(backend.graph_count) == with_graphs
         for layer in backend._storage.layers:
             assert not layer[:, 0].any(), "the zero block was written to"
@@ -70,7 +70,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_rollback_copies_and_other_blocks_give_the_same_text(llama: Path, with_graphs: bool) -> None:
     """Claim: after a truncation, beside another that had to copy a shared block, and re-fed into other blocks, a
-    sequence goes on as if nothing had happened. Conclusive: greedy tokens of 24 steps, exactly, against an undisturbed run.
+    sequence goes on as if nothing had happened. Conclusive: greedy tokens of 24 steps, exactly, against an undisturbed
+    run.
     """
     driver = device_driver(llama, with_graphs)
     prompt = random_tokens(21, 3)
@@ -108,7 +109,7 @@ def test_not_a_number_is_told_of_its_sequence_only(llama: Path) -> None:
         clean = driver.step(feeds).logits.clone()
         for table in tables:
             driver.cache.truncate(table, 20)
-        storage = driver.model.backend._storage  # type: ignore[attr-defined]
+        storage = driver.model.backend._storage
         storage.layers[1][:, tables[1].block_ids[0], 3] = torch.nan
         output = driver.step(feeds)
         assert tuple(output.is_finite) == (True, False, True)
@@ -137,7 +138,7 @@ def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:
     driver = device_driver(llama, False)
     batch = RaggedBatch((Segment([1], 15, [1, 2, 3], 1),))
     with pytest.raises((IndexError, ValueError)):
-        driver.model.backend.plan(batch)  # type: ignore[attr-defined]
+        driver.model.backend.plan(batch)
 
 
 def test_margins_are_measured_and_counted(llama: Path) -> None:
@@ -146,12 +147,12 @@ def test_margins_are_measured_and_counted(llama: Path) -> None:
     looked at count, with 0 none.
     """
     driver = device_driver(llama, False)
-    backend = driver.model.backend  # type: ignore[attr-defined]
+    backend = driver.model.backend
     assert isinstance(backend, DeviceBackend) and backend.counters() == {}
     table = driver.open()
     driver.feed(table, [5], 1)
     assert backend.margins is not None and 0 <= backend.margins.drift < 1e-4  # float32 sums in other orders
-    for layer in backend._storage.layers:  # type: ignore[union-attr]
+    for layer in backend._storage.layers:
         used = layer[:, table.block_ids[0], :1]
         assert used.any() and int(layer[:, : driver.cache.block_count].count_nonzero()) == int(used.count_nonzero())
     for drift, share in ((0.0, 0), (1e9, 1)):

@@ -56,7 +56,7 @@ def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dtype_of({"dtype": "bfloat16"}, "auto", CUDA) == dtype_of({}, "bfloat16") == torch.bfloat16
     for enforce_eager in (False, True):
         backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager, has_stable_rows=True)
-        assert backend.with_graphs != enforce_eager  # type: ignore[attr-defined]
+        assert backend.with_graphs != enforce_eager
     assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").block_size == 0
 
 

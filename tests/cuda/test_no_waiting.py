@@ -52,7 +52,7 @@ def test_a_forward_asks_nothing(architecture: str, tmp_path: Path) -> None:
     driver = device_driver(make_tiny_model(tmp_path / architecture, architecture), False)
     tables = [driver.open(), driver.open()]
     driver.step([(tables[0], random_tokens(60, 1), 1)])  # the first step measures the drift, once
-    backend = driver.model.backend  # type: ignore[attr-defined]
+    backend = driver.model.backend
     step, listener = backend._step, Listener()
 
     def heard(*arguments: Any) -> Any:

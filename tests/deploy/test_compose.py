@@ -65,7 +65,7 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
     assert float(service["stop_grace_period"].removesuffix("s")) >= settings.drain_grace_s + DRAIN_REST_S
     assert settings.health_address and f'"{settings.health_address}"' in " ".join(service["healthcheck"]["test"])
     assert service["read_only"] and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
-    assert isinstance(settings, CoordinatorSettings) or settings.model in copied  # type: ignore[attr-defined]
+    assert isinstance(settings, CoordinatorSettings) or settings.model in copied
 
 
 def test_addresses_are_those_of_services() -> None:

@@ -73,8 +73,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
-    """Claim: after generations under COUPLED, REJECTION, the server's choice and GREEDY, of several shapes, some at a time, a resumed one
-    and one with its draft killed on the way, the counters equal the sums over the responses' own statistics.
+    """Claim: after generations under COUPLED, REJECTION, the server's choice and GREEDY, of several shapes, some at a
+    time, a resumed one and one with its draft killed on the way, the counters equal the sums over the responses' own
+    statistics.
 
     Conclusive: the services are fresh, so nothing else was counted; counts are compared with ==.
     """

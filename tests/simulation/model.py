@@ -230,7 +230,6 @@ class TableModel:
         self.clock.in_step_s += self.step_s(batch.row_count)
         return StepOutput(rows, (True,) * len(batch.segments))
 
-
     def _seen(self, segment: Segment) -> list[list[int]]:
         """What each row of a tree with logits sees, in order of position; each must see one token at every position."""
         assert self.storage is not None and segment.tree is not None

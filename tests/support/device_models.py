@@ -82,7 +82,7 @@ def documented_varlen_attn(
         first, last = int(cu_seq_q[index]), int(cu_seq_q[index + 1])
         assert last - first <= max_q
         if block_table is not None:
-            length = int(seqused_k[index])  # type: ignore[index]
+            length = int(seqused_k[index])
             own = [cache[block_table[index].long()].flatten(0, 1)[:length] for cache in (key, value)]
         else:
             start, end = int(cu_seq_k[index]), int(cu_seq_k[index + 1])

@@ -58,7 +58,7 @@ class Followers:
         """Ends the processes."""
         self.close_model()
         for process in self._processes:
-            process.stdin.close()  # type: ignore[union-attr]
+            process.stdin.close()
         for process in self._processes:
             process.wait(20)
 

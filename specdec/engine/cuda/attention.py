@@ -79,7 +79,7 @@ def run_varlen(
         window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
         **tables,
     )
-    return output  # type: ignore[return-value]
+    return output  # type: ignore[return-value]  # a tuple only where more is asked for
 
 
 class BlockTables:
@@ -94,7 +94,15 @@ class BlockTables:
     def prepare(self, storage: DeviceStorage, step: StepTensors) -> None:
         return None
 
-    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTensors,
+        prepared: None,
+        rule: ScoreRule,
+    ) -> torch.Tensor:
         tables = {"seqused_k": step.key_counts, "block_table": step.tables, "num_splits": 1}
         return run_varlen(queries, keys, values, step, rule, **tables)
 
@@ -114,7 +122,15 @@ class Gathered:
         blocks = step.tables[sequences, offsets // size].long()
         return blocks * size + offsets % size
 
-    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTensors,
+        prepared: torch.Tensor,
+        rule: ScoreRule,
+    ) -> torch.Tensor:
         packed_keys, packed_values = (cache.flatten(0, 1).index_select(0, prepared) for cache in (keys, values))
         return run_varlen(queries, packed_keys, packed_values, step, rule)
 
@@ -154,7 +170,15 @@ class Plain:
         distances = step.positions[rows][:, :, None] - keys
         return PlainIndices(rows.view(-1), places, distances)
 
-    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTensors,
+        prepared: PlainIndices,
+        rule: ScoreRule,
+    ) -> torch.Tensor:
         return attend_rectangle(queries.float(), keys, values, step, prepared, rule).to(queries.dtype)
 
 
@@ -168,7 +192,15 @@ class Trees:
         distances = step.positions[rows][:, :, None] - step.cell_positions[:, None, :]
         return PlainIndices(rows.view(-1), places, distances.masked_fill_(step.visible[rows] == 0, -1))
 
-    def attend(self, queries, keys, values, step, prepared, rule) -> torch.Tensor:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTensors,
+        prepared: PlainIndices,
+        rule: ScoreRule,
+    ) -> torch.Tensor:
         return attend_rectangle(queries, keys, values, step, prepared, rule)
 
 
@@ -213,7 +245,7 @@ class DevicePlan:
     storage: DeviceStorage
     step: StepTensors
     way: Way
-    _prepared: dict[str, object] = field(default_factory=dict)
+    _prepared: dict[str, Any] = field(default_factory=dict)
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import overload
 
 import torch
 from torch import nn
@@ -53,7 +54,13 @@ class FiniteFlags(Sequence[bool]):
     def __len__(self) -> int:
         return len(self._batch.segments)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> bool: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[bool, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> bool | tuple[bool, ...]:
         if self._flags is None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -162,10 +169,10 @@ class DeviceBackend:
 
     def _step(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
         plan = self.plan(batch)
-        if plan in self._graphs:  # type: ignore[operator]
+        if self._graphs and self._results and plan in self._graphs:
             self._fixed.send(plan)
-            self._graphs[plan].replay()  # type: ignore[index]
-            result = fixed_part(self._results, plan)  # type: ignore[arg-type]
+            self._graphs[plan].replay()
+            result = fixed_part(self._results, plan)
             logits = result.logits[: batch.logit_count].clone()  # the next step of any shape writes there
         else:
             result = compute(self._input(self._exact.send(plan)))
@@ -192,7 +199,8 @@ class DeviceBackend:
         if isinstance(self.way, BlockTables):
             return graph_shapes([key_max], None, self._graph_sequences_max)
         if self._has_trees:  # its sequences have cells beyond their positions
-            key_max = (self._storage.block_count - 1) * self._storage.block_size  # type: ignore[union-attr]
+            assert self._storage is not None
+            key_max = (self._storage.block_count - 1) * self._storage.block_size
         key_maxes = [count for count in KEY_MAXES if count < key_max] or [key_max]
         shapes = graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max)
         return [replace(shape, has_trees=True) for shape in shapes] if self._has_trees else shapes
@@ -226,10 +234,11 @@ class DeviceBackend:
         return StepResult(logits, like.is_finite.new_empty(flag_count))
 
     def _input(self, step: StepTensors) -> StepInput:
-        plan = DevicePlan(self._storage, step, self.way)  # type: ignore[arg-type]
+        assert self._storage is not None
+        plan = DevicePlan(self._storage, step, self.way)
         return StepInput(step.input_ids[None], step.positions[None], step.logit_rows, plan)
 
-    def _current(self) -> AbstractContextManager:
+    def _current(self) -> AbstractContextManager[object]:
         """Makes the device this thread's current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 

@@ -6,6 +6,8 @@ What a stand-in computes is what the module computed, up to the order of roundin
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -22,13 +24,15 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 class DeviceRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel where the gain has the type of x."""
 
+    gain: torch.Tensor
+
     def __init__(self, gain: torch.Tensor, epsilon: float):
         super().__init__()
         self.register_buffer("gain", gain)
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gain: torch.Tensor = self.gain  # type: ignore[assignment]
+        gain = self.gain
         return functional.rms_norm(x.to(gain.dtype), gain.shape, gain, self.epsilon).to(x.dtype)
 
 
@@ -37,14 +41,14 @@ class JoinedMLP(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        gate, up = module.get_submodule("gate_proj"), module.get_submodule("up_proj")
-        self.gate_up = joined([gate, up])  # type: ignore[list-item]
+        self.gate_up = joined([cast(nn.Linear, module.get_submodule(name)) for name in ("gate_proj", "up_proj")])
         self.act_fn = module.get_submodule("act_fn")
         self.down_proj = module.get_submodule("down_proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down_proj(self.act_fn(gate) * up)
+        output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return output
 
 
 def replace_modules(base: nn.Module, dtype: torch.dtype, positions_max: int) -> None:
@@ -95,6 +99,8 @@ class DeviceOutput(nn.Module):
     and answer in float32; elsewhere they are widened once. weight [vocab, in].
     """
 
+    weight: torch.Tensor
+
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float = 1.0, softcap: float | None = None
     ):
@@ -107,8 +113,7 @@ class DeviceOutput(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, vocab] float32."""
-        weight: torch.Tensor = self.weight  # type: ignore[assignment]
-        logits = wider_product(x, weight) if self.is_mixed else x.float() @ weight
+        logits = wider_product(x, self.weight) if self.is_mixed else x.float() @ self.weight
         if isinstance(self.bias, torch.Tensor):
             logits = logits.add_(self.bias)
         if self.scale != 1.0:
@@ -118,7 +123,7 @@ class DeviceOutput(nn.Module):
 
 def wider_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [rows, in] @ weight [in, out], both 16-bit, summed and returned in float32."""
-    return torch.mm(x, weight, out_dtype=torch.float32)  # type: ignore[call-overload]
+    return torch.mm(x, weight, out_dtype=torch.float32)
 
 
 def can_answer_wider(weight: torch.Tensor) -> bool:

@@ -247,7 +247,8 @@ def _wait(store: torch.distributed.Store, key: str, watch: Watch) -> bytes:
     while not store.check([key]):
         watch.check()
         time.sleep(0.01)
-    return store.get(key)
+    value: bytes = store.get(key)
+    return value
 
 
 def _own_host(place: RankPlace) -> str:
@@ -256,4 +257,5 @@ def _own_host(place: RankPlace) -> str:
         return place.host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host.strip("[]"), place.port))
-        return probe.getsockname()[0]
+        host: str = probe.getsockname()[0]
+    return host

@@ -7,6 +7,7 @@ number of ranks and on nothing else: not on the batch, and not on which rank was
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class RankSum(nn.Module):
         if isinstance(linear, Conv1D):
             linear.bias = nn.Parameter(torch.zeros_like(linear.bias), requires_grad=False)
         elif bias is not None:
-            linear.bias = None  # type: ignore[assignment]
+            linear.bias = None  # type: ignore[assignment]  # not every module has one
         self.linear = linear
         # Where there is a choice, in the type it was computed in.
         self._product = linear.product if isinstance(linear, TiledLinear) else linear
@@ -121,8 +122,8 @@ class JoinedShare:
         self._norms: dict[str, nn.Module] = {}
         for path in split.normed:
             norm = base.get_submodule(path)
-            epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
-            self._norms[path] = SplitNorm(norm.get_parameter("weight"), epsilon, exchange)
+            epsilon: Any = norm.variance_epsilon
+            self._norms[path] = SplitNorm(norm.get_parameter("weight"), float(epsilon), exchange)
 
     def join(self, base: nn.Module) -> None:
         """Puts the exchanges into a base model whose modules were replaced. Raises ModelRefused where a module of the
@@ -137,8 +138,9 @@ class JoinedShare:
             if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
                 raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
             setattr(parent, leaf, RankSum(linear, self._exchange))
+        its: Any = base  # the method is of the architecture's class
         for name, module in base.named_children():
-            if isinstance(module, nn.Embedding) and module is base.get_input_embeddings():  # type: ignore[operator]
+            if isinstance(module, nn.Embedding) and module is its.get_input_embeddings():
                 setattr(base, name, SplitEmbedding(module, self._split, self._exchange))
 
     def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:

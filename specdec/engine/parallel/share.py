@@ -47,7 +47,7 @@ def load_share(
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
     # Captured graphs across GPUs are not proven, so a share runs without them.
-    backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True)
+    backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True, True)
     return TransformersModel(model, description, dtype, share, backend)
 
 

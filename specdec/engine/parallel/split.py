@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from torch import nn
@@ -128,7 +129,8 @@ def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
         if not hasattr(module, "layer_idx") or not hasattr(module, "config"):
             continue
         if hasattr(module, "split_size"):  # GPT-2: the width of queries, keys and values each
-            vars(module).update(split_size=int(module.split_size) // rank_count)  # type: ignore[arg-type]
+            split_size: Any = module.split_size
+            vars(module).update(split_size=int(split_size) // rank_count)
         if hasattr(module, "qkv_proj"):  # Phi-3: counts heads by its config and its own attribute
             own = type(config).from_dict(config.to_dict() | {QUERY: heads // rank_count})
             own._attn_implementation = config._attn_implementation

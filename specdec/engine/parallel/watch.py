@@ -36,7 +36,7 @@ class Loss:
     is_silent: bool = False
 
 
-OnLost = Callable[[Loss], None]
+OnLost = Callable[[Loss], object]
 
 
 @dataclass(slots=True, eq=False)

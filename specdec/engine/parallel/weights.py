@@ -28,9 +28,12 @@ def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transform
     try:
         config = model_class.config_class.from_pretrained(folder.path, local_files_only=True)
         with torch.device("meta"):
-            return model_class._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+            model: transformers.PreTrainedModel = model_class._from_config(
+                config, dtype=dtype, attn_implementation=attention.NAME
+            )
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
+    return model
 
 
 def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, split: Split, progress: Progress) -> None:
@@ -86,12 +89,13 @@ def _read(name: str, file: Path, stored_name: str, cut: Cut | None, shape: torch
         if tuple(whole.get_shape()) != tuple(shape):
             raise ModelRefused(f"{name}: {stored_name} has shape {whole.get_shape()}; it must be {list(shape)}")
         if cut is None:
-            return whole[:].clone() if len(shape) else stored.get_tensor(stored_name).clone()
+            everything: torch.Tensor = whole[:] if len(shape) else stored.get_tensor(stored_name)
+            return everything.clone()
         ranges = [slice(start, end) for start, end in cut.ranges]
         parts = [whole[part] if cut.dimension == 0 else whole[:, part] for part in ranges]
         own_shape = list(shape)
         own_shape[cut.dimension] = cut.size
-        weight = parts[0].new_zeros(own_shape)
+        weight: torch.Tensor = parts[0].new_zeros(own_shape)
         place = 0
         for part in parts:
             weight.narrow(cut.dimension, place, part.shape[cut.dimension]).copy_(part)
@@ -110,5 +114,5 @@ def _fill_buffers(model: transformers.PreTrainedModel) -> None:
         parent, _, leaf = path.rpartition(".")
         model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # of transformers, on any parameter
     model.initialize_weights()
