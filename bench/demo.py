@@ -41,7 +41,12 @@ class Run:
 
 
 def generate(
-    stub, prompt_id: int, prompt: str, speculates: bool, asked: argparse.Namespace, console: Console | None
+    stub: pb_grpc.CoordinatorServiceStub,
+    prompt_id: int,
+    prompt: str,
+    speculates: bool,
+    asked: argparse.Namespace,
+    console: Console | None,
 ) -> Run:
     """Runs one generation; with a console, shows its text as it is committed."""
     sampling = pb.SamplingPolicy(max_tokens=asked.max_tokens, temperature=asked.temperature, ignore_eos=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import queue
 import time
 from pathlib import Path
-from typing import cast
 
 from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.evidence import EvidenceRequest, evidence
-from specdec.engine.kv_cache import BlockTable
+from specdec.engine.block_table import BlockTable
+from specdec.engine.feed import Feed
 from specdec.engine.model import load_model
-from specdec.engine.runner import Evidence as StepEvidence
-from specdec.engine.scheduler import Engine, Feed
+from specdec.engine.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.types import Evidence, Law
 
@@ -24,7 +23,7 @@ class EngineAlone:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         model = load_model(str(folder), dtype)
-        self._engine = Engine(model, 1 + POSITIONS_MAX // BLOCK_SIZE, BLOCK_SIZE, cast(StepEvidence, evidence))
+        self._engine = Engine(model, 1 + POSITIONS_MAX // BLOCK_SIZE, BLOCK_SIZE, evidence)
         self._engine.start()
 
     def stop(self) -> None:
@@ -50,8 +49,7 @@ class EngineAlone:
                 )
             )
 
-        def commit(table: BlockTable, answer: object) -> None:
-            assert isinstance(answer, Evidence)
+        def commit(table: BlockTable, answer: Evidence) -> None:
             committed.append(answer.replacement_token_ids[0])
             if len(committed) < len(prompt) + max_tokens:
                 submit(table)

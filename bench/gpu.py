@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_right and not (asked.check and figures["missed"]) else 1
 
 
-def run(device: torch.device, is_small: bool, rounds: int) -> dict:
+def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     """All parts in order, printed as they come."""
     say(f"torch {torch.__version__}, transformers {transformers.__version__}, {name_of(device)}")
     checks = [check_greedy(device), *(check_logits(device, dtype) for dtype in (torch.float32, torch.bfloat16))]
@@ -94,7 +95,7 @@ def print_steps(steps: Sequence[StepFigure]) -> None:
         )
 
 
-def print_margins(margins: dict) -> None:
+def print_margins(margins: dict[str, Any]) -> None:
     widths = ", ".join(map(str, margins["equal_widths"])) or "none"
     say(
         f"{margins['model']}: attention by {margins['way']}; logits drift by {margins['drift']:.3g} with the step; "

@@ -62,8 +62,8 @@ def check_greedy(device: torch.device) -> Check:
     plain = plain_model(SMALL, device, torch.float32, SCALE)
     prompt = random_ids(PROMPT_COUNT, SMALL.vocabulary)
     length = PROMPT_COUNT + NEW_COUNT
-    generate: Any = plain.generate  # its class is one of several that a GenerationMixin may be
-    output = generate(
+    its: Any = plain  # `generate` is typed for a protocol that its class does not fit
+    output = its.generate(
         torch.tensor([prompt], device=device), max_new_tokens=NEW_COUNT, do_sample=False, pad_token_id=0
     )
     wanted = output[0, PROMPT_COUNT:].tolist()
@@ -101,7 +101,7 @@ def check_logits(device: torch.device, dtype: torch.dtype) -> Check:
 
 
 @torch.inference_mode()
-def margin_figures(model: TransformersModel) -> dict:
+def margin_figures(model: TransformersModel) -> dict[str, Any]:
     """How far rows drift with the shape of the step, and how many positions of a random text are decided by less."""
     backend = model.backend
     assert isinstance(backend, DeviceBackend)

@@ -54,12 +54,15 @@ def plain_model(
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: transformers.LlamaForCausalLM = transformers.LlamaForCausalLM._from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
     if scale != 1.0:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.data.mul_(scale)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def engine_model(

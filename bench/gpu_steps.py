@@ -65,7 +65,8 @@ def device_s(device: torch.device, work: Callable[[], object]) -> float:
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    elapsed_ms: float = start.elapsed_time(end)
+    return elapsed_ms / 1e3
 
 
 @torch.inference_mode()

@@ -36,7 +36,9 @@ class Receiver(service_grpc.TraceServiceServicer):
         service_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
-    def Export(self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext):  # noqa: N802
+    def Export(  # noqa: N802
+        self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> service_pb.ExportTraceServiceResponse:
         """Takes one batch."""
         if self._is_kept:
             self.resource_spans.extend(request.resource_spans)

@@ -159,8 +159,8 @@ def bars_of(found: dict[str, Any]) -> list[Bar]:
     ratio = auto_over(own, assisted, found["cyclic"][greedy], False) if assisted in own else None
     claim, shown = "auto / assisted generation, greedy, one thread each", str(ratio or "")
     return [
-        Bar(f"{claim}: median", 1.2, ratio and ratio.median, shown, stretch=1.5),
-        Bar(f"{claim}: lower end of the interval", 1.1, ratio and ratio.low, shown),
+        Bar(f"{claim}: median", 1.2, None if ratio is None else ratio.median, shown, stretch=1.5),
+        Bar(f"{claim}: lower end of the interval", 1.1, None if ratio is None else ratio.low, shown),
     ]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Printed
@@ -102,12 +103,12 @@ def scenario(
     return Scenario(steps_of(slope), draft, network_s, (0.7,), branches, bonus_match, OVERHEAD_S, 1, 0.15)
 
 
-def one(acceptance: float = 0.7, **of_scenario) -> World:
+def one(acceptance: float = 0.7, **of_scenario: Any) -> World:
     """One stream."""
     return World(scenario(**of_scenario), ((acceptance,),))
 
 
-def many(count: int, acceptance: float, begins_s: tuple[float, ...], **of_scenario) -> World:
+def many(count: int, acceptance: float, begins_s: tuple[float, ...], **of_scenario: Any) -> World:
     """Streams of equal texts."""
     return World(scenario(**of_scenario), ((acceptance,),) * count, begins_s)
 

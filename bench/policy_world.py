@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from bench.event_simulation import Node, Scenario, Simulation, Stream
-from specdec.policy.policy import PLAIN, Plan, Policy
+from specdec.policy.policy import PLAIN, Plan, Policy, Prediction
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 
@@ -75,7 +75,8 @@ class OnePlan:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.is_speculating = plan.draft_length_max > 0
+        self.draft_length_cap, self.is_speculating = plan.draft_length_max, plan.draft_length_max > 0
+        self.prediction = Prediction(None, plan.description)
 
     def plan(self, room: int) -> Plan:
         return self._plan
@@ -88,7 +89,7 @@ class OnePlan:
 class Session:
     """One stream's generation: its policy and the round under way."""
 
-    policy: Any
+    policy: Policy
     text_end: int
     rounds: int = 0
     verdict_s: float = 0.0
@@ -119,7 +120,7 @@ class Simulated(Simulation):
     def run_until(self, end_s: float) -> None:
         """Runs to a time."""
         for stream, begin_s in zip(self.streams, self.world.begins_s):
-            self._after(begin_s, lambda stream=stream: self._begin(stream))
+            self._after(begin_s, partial(self._begin, stream))
         self._ping()
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, happen = heapq.heappop(self._events)

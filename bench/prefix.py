@@ -64,7 +64,7 @@ def prompts_of(length: int, count: int) -> list[list[int]]:
 
 def time_to_first_token(
     stub: pb_grpc.CoordinatorServiceStub, prompt: Sequence[int], salt: str
-) -> tuple[float, int, tuple]:
+) -> tuple[float, int, tuple[int, ...]]:
     """(milliseconds by the coordinator's clock, tokens found, output tokens) of one greedy request without a draft."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt),

@@ -127,7 +127,7 @@ class Trial:
         """Whether the draft says so itself, at the address it had."""
         with channel_to(self.draft_host, DRAFT_PORT) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def holds(condition: Callable[[], bool]) -> bool:

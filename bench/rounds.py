@@ -26,7 +26,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
 
-RULES = {
+RULES: dict[str, dict[str, Any]] = {
     "GREEDY, temperature 0": {"temperature": 0.0},
     "COUPLED, temperature 0.7": {"temperature": 0.7, "seed": 1},
     "REJECTION, temperature 0.7": {"temperature": 0.7},
@@ -42,7 +42,9 @@ def named_rule(sampling: dict[str, Any]) -> Any:
     return types_pb.RULE_REJECTION if is_drawn else types_pb.RULE_UNSPECIFIED
 
 
-def measure(stub, prompt: str, rule: str, draft_length: int, max_tokens: int) -> dict[str, float]:
+def measure(
+    stub: pb_grpc.CoordinatorServiceStub, prompt: str, rule: str, draft_length: int, max_tokens: int
+) -> dict[str, float]:
     """One generation: tokens/s after the first token, acceptance, bytes, and milliseconds a round by part."""
     request = pb.GenerateRequest(
         text=prompt,

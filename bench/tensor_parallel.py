@@ -78,13 +78,15 @@ class MemoryFigure:
     model_mib: float
 
 
-def write_model(folder: Path, shape: dict[str, int], dtype: torch.dtype) -> Path:
+def write_model(folder: Path, shape: dict[str, Any], dtype: torch.dtype) -> Path:
     """A Llama of random weights with the shipped tokenizer."""
     config = transformers.LlamaConfig(
-        **shape, **HEADS, vocab_size=VOCABULARY_SIZE, max_position_embeddings=POSITIONS_MAX, tie_word_embeddings=False
+        **shape, vocab_size=VOCABULARY_SIZE, max_position_embeddings=POSITIONS_MAX, tie_word_embeddings=False
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    model.to(dtype)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes((TARGET_MODEL / "tokenizer.json").read_bytes())
     return folder
 
@@ -277,8 +279,8 @@ def main() -> int:
         return 0
     dtype = getattr(torch, asked.dtype)
     with tempfile.TemporaryDirectory() as name:
-        folder = write_model(Path(name) / "model", SHAPE, dtype)
-        tiny_folder = write_model(Path(name) / "tiny", TINY_SHAPE, dtype)
+        folder = write_model(Path(name) / "model", SHAPE | HEADS, dtype)
+        tiny_folder = write_model(Path(name) / "tiny", TINY_SHAPE | HEADS, dtype)
         weights_mib = (folder / "model.safetensors").stat().st_size / 2**20
         steps = measure_steps(folder, (Variant(1, 1), Variant(1, 2), Variant(2, 1)), asked.blocks)
         memory = measure_memory(folder, tiny_folder, [int(count) for count in asked.ranks.split(",")])

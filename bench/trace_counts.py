@@ -32,7 +32,7 @@ from specdec.policy.policy import PLAIN, FixedPolicy
 from specdec.protocol.items import EvidenceAnswer, Trace
 from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
 from specdec.protocol.request import Ask
-from specdec.protocol.session import Session
+from specdec.protocol.session import AwaitDraft, Session
 from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
 from specdec.replica.metrics import ReplicaFigures
 from specdec.rpc.stamps import Stamps
@@ -104,7 +104,8 @@ def told_s(trace: RequestFigures) -> float:
         record, actions = session.on_verdict(Verdict(0, 3, TokenKind.BONUS), answer, 1, False, times)
         trace.on_round(session, record, link)
         for action in actions:
-            trace.context_of(action.item)
+            if not isinstance(action, AwaitDraft):
+                trace.context_of(action.item)
     return time.process_time() - began_s
 
 
@@ -112,10 +113,25 @@ def counting_us() -> dict[str, float]:
     """CPU microseconds that metrics add to a round and a request of the coordinator and to a step of a replica: the
     least of some loops."""
     finished = Finished(FinishReason.LENGTH, "", None, 2, 3, Statistics(), "")
-    counts = {"offered_count": 3, "accepted_count": 2, "kept_count": 3, "in_hand_count": 0, "discarded_count": 0}
-    looked_up = {"next_kind": TokenKind.CORRECTION, "was_looked_up": True, "was_found": False}
-    times = {"start_s": 0.0, "end_s": 0.02, "wait_s": 0.0, "round_trip_s": 0.02, "queue_s": 0.0, "forward_s": 0.01}
-    record = RoundRecord(round_index=1, plan=PLAIN, evidence_s=0.0, **counts, **looked_up, **times)
+    record = RoundRecord(
+        round_index=1,
+        plan=PLAIN,
+        offered_count=3,
+        accepted_count=2,
+        kept_count=3,
+        next_kind=TokenKind.CORRECTION,
+        was_looked_up=True,
+        was_found=False,
+        in_hand_count=0,
+        discarded_count=0,
+        start_s=0.0,
+        end_s=0.02,
+        wait_s=0.0,
+        round_trip_s=0.02,
+        queue_s=0.0,
+        forward_s=0.01,
+        evidence_s=0.0,
+    )
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
     figures, replica = Figures(), ReplicaFigures()
     ask, started = Ask(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)

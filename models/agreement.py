@@ -77,7 +77,8 @@ def write_text(target: LlamaForCausalLM, prompt: tuple[int, ...], law: Law, toke
 def draft_logits(draft: LlamaForCausalLM, text: Text) -> Tensor:
     """The draft's logits at each output position.  # [output, vocab] float32"""
     token_ids = torch.tensor([text.before(len(text.output) - 1)])
-    return draft(input_ids=token_ids, logits_to_keep=len(text.output)).logits[0].float()
+    logits: Tensor = draft(input_ids=token_ids, logits_to_keep=len(text.output)).logits[0]
+    return logits.float()
 
 
 def equal_share(text: Text, logits: Tensor, law: Law) -> float:

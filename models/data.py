@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from models.console import progress_over, run_command
 from models.sizes import SIZES, Size
@@ -144,7 +145,9 @@ def sample_prompts(files: Sequence[SourceFile], seed: int) -> list[str]:
     return list(prompts)
 
 
-def write_corpus(out: Path, files: Sequence[SourceFile], sources: Sequence[Source], size: Size, seed: int) -> dict:
+def write_corpus(
+    out: Path, files: Sequence[SourceFile], sources: Sequence[Source], size: Size, seed: int
+) -> dict[str, Any]:
     """Writes the split, the prompts and the manifest below `out`; returns the manifest."""
     heldout = [file for file in files if is_heldout(file.name, size.heldout_one_in)]
     train = [file for file in files if not is_heldout(file.name, size.heldout_one_in)]

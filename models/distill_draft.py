@@ -33,7 +33,8 @@ def build_draft(size: Size, target: LlamaForCausalLM) -> LlamaForCausalLM:
         raise ConfigError(f"the target is not of size {size.name}: vocabulary and hidden size must be equal")
     draft = build_model(size, DRAFT_LAYER_COUNT)
     with torch.no_grad():
-        draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
+        weight = target.get_input_embeddings().get_parameter("weight")
+        draft.get_input_embeddings().get_parameter("weight").copy_(weight)
     return draft
 
 
@@ -52,8 +53,10 @@ def load_target(folder: Path, device: str) -> LlamaForCausalLM:
     """The target in float32, frozen."""
     if not (folder / "model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no model.safetensors; run python -m models.train_target first")
-    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    return target.to(device).eval().requires_grad_(False)
+    target: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    target.to(device)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
+    target.eval().requires_grad_(False)
+    return target
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = SIZES[options.size]
     settings = run_settings(options, size.draft_steps)
     target = load_target(options.target, settings.device)
-    draft = build_draft(size, target).to(settings.device)
+    draft = build_draft(size, target)
+    draft.to(settings.device)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
     arrays = [read_tokens(options.data, split) for split in SPLITS]
     report = train(draft, partial(divergence, draft, target), arrays, size, settings)
     save_model(draft, report, settings, size, options.out)

@@ -84,7 +84,8 @@ def read_tokens(data: Path, split: str) -> numpy.ndarray:
     path = tokens_path(data, split)
     if not path.is_file():
         raise ConfigError(f"{path} is missing; run python -m models.tokenizer first")
-    return numpy.load(path, allow_pickle=False)
+    tokens: numpy.ndarray = numpy.load(path, allow_pickle=False)
+    return tokens
 
 
 def parser() -> argparse.ArgumentParser:

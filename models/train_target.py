@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if vocabulary_size != size.vocabulary_size:
         raise ConfigError(f"the tokenizer has {vocabulary_size} tokens, size {size.name} wants {size.vocabulary_size}")
     settings = run_settings(options, size.target_steps)
-    model = build_model(size, size.layer_count).to(settings.device)
+    model = build_model(size, size.layer_count)
+    model.to(settings.device)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
     arrays = [read_tokens(options.data, split) for split in SPLITS]
     report = train(model, partial(token_loss, model), arrays, size, settings)
     save_model(model, report, settings, size, options.out)

@@ -197,7 +197,8 @@ def train_step(
 def save_model(model: LlamaForCausalLM, report: TrainingReport, settings: RunSettings, size: Size, out: Path) -> None:
     """Writes bf16 safetensors, the generation configuration and a record of the run. Changes the model's dtype."""
     model.generation_config = GenerationConfig(bos_token_id=END_TOKEN_ID, eos_token_id=END_TOKEN_ID)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
+    model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     record = {"size": asdict(size), "settings": asdict(settings), "report": asdict(report)}
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

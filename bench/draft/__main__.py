@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], consol
         if pairs:  # else the trees have no step that wide
             ratio = ratio_of([step / loop for step, loop in pairs])
             times = statistics.median(loops), statistics.median(step for step, _ in pairs)
-            yield DraftFigure(draft.dtype, *astuple(cell), *times, ratio, statistics.median(rates))
+            of_cell = cell.context, cell.sessions, cell.rule, cell.nodes
+            yield DraftFigure(draft.dtype, *of_cell, *times, ratio, statistics.median(rates))
 
 
 def bounds_of(figure: DraftFigure) -> float | None:

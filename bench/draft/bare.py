@@ -31,7 +31,7 @@ class BareLoop:
         return took_s / step_count * 1e3
 
     def _next(self, token: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        logits = self._model(token, past_key_values=cache, use_cache=True).logits  # [texts, 1, vocab]
+        logits: torch.Tensor = self._model(token, past_key_values=cache, use_cache=True).logits  # [texts, 1, vocab]
         return logits[:, -1:].argmax(-1)
 
     def _filled(self, texts: Sequence[Sequence[int]]) -> DynamicCache:

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from bench.engine.bandwidth import Reader, limit_ms, step_bytes
+from specdec.engine.block_table import BlockTable
 from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import RaggedBatch, Segment
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.kv_cache import KVCache
 from specdec.engine.row_widths import RowWidths
 from specdec.engine.transformers_model import TransformersModel
 

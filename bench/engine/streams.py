@@ -12,15 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, StepTiming
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Evidence as StepEvidence
 from specdec.engine.scheduler import Engine
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import SpecdecError
@@ -63,7 +61,7 @@ class Streams:
             1, model.description.vocabulary_size, (stream_count_max, CONTEXT), generator=generator
         ).tolist()
         block_count = 1 + stream_count_max * -(-self._capacity // BLOCK_SIZE)
-        self._engine = Engine(model, block_count, BLOCK_SIZE, cast(StepEvidence, evidence))
+        self._engine = Engine(model, block_count, BLOCK_SIZE, evidence)
         self.texts: list[list[int]] = []  # of the last block
         self._engine.start()
 
@@ -88,7 +86,7 @@ class Streams:
 class _Run:
     """The streams of one block; everything but `result` happens on the engine's thread."""
 
-    def __init__(self, engine: Engine, token_count: int, stream_count: int) -> None:
+    def __init__(self, engine: Engine[EvidenceRequest, Evidence], token_count: int, stream_count: int) -> None:
         self._engine = engine
         self._token_count = token_count
         self._waiting_count = stream_count  # streams whose prompt, and later whose last token, is still to come
@@ -116,7 +114,7 @@ class _Run:
         """Prompt and decoded tokens of every stream."""
         return list(self._texts.values())
 
-    def _submit(self, table: BlockTable, done: Callable[[BlockTable, object, StepTiming], None]) -> None:
+    def _submit(self, table: BlockTable, done: Callable[[BlockTable, Evidence, StepTiming], None]) -> None:
         text = self._texts[table]
         law = Law(Rule.GREEDY, 0, CONTEXT, temperature=0)
         self._engine.submit(
@@ -135,7 +133,7 @@ class _Run:
         self._error = error
         self._finished.set()
 
-    def _prompt_done(self, table: BlockTable, answer: object, timing: StepTiming) -> None:
+    def _prompt_done(self, table: BlockTable, answer: Evidence, timing: StepTiming) -> None:
         self._take(table, answer)
         self._waiting_count -= 1
         if self._waiting_count == 0:
@@ -144,7 +142,7 @@ class _Run:
             for waiting in self._texts:
                 self._submit(waiting, self._token_done)
 
-    def _token_done(self, table: BlockTable, answer: object, timing: StepTiming) -> None:
+    def _token_done(self, table: BlockTable, answer: Evidence, timing: StepTiming) -> None:
         if table is next(iter(self._texts)):
             before_s, self._step_s = self._step_s, time.perf_counter()
             if before_s:
@@ -160,8 +158,7 @@ class _Run:
                 self._engine.cache.release(finished)
             self._finished.set()
 
-    def _take(self, table: BlockTable, answer: object) -> None:
-        assert isinstance(answer, Evidence)
+    def _take(self, table: BlockTable, answer: Evidence) -> None:
         self._texts[table].append(answer.replacement_token_ids[0])
 
 

@@ -64,7 +64,8 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     """Of one variant's samples, at least one."""
 
     def median(name: str) -> float:
-        return statistics.median(getattr(sample, name) for sample in samples)
+        values: list[float] = [getattr(sample, name) for sample in samples]
+        return statistics.median(values)
 
     def total(name: str) -> float:
         return math.fsum(getattr(sample, name) for sample in samples)
