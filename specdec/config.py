@@ -38,8 +38,17 @@ from specdec.settings import (
 
 __all__ = ["GROUPS", "OUTPUT", "PROMPT", "SAMPLING"]  # for the schemas of clients, beside what is defined here
 
-EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs
+
+
+def find_embedded_models() -> Path:
+    """The folder of the embedded pair: in the installed package, otherwise beside it, as in a checkout."""
+    package = Path(__file__).resolve().parent
+    folder = package / "models"
+    return folder if folder.is_dir() else package.parent / "models"
+
+
+EMBEDDED_MODELS = find_embedded_models()
 
 
 class EngineSettings(Settings):
