@@ -34,7 +34,7 @@ TIMEOUT_S = 120.0
 class DemoSettings(Settings):
     """How the texts are drawn, and what is printed."""
 
-    max_tokens: int = setting(64, SAMPLING, "Output tokens of each text.", ge=2, le=1024)
+    max_tokens: int = setting(40, SAMPLING, "Output tokens of each text.", ge=2, le=1024)
     temperature: float = setting(0.7, SAMPLING, "0 takes the likeliest token, with which this target repeats itself.")
     seed: int = setting(4, SAMPLING, "Decides the texts, with speculation and without.", ge=0, le=(1 << 64) - 1)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -77,8 +77,13 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         """After the first message; 0 before the second."""
-        seconds = self.last_s - self.first_s
-        return (len(self.token_ids) - self.first_count) / seconds if seconds > 0 else 0.0
+        return rate_of([self])
+
+
+def rate_of(runs: Sequence[Run]) -> float:
+    """Tokens per second of all runs together, each counted from its first message on; 0 before any has a second."""
+    seconds = sum(run.last_s - run.first_s for run in runs)
+    return sum(len(run.token_ids) - run.first_count for run in runs) / seconds if seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -93,7 +98,7 @@ class DemoText:
     @property
     def ratio(self) -> float:
         """How many times as fast speculation was; 0 before both have a rate."""
-        return self.on.tokens_per_s / self.off.tokens_per_s if self.off.tokens_per_s else 0.0
+        return statistics_of([self])["ratio"]
 
     @property
     def is_equal(self) -> bool:
@@ -171,16 +176,17 @@ async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSett
 
 
 def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
-    """Medians of rates and ratios; the rest from the totals of the generations with speculation."""
+    """Of the texts together; acceptance, length and bytes are those of the generations with speculation."""
+    on, off = rate_of([text.on for text in texts]), rate_of([text.off for text in texts])
     totals = [text.on.statistics for text in texts if text.on.statistics]
     drafted = sum(entry.num_draft_tokens for entry in totals)
     accepted = sum(entry.num_accepted_draft_tokens for entry in totals)
     steps = sum(entry.num_spec_steps for entry in totals)
     link_bytes = sum(entry.draft_link_bytes for entry in totals)
     return {
-        "on_tokens_per_s": median(text.on.tokens_per_s for text in texts),
-        "off_tokens_per_s": median(text.off.tokens_per_s for text in texts),
-        "ratio": median(text.ratio for text in texts),
+        "on_tokens_per_s": on,
+        "off_tokens_per_s": off,
+        "ratio": on / off if off else 0.0,
         "acceptance": accepted / drafted if drafted else 0.0,
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_link_bytes_per_token": link_bytes / max(1, sum(len(text.on.token_ids) for text in texts)),
@@ -207,7 +213,7 @@ def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, An
 
 def misses_of(texts: Sequence[DemoText]) -> list[str]:
     """A sentence for each bar of --check that was missed."""
-    bars = {"the median of the texts": (statistics_of(texts)["ratio"], RATIO_MEDIAN_MIN)}
+    bars = {"the median of the texts": (median(text.ratio for text in texts), RATIO_MEDIAN_MIN)}
     bars |= {f"prompt {text.prompt_id}": (text.ratio, RATIO_MIN) for text in texts}
     return [
         f"{name}: {ratio:.2f} times as fast with speculation, it must be at least {bound:g}"

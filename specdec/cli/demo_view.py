@@ -20,7 +20,7 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 REFRESHES_PER_S = 8  # few: drawing takes time from the services of the same machine
 STYLES = {coordinator_pb.TOKEN_KIND_ACCEPTED: "green", coordinator_pb.TOKEN_KIND_CORRECTION: "yellow"}
-COLUMNS = ("prompt", "on tok/s", "off tok/s", "on/off", "acceptance", "mean length", "link B/tok")
+COLUMNS = ("prompt", "on tok/s", "off tok/s", "on/off", "accepted", "mean length", "link B/tok")
 
 
 class DemoView:
@@ -84,7 +84,7 @@ def sentence(texts: Sequence[DemoText]) -> str:
     values = statistics_of(texts)
     return (
         f"The same texts came {values['ratio']:.2f} times as fast with speculation, {values['on_tokens_per_s']:.0f} "
-        f"tokens/s instead of {values['off_tokens_per_s']:.0f} (medians): the target accepted "
+        f"tokens/s instead of {values['off_tokens_per_s']:.0f}: the target accepted "
         f"{values['acceptance']:.0%} of the draft's tokens, so each pass that had any to verify gave "
         f"{values['mean_acceptance_length']:.2f} tokens instead of 1."
     )
@@ -99,9 +99,8 @@ def closing_line(texts: Sequence[DemoText]) -> str:
 
 
 def table_of(texts: Sequence[DemoText]) -> Table:
-    """A line for each prompt, and one for all: medians of rates and ratios."""
-    title = "with speculation (on) and without (off), in turn, on the same services"
-    table = Table(title=title, pad_edge=False)  # 80 columns wide
+    """A line for each prompt, and one for all together."""
+    table = Table(title="with speculation (on) and without (off), in turn, on the same services")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for text in texts:

@@ -56,7 +56,7 @@ def test_without_a_terminal_the_texts_and_the_table_are_plain(report):
         assert printed[start + 1 : start + 1 + len(lines)] == lines
         assert printed[start + 1 + len(lines)].startswith("with speculation ")
     assert f"temperature {report['temperature']:g}, seed {report['seed']}, {TOKENS} tokens" in done.stdout
-    assert re.search(r"\nThe same texts came .* acceptance .*│ +all │", done.stdout, re.DOTALL)
+    assert re.search(r"\nThe same texts came .* accepted .*│ +all │", done.stdout, re.DOTALL)
     assert printed[-1] == "Each text had the same tokens with speculation and without."
 
 
