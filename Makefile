@@ -25,8 +25,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 install: $(VENV)/.installed  ## Make .venv and install specdec with its pinned dependencies.
 
-demo: install  ## Start the three services, stream three generations, print a table.
-	@$(BIN)/python -m bench.demo
+demo: install  ## Start the three services, stream three texts with and without speculation, compare.
+	@$(BIN)/specdec demo
 
 lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/mypy

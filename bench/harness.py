@@ -1,15 +1,15 @@
-"""The three services as child processes on free loopback ports, for benchmarks, the demo and the service tests."""
+"""The three services as child processes on free loopback ports, for benchmarks and the service tests."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.network.machines import Network
+from specdec.cli.demo import heldout_prompts as heldout_prompts
 from specdec.cli.processes import Child, start, stop_all, wait_all_ready
 from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 
@@ -29,12 +29,6 @@ class Services:
     def coordinator(self) -> Child:
         """The first."""
         return self.coordinators[0]
-
-
-def heldout_prompts() -> dict[int, str]:
-    """The shipped held-out prompts by id."""
-    lines = (EMBEDDED_MODELS / "heldout_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return {entry["id"]: entry["prompt"] for entry in map(json.loads, lines)}
 
 
 @contextlib.contextmanager

@@ -49,8 +49,17 @@ __all__ = [  # of the settings module, for clients and other packages, beside wh
     "split_address",
 ]
 
-EMBEDDED_MODELS = Path(__file__).resolve().parent.parent / "models"
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs
+
+
+def find_embedded_models() -> Path:
+    """The folder of the embedded pair: in the installed package, otherwise beside it, as in a checkout."""
+    package = Path(__file__).resolve().parent
+    folder = package / "models"
+    return folder if folder.is_dir() else package.parent / "models"
+
+
+EMBEDDED_MODELS = find_embedded_models()
 
 
 class EngineSettings(Settings):

@@ -25,7 +25,6 @@ BENCHMARKS = {
     "prefix": ("bench.prefix", "Time to the first token of prompts that are cached, and of those that are not."),
     "tracing": ("bench.tracing", "What tracing costs at 1 % and 100 %, and the spans of 10 to 2,000 rounds."),
     "ray-restarts": ("bench.ray_restarts", "From `specdec ray up` to the first token, and how long what dies is away."),
-    "demo": ("bench.demo", "Three generations, on against off."),
 }
 
 

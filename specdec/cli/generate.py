@@ -7,6 +7,7 @@ On a terminal the tokens' kinds are told apart by colour.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from contextlib import aclosing
@@ -81,13 +82,15 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
 
 def colored(delta: coordinator_pb.Delta) -> str:
     """The delta's text, each token's part in the token's colour."""
-    pieces, start = [], 0
-    for kind, length in zip(delta.kinds, delta.text_lengths):
-        piece = delta.text[start : start + length]
-        color = COLORS.get(kind, "")
-        pieces.append(f"{color}{piece}{RESET}" if color and piece else piece)
-        start += length
-    return "".join(pieces)
+    return "".join(
+        f"{COLORS[kind]}{piece}{RESET}" if kind in COLORS and piece else piece for piece, kind in pieces_of(delta)
+    )
+
+
+def pieces_of(delta: coordinator_pb.Delta) -> list[tuple[str, coordinator_pb.TokenKind]]:
+    """Each token's part of the delta's text, and its kind."""
+    ends = list(itertools.accumulate(delta.text_lengths, initial=0))
+    return [(delta.text[start:end], kind) for kind, start, end in zip(delta.kinds, ends, ends[1:])]
 
 
 def summary(finished: coordinator_pb.Finished) -> str:

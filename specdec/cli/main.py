@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec import __version__, config
 from specdec.cli import events
+from specdec.cli.demo import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
@@ -52,6 +53,11 @@ COMMANDS = {
         "Sends a prompt to a coordinator and prints the text as it is committed.",
         GenerateSettings,
         "specdec.cli.generate:generate",
+    ),
+    "demo": Command(
+        "Streams three texts of the embedded pair with speculation and without, and compares them.",
+        DemoSettings,
+        "specdec.cli.demo:demo",
     ),
     "trace": Command(
         "Shows where the time of a generation went, from its trace.", TraceSettings, "specdec.cli.trace:trace"

@@ -1,6 +1,6 @@
 """Services as child processes: started, waited for until ready, stopped, never left behind.
 
-Used by `specdec serve`, the demo, the bench and the tests. Children have no terminal and a process group of their own,
+Used by `specdec serve` and `demo`, the bench and the tests. Children have no terminal and a process group of their own,
 so an interrupt from the keyboard reaches the parent alone, which stops them in order. Start them from the main thread:
 Linux ends a child when the thread that started it ends.
 """

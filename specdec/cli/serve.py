@@ -10,7 +10,8 @@ import asyncio
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 
@@ -33,16 +34,25 @@ def serve(settings: ServeSettings) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     children: list[Child] = []
     try:
-        waiting = Console(stderr=True).status("loading target and draft") if sys.stderr.isatty() else nullcontext()
-        with waiting:  # shows that something is going on, to people only
-            coordinator, target, draft, sizes = _start(settings, children)
-        print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
-        print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
-        print("\n".join(sizes), flush=True)
-        _watch(settings, coordinator, target, children)
+        with running(settings, children) as (coordinator, target, draft, sizes):
+            print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
+            print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
+            print("\n".join(sizes), flush=True)
+            _watch(settings, coordinator, target, children)
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+@contextmanager
+def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child, list[str]]]:
+    """Coordinator, target, draft, and a sentence on the size of each cache. At the end whatever is in `children`, which
+    this fills, is stopped. Raises SpecdecError when a service cannot start."""
+    try:
+        waiting = Console(stderr=True).status("loading target and draft") if sys.stderr.isatty() else nullcontext()
+        with waiting:  # shows that something is going on, to people only
+            started = _start(settings, children)
+        yield started
     finally:
         stop_all(reversed(children), settings.drain_grace_s + KILL_GRACE_S)
 

@@ -1,0 +1,222 @@
+"""`specdec demo`: three texts by the embedded pair, each with speculation and then without, and a table of both.
+
+It starts the three services on free loopback ports, and stops them. Texts stream to the terminal as they are committed;
+with --json nothing but one object is printed. Times are the client's: a text's rate counts from its first message on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from specdec.cli.request import GenerateSettings, build_request
+from specdec.config import EMBEDDED_MODELS, ServeSettings
+from specdec.errors import ConfigError
+from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, setting
+
+if TYPE_CHECKING:
+    import grpc
+
+    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for texts that are worth reading, not for their speed
+RATIO_MEDIAN_MIN, RATIO_MIN = 1.25, 1.0  # of --check: the median of the texts, and each of them
+TIMEOUT_S = 120.0
+
+
+class DemoSettings(Settings):
+    """How the texts are drawn, and what is printed."""
+
+    max_tokens: int = setting(40, SAMPLING, "Output tokens of each text.", ge=2, le=1024)
+    temperature: float = setting(0.7, SAMPLING, "0 takes the likeliest token, with which this target repeats itself.")
+    seed: int = setting(4, SAMPLING, "Decides the texts, with speculation and without.", ge=0, le=(1 << 64) - 1)
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", MODEL, "Element type of weights and activations; auto takes the models' own."
+    )
+    as_json: bool = setting(False, OUTPUT, "Print one JSON object of texts and statistics, and nothing else.")
+    check: bool = setting(
+        False,
+        OUTPUT,
+        f"Exit 1 unless speculation is {RATIO_MEDIAN_MIN:g} times as fast (median) and slows no text down.",
+    )
+
+
+@dataclass(slots=True)
+class Run:
+    """One generation, filled while it streams. `pieces`: each token's text and kind."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[tuple[str, coordinator_pb.TokenKind]] = field(default_factory=list)
+    statistics: coordinator_pb.Statistics | None = None
+    first_count: int = 0  # tokens of the first message, which came before the clock started
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def add(self, delta: coordinator_pb.Delta, now_s: float) -> None:
+        """Takes in what was committed; `now_s` is when it arrived."""
+        from specdec.cli.generate import pieces_of
+
+        if not self.token_ids:
+            self.first_count, self.first_s = len(delta.token_ids), now_s
+        self.token_ids += delta.token_ids
+        self.pieces += pieces_of(delta)
+        self.last_s = now_s
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first message; 0 before the second."""
+        return rate_of([self])
+
+
+def rate_of(runs: Sequence[Run]) -> float:
+    """Tokens per second of all runs together, each counted from its first message on; 0 before any has a second."""
+    seconds = sum(run.last_s - run.first_s for run in runs)
+    return sum(len(run.token_ids) - run.first_count for run in runs) / seconds if seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class DemoText:
+    """A prompt and its two generations, with speculation (`on`) and right after it without (`off`)."""
+
+    prompt_id: int
+    prompt: str
+    on: Run = field(default_factory=Run)
+    off: Run = field(default_factory=Run)
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast speculation was; 0 before both have a rate."""
+        return statistics_of([self])["ratio"]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both have the same tokens, as they must."""
+        return self.on.token_ids == self.off.token_ids
+
+
+def heldout_prompts() -> dict[int, str]:
+    """The prompts shipped with the embedded pair, which it was not trained on, by id. ConfigError without the file."""
+    file = EMBEDDED_MODELS / "heldout_prompts.jsonl"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"the prompts of the embedded pair, {file}, cannot be read: {error.strerror}") from error
+    return {entry["id"]: entry["prompt"] for entry in map(json.loads, lines)}
+
+
+def demo(settings: DemoSettings) -> int:
+    """Runs the command; returns 1 where texts differ or --check finds speculation too slow. Raises SpecdecError."""
+    from specdec.cli import demo_view, serve
+
+    prompts = heldout_prompts()
+    texts = [DemoText(prompt_id, prompts[prompt_id]) for prompt_id in PROMPT_IDS]
+    services = ServeSettings(port=0, threads=1, log_level="error", drain_grace_s=1.0, dtype=settings.dtype)
+    with serve.running(services, []) as (coordinator, target, draft, _):
+        if settings.as_json:
+            asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
+            print(json.dumps(report_of(settings, texts), indent=2))
+        else:
+            view = demo_view.DemoView()
+            view.begin(settings, (target, draft, coordinator))
+            asyncio.run(measure(coordinator.address, settings, texts, view.streaming))
+            view.conclude(texts)
+    misses = misses_of(texts) if settings.check else []
+    for miss in misses:
+        print(f"specdec: {miss}", file=sys.stderr)
+    return int(bool(misses) or not all(text.is_equal for text in texts))
+
+
+async def measure(
+    address: str,
+    settings: DemoSettings,
+    texts: Sequence[DemoText],
+    shown: Callable[[DemoText], AbstractContextManager[Any]],
+) -> None:
+    """Fills the texts in turn, each within `shown` of it. Raises SpecdecError."""
+    from specdec.rpc.client import open_channel
+
+    channel = open_channel(address, TlsSettings())
+    try:
+        for text in texts:
+            with shown(text):
+                await generate(channel, text, settings, True)
+                await generate(channel, text, settings, False)
+    finally:
+        await channel.close()
+
+
+async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSettings, speculative: bool) -> None:
+    """Runs one of the text's generations. Raises SpecdecError."""
+    from specdec.cli.generate import METHOD
+    from specdec.rpc.client import call_stream
+    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+    own = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "seed")}
+    # Past the end of a text, so that all have the same length.
+    request = build_request(GenerateSettings(**own, ignore_eos=True, speculative=speculative), text.prompt)
+    run = text.on if speculative else text.off
+    async with aclosing(call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)) as responses:
+        async for response in responses:
+            if response.HasField("delta"):
+                run.add(response.delta, time.perf_counter())
+            elif response.HasField("finished"):
+                run.statistics = response.finished.statistics
+
+
+def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
+    """Of the texts together; acceptance, length and bytes are those of the generations with speculation."""
+    on, off = rate_of([text.on for text in texts]), rate_of([text.off for text in texts])
+    totals = [text.on.statistics for text in texts if text.on.statistics]
+    drafted = sum(entry.num_draft_tokens for entry in totals)
+    accepted = sum(entry.num_accepted_draft_tokens for entry in totals)
+    steps = sum(entry.num_spec_steps for entry in totals)
+    link_bytes = sum(entry.draft_link_bytes for entry in totals)
+    return {
+        "on_tokens_per_s": on,
+        "off_tokens_per_s": off,
+        "ratio": on / off if off else 0.0,
+        "acceptance": accepted / drafted if drafted else 0.0,
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_link_bytes_per_token": link_bytes / max(1, sum(len(text.on.token_ids) for text in texts)),
+    }
+
+
+def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, Any]:
+    """What --json prints."""
+    own = [
+        {
+            "prompt_id": text.prompt_id,
+            "prompt": text.prompt,
+            "text": text.on.text,
+            "on_token_ids": text.on.token_ids,
+            "off_token_ids": text.off.token_ids,
+            "is_equal": text.is_equal,
+            **statistics_of([text]),
+        }
+        for text in texts
+    ]
+    given = settings.model_dump(include={"max_tokens", "temperature", "seed", "dtype"})
+    return {**given, "is_equal": all(text.is_equal for text in texts), **statistics_of(texts), "texts": own}
+
+
+def misses_of(texts: Sequence[DemoText]) -> list[str]:
+    """A sentence for each bar of --check that was missed."""
+    bars = {"the median of the texts": (median(text.ratio for text in texts), RATIO_MEDIAN_MIN)}
+    bars |= {f"prompt {text.prompt_id}": (text.ratio, RATIO_MIN) for text in texts}
+    return [
+        f"{name}: {ratio:.2f} times as fast with speculation, it must be at least {bound:g}"
+        for name, (ratio, bound) in bars.items()
+        if ratio < bound
+    ]

@@ -1,0 +1,124 @@
+"""The demo on the terminal: a text as it streams with a line of rates below it, and the closing table.
+
+Where standard output is no terminal, the same is printed in plain text, each text once it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from specdec.cli.demo import DemoSettings, DemoText, Run, statistics_of
+from specdec.cli.generate import LEGEND
+from specdec.cli.processes import Child
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+REFRESHES_PER_S = 8  # few: drawing takes time from the services of the same machine
+STYLES = {coordinator_pb.TOKEN_KIND_ACCEPTED: "green", coordinator_pb.TOKEN_KIND_CORRECTION: "yellow"}
+COLUMNS = ("prompt", "on tok/s", "off tok/s", "on/off", "accepted", "mean length", "link B/tok")
+
+
+class DemoView:
+    """Prints to standard output, in this order: `begin`, `streaming` for each text, `conclude`."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+
+    def begin(self, settings: DemoSettings, services: Sequence[Child]) -> None:
+        """The services, the sampling parameters, and the legend where there are colours."""
+        self._console.print("   ".join(f"{child.command} {child.address}" for child in services))
+        self._console.print(
+            f"temperature {settings.temperature:g}, seed {settings.seed}, {settings.max_tokens} tokens a text; "
+            "each with speculation, then without"
+        )
+        if self._console.is_terminal:
+            self._console.print(Text.from_ansi(LEGEND))
+
+    @contextmanager
+    def streaming(self, text: DemoText) -> Iterator[None]:
+        """Shows a text while it is generated inside."""
+        self._console.rule(f"held-out prompt {text.prompt_id}", align="left")
+        self._console.print(text.prompt, style="dim", end="", markup=False)
+        live = Live(
+            get_renderable=lambda: Group(colored_text(text), rates_line(text)),
+            console=self._console,
+            refresh_per_second=REFRESHES_PER_S,
+        )
+        with live if self._console.is_terminal else nullcontext():
+            yield
+        if not self._console.is_terminal:
+            self._console.print(live.get_renderable())
+
+    def conclude(self, texts: Sequence[DemoText]) -> None:
+        """The sentence, the table, and whether the texts were equal."""
+        self._console.print(f"\n{sentence(texts)}")
+        self._console.print(table_of(texts))
+        self._console.print(closing_line(texts))
+
+
+def colored_text(text: DemoText) -> Text:
+    """Tokens in the colours of their kinds; while it comes a second time, without speculation, dim beyond there."""
+    shown = Text.assemble(*((piece, STYLES.get(kind, "")) for piece, kind in list(text.on.pieces)))
+    if text.off.token_ids and text.off.statistics is None:
+        shown.stylize("dim", len(text.off.text))
+    return shown
+
+
+def rates_line(text: DemoText) -> Text:
+    """Tokens per second of both, as far as they are known."""
+
+    def rate(run: Run) -> str:
+        return f"{run.tokens_per_s:.0f} tokens/s" if run.tokens_per_s else "..."
+
+    line = f"with speculation {rate(text.on)}   without {rate(text.off)}"
+    return Text(f"{line}   {text.ratio:.2f} times as fast" if text.ratio else line, style="bold")
+
+
+def sentence(texts: Sequence[DemoText]) -> str:
+    """What the table means."""
+    values = statistics_of(texts)
+    return (
+        f"The same texts came {values['ratio']:.2f} times as fast with speculation, {values['on_tokens_per_s']:.0f} "
+        f"tokens/s instead of {values['off_tokens_per_s']:.0f}: the target accepted "
+        f"{values['acceptance']:.0%} of the draft's tokens, so each pass that had any to verify gave "
+        f"{values['mean_acceptance_length']:.2f} tokens instead of 1."
+    )
+
+
+def closing_line(texts: Sequence[DemoText]) -> str:
+    """Whether the texts were equal."""
+    differing = ", ".join(str(text.prompt_id) for text in texts if not text.is_equal)
+    if not differing:
+        return "Each text had the same tokens with speculation and without."
+    return f"DIFFERENT TOKENS with speculation and without, prompt {differing}: this is a defect."
+
+
+def table_of(texts: Sequence[DemoText]) -> Table:
+    """A line for each prompt, and one for all together."""
+    table = Table(title="with speculation (on) and without (off), in turn, on the same services")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for text in texts:
+        add_line(table, str(text.prompt_id), [text])
+    table.add_section()
+    add_line(table, "all", texts)
+    return table
+
+
+def add_line(table: Table, name: str, texts: Sequence[DemoText]) -> None:
+    """Adds the statistics of these texts."""
+    values = statistics_of(texts)
+    table.add_row(
+        name,
+        f"{values['on_tokens_per_s']:.0f}",
+        f"{values['off_tokens_per_s']:.0f}",
+        f"{values['ratio']:.2f}",
+        f"{values['acceptance']:.0%}",
+        f"{values['mean_acceptance_length']:.2f}",
+        f"{values['draft_link_bytes_per_token']:.0f}",
+    )
