@@ -1,15 +1,16 @@
-# `make` lists what there is. Everything installs into .venv first; set PYTHON to choose the interpreter.
+# `make` lists the commands. Everything installs into .venv first; set PYTHON to choose the interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-# Tests that compute in their own process with one thread: as many files at once as there are cores. The others start
-# services, whose times must not depend on what else runs.
-COMPUTING := $(addprefix tests/,coordinator cuda draft engine hygiene law models policy protocol simulation target)
+# Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
+# times must not depend on other tests.
+COMPUTING := $(addprefix tests/,coordinator cuda draft engine exactness hygiene models package policy \
+  parallel/test_equality.py protocol simulation target)
 
-.PHONY: help install demo lint test test-fast test-long bench bench-quick bench-engine proto clean
+.PHONY: help install demo lint test test-more test-fast test-long bench bench-quick bench-engine proto clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,18 +34,24 @@ lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-test: install  ## Run the tests (minutes).
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(COMPUTING)
-	@$(BIN)/python -m pytest -q $(addprefix --ignore=,$(COMPUTING))
+test: install  ## Run the tests (10 minutes on two cores).
+	@{ $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow and not more' $(COMPUTING) \
+	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(addprefix --ignore=,$(COMPUTING)); } \
+	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
+	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
+
+test-more: install  ## Run the longer tests that make test leaves out (10 minutes).
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m more $(COMPUTING)
+	@$(BIN)/python -m pytest -q -m more $(addprefix --ignore=,$(COMPUTING))
 
 test-fast: install  ## Run the unit tests only (under a minute).
-	@$(BIN)/python -m pytest -q -m 'not slow and not lengthy' tests/protocol tests/law tests/hygiene tests/rpc
+	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc
 
-test-long: install  ## Run the longer suites too: large samples, sweeps, 1,000 prompts on and off (hours).
+test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts on and off (hours).
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
 
-bench: $(VENV)/.bench-installed  ## All of it, then every bar beside what was reached; some four hours.
+bench: $(VENV)/.bench-installed  ## All benchmarks of the services, then every bar beside its result; some four hours.
 	@$(BIN)/python -m bench.draft
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.peers
@@ -61,11 +68,12 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: $(VENV)/.bench-installed  ## Time the engine: steps, streams, evidence; about 15 minutes.
+bench-engine: $(VENV)/.bench-installed  ## Time the engine: steps, streams, sampler; about 15 minutes.
 	@$(BIN)/python -m bench.engine
 
-proto: install  ## Regenerate the stubs in specdec/v1.
+proto: install  ## Regenerate the stubs in specdec/v1 and the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
+	@$(BIN)/buf build proto --type specdec.v1.CoordinatorService --exclude-source-info -o proto/public.binpb
 
-clean:  ## Remove what the commands above made.
+clean:  ## Remove the files of the commands above.
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .hypothesis .ruff_cache

@@ -1,1 +1,1 @@
-"""Every published figure comes from a command here."""
+"""The benchmarks: every published measurement comes from a command here."""

@@ -1,7 +1,7 @@
-"""A bare grpc.aio server in a process of its own: what the coordinator's round and CPU are held against.
+"""A bare grpc.aio server in a process of its own: the baseline of the coordinator's round and CPU.
 
-`Echo` sends every message of a stream back. `Replay` streams messages of the sizes and at the times that its request
-names. Nothing else is done: what it takes is what gRPC takes on this machine, on the event loop services run on.
+`Echo` sends every message of a stream back. `Replay` streams messages of the sizes and at the times in its request.
+Nothing else is done: its cost is that of gRPC on this machine, on the event loop of the services.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from bench.event_loop import new_event_loop
+from specdec.bench.event_loop import new_event_loop
 
 SERVICE = "bench.Bare"
 ECHO_BYTES, ECHO_COUNT = 200, 300
@@ -70,7 +70,7 @@ async def serve(host: str) -> None:
 @contextlib.contextmanager
 def bare_server(host: str = "127.0.0.1") -> Iterator[BareServer]:
     """The process, where the calling thread is; ended at the end."""
-    command = [sys.executable, "-m", "bench.bare_server", "serve", host]
+    command = [sys.executable, "-m", "specdec.bench.bare_server", "serve", host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -84,7 +84,7 @@ def echo_ms(server: BareServer) -> float:
 
     Not by this process: gRPC's threads stay in the network namespace in which they were begun.
     """
-    command = [sys.executable, "-m", "bench.bare_server", "echo", server.address]
+    command = [sys.executable, "-m", "specdec.bench.bare_server", "echo", server.address]
     return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 

@@ -1,6 +1,6 @@
-"""Bars: what a benchmark is to reach, in one form for all of them, and the exit code of `--check`.
+"""Bars: the goals of a benchmark, in one form for all benchmarks, and the exit code of `--check`.
 
-A benchmark makes its bars from what it measured, shows them with `conclude` and writes `as_json` of them among its
+A benchmark makes its bars from its measurements, shows them with `conclude` and writes `as_json` of these into its
 results, where `bench.goals` finds them.
 """
 
@@ -17,9 +17,9 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One thing to reach. `reached` counts, the worst of what is `shown`; None where nothing was measured.
+    """One goal. `reached` counts, the worst of the values in `shown`; None without measurement.
 
-    It is met at or above `bound`, at or below it where `is_limit`.
+    It is met at or above `bound`, or at or below it if `is_limit`.
     """
 
     claim: str
@@ -78,7 +78,7 @@ def add_check_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def conclude(bars: Iterable[Bar], console: Console, is_checked: bool) -> int:
-    """Shows bars; the exit code: 1 where they are checked and one is missed. What was not measured is not missed."""
+    """Shows bars and returns the exit code: 1 if they are checked and one is missed. Unmeasured bars are not missed."""
     shown = list(bars)
     console.print(table_of(shown))
     return int(is_checked and any(bar.state == "missed" for bar in shown))

@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import heldout_prompts
-from bench.pipeline.bars import OF_OFF, never_slower
-from bench.pipeline.figures import Ratio, ratio_of
-from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
-from bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
+from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from specdec.bench.harness import heldout_prompts
+from specdec.bench.pipeline.bars import OF_OFF, never_slower
+from specdec.bench.pipeline.measurements import Ratio, ratio_of
+from specdec.bench.pipeline.placement import Placed, description, placed
+from specdec.bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, is_reproducible
+from specdec.bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate, median_block, run_block, run_streams
 from specdec.errors import SpecdecError
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -39,7 +39,7 @@ QUICK = {"streams": [1, 8], "pairs": 3, "pairs_max": 0, "max_tokens": 32}
 
 
 def chosen_prompts(number: int, count: int) -> list[str]:
-    """The prompts of one turn."""
+    """Returns the prompts of one turn."""
     prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()]
     return [prompts[(number * count + index) % len(prompts)] for index in range(count)]
 
@@ -81,12 +81,12 @@ def cell(
         "rule": rule,
         "ratio": asdict(ratio),
         "first_ratio": asdict(first_ratio) if first_ratio else None,
-        "figures": {name: median_block(own) for name, own in blocks.items()},
+        "measurements": {name: median_block(own) for name, own in blocks.items()},
     }
 
 
 def jump(place: Placed, rule: str, asked: argparse.Namespace, advance: Callable[[], None]) -> Ratio:
-    """Auto / off after the load jumped from one stream to the most that are asked for."""
+    """Returns auto / off after the load jumped from one stream to the highest requested count."""
     count = max(asked.streams)
     tokens = (JUMP_TOKENS_FIRST * asked.max_tokens, asked.max_tokens)
 
@@ -125,7 +125,7 @@ def table_of(cells: Sequence[dict[str, Any]], rtt_ms: float) -> Table:
     for name in ("rule", "streams", "", *numbers, "auto/off [95 %]"):
         table.add_column(name, justify="left" if name in ("rule", "") else "right")
     for own in cells:
-        for name, block in own["figures"].items():
+        for name, block in own["measurements"].items():
             shown = str(Ratio(**own["ratio"])) if name == AUTO.name else ""
             formats = (".0f", ".0f", ".1f", ".0f", ".1f", ".1f", ".2f", ".2f", ".0f")
             columns = [format(value, form) for value, form in zip(block.values(), formats, strict=True)]
@@ -168,7 +168,7 @@ def bars_of(found: dict[str, Any]) -> list[Bar]:
 
 
 def measure(asked: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Everything that is asked for. Raises SpecdecError."""
+    """Runs all requested measurements. Raises SpecdecError."""
     rules = [RULES_DEFAULT[number] for number in asked.rules]
     found: dict[str, Any] = {"rtt_ms": asked.rtt_ms, "extra_layers": asked.extra_layers, "cells": [], "jumps": {}}
     found["coordinators"] = []

@@ -1,8 +1,8 @@
 """A cost-realistic target: the shipped one with more layers whose output projections are zero.
 
 Such a layer computes everything a layer computes and adds nothing, so the model is the same function, to the bit, at
-the cost of a deeper one; what the draft guesses and how often it is right stay real. The draft needs nothing of the
-kind: it is as small beside this target as a draft is beside a target worth speculating for.
+the cost of a deeper one; the draft's guesses and their acceptance stay real. The draft is unchanged: its size beside
+this target is that of a draft beside a target worth speculating for.
 
 `python -m bench.deepened FOLDER` writes the model; `--measure` times steps of several depths and both types.
 """
@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.transformers_model import TransformersModel

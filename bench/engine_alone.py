@@ -1,4 +1,4 @@
-"""Plain decoding by the engine in this process: no services, no messages. What the services' `off` is held against."""
+"""Plain decoding by the engine in this process, without services and messages: the baseline of the services' `off`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import queue
 import time
 from pathlib import Path
 
-from bench.engine.steps import BLOCK_SIZE
-from specdec.decoding.evidence import EvidenceRequest, evidence
-from specdec.engine.block_table import BlockTable
+from specdec.bench.engine.steps import BLOCK_SIZE
+from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.feed import Feed
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.errors import SpecdecError
-from specdec.protocol.types import Evidence, Law
+from specdec.protocol.types import ResolvedSamplingParams, SamplerOutput
 
 POSITIONS_MAX = 2048
 
@@ -23,20 +23,22 @@ class EngineAlone:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         model = load_model(str(folder), dtype)
-        self._engine = Engine(model, 1 + POSITIONS_MAX // BLOCK_SIZE, BLOCK_SIZE, evidence)
+        self._engine = Engine(model, 1 + POSITIONS_MAX // BLOCK_SIZE, BLOCK_SIZE, verify)
         self._engine.start()
 
     def stop(self) -> None:
         self._engine.stop()
 
-    def generate(self, law: Law, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], float]:
+    def generate(
+        self, params: ResolvedSamplingParams, prompt: tuple[int, ...], max_tokens: int
+    ) -> tuple[list[int], float]:
         """(output tokens, tokens per second after the first). Raises the engine's error."""
         came: queue.SimpleQueue[tuple[float, int] | SpecdecError] = queue.SimpleQueue()
         committed = list(prompt)
 
         def submit(table: BlockTable) -> None:
             start = table.length
-            request = EvidenceRequest(law, len(committed) - len(prompt), tuple(committed))
+            request = VerificationRequest(params, len(committed) - len(prompt), tuple(committed))
             self._engine.submit(
                 Feed(
                     table=table,
@@ -49,8 +51,8 @@ class EngineAlone:
                 )
             )
 
-        def commit(table: BlockTable, answer: Evidence) -> None:
-            committed.append(answer.replacement_token_ids[0])
+        def commit(table: BlockTable, answer: SamplerOutput) -> None:
+            committed.append(answer.recovered_token_ids[0])
             if len(committed) < len(prompt) + max_tokens:
                 submit(table)
             else:

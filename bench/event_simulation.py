@@ -1,4 +1,4 @@
-"""Every step of coordinator, draft and target, simulated: what a plan reaches in a world that is given by numbers.
+"""A simulation of every step of coordinator, draft and target: the rate of a plan in a scenario given by numbers.
 
 An event simulation with explicit trees: the draft grows best-first, coordinator and draft learn of each other half a
 round trip late, the target takes whatever is in hand. It shares no code with the policy, whose formulas are fitted to
@@ -82,7 +82,7 @@ class Draws:
 class Stream:
     """One session as all three see it. `root` is the coordinator's; `ahead` are committed candidates below it whose
     nodes are not there yet. `draft_root`, `frontier` and `beyond_window` are the draft's; `drafted_plan` is the plan
-    it last heard of."""
+    it last received."""
 
     plan: Plan
     acceptance: tuple[float, ...]
@@ -107,7 +107,7 @@ class Stream:
         return self.acceptance[min(place, len(self.acceptance) - 1)]
 
     def path_length(self, now_s: float, length_max: int) -> int:
-        """Draft tokens in hand, at most so many."""
+        """The number of draft tokens in hand, at most `length_max`."""
         while self.ahead and self.root.arrival_s <= now_s and 0 <= self.ahead[0] < len(self.root.children):
             self.root = self.root.children[self.ahead.pop(0)]
         if self.ahead:
@@ -118,7 +118,7 @@ class Stream:
         return count
 
     def learn(self, committed_count: int, names: Iterator[int]) -> None:
-        """The draft hears of a commit: it re-roots inside its tree, or restarts where the tree was left."""
+        """The draft receives a commit: it re-roots inside its tree, or restarts if the tokens left the tree."""
         while self.draft_root.length < committed_count:
             rank, children = self.ranks[self.draft_root.length], self.draft_root.children
             if not 0 <= rank < len(children):
@@ -140,13 +140,13 @@ class Stream:
         self.frontier = [(0.0, next(names), self.root)]
         self.beyond_window.clear()
 
-    def leaves(self) -> list[Node]:
+    def nodes_to_run(self) -> list[Node]:
         """The likeliest nodes that are not evaluated yet, within the window."""
         plan = self.drafted_plan
         chosen: list[Node] = []
         root = self.draft_root
-        cost_max = -math.log(LIKELIHOOD_MIN) if plan.leaves > 1 else math.inf
-        while self.frontier and len(chosen) < plan.leaves:
+        cost_max = -math.log(LIKELIHOOD_MIN) if plan.nodes_per_step > 1 else math.inf
+        while self.frontier and len(chosen) < plan.nodes_per_step:
             entry = heapq.heappop(self.frontier)
             node = entry[2]
             if not node.alive:
@@ -176,10 +176,10 @@ class Simulation:
         self.evaluated_count = self.round_count = 0
 
     def _costs(self, stream: Stream) -> list[float]:  # of a node's children: a chain has no branches
-        return self._all_costs[: 1 if stream.drafted_plan.leaves == 1 else None]
+        return self._all_costs[: 1 if stream.drafted_plan.nodes_per_step == 1 else None]
 
     def run(self, token_count: int) -> float:
-        """Tokens per second of one stream, over about so many tokens of each."""
+        """Tokens per second of one stream, over about `token_count` tokens of each."""
         for stream in self.streams:
             self._verify(stream)
         self._draft()
@@ -193,7 +193,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._names), happen))
 
     def _verify(self, stream: Stream) -> None:
-        """Asks for the next verification, or holds it until enough tokens are in hand."""
+        """Requests the next verification, or holds it until enough tokens are in hand."""
         plan = stream.plan
         if plan.wait_length and stream.path_length(self.now_s, plan.wait_length) < plan.wait_length:
             stream.waiting = True
@@ -232,7 +232,7 @@ class Simulation:
         self._after(0.0, self._target_step)
 
     def _outcomes(self, stream: Stream, offered_count: int) -> list[int]:
-        """Which candidate each token of the round is: first ones that pass, then the next token."""
+        """Returns the rank of each token of the round among its candidates: accepted ones, then the next token."""
         ranks: list[int] = []
         scenario = self.scenario
         while len(ranks) < offered_count and self.draws.uniform() < stream.hazard(len(ranks)):
@@ -263,13 +263,13 @@ class Simulation:
             self._draft()
 
     def _draft(self) -> None:
-        """One step of the draft for all streams: the commits heard of meanwhile first, then their likeliest leaves."""
+        """Runs one draft step for all streams: first the commits received meanwhile, then their likeliest nodes."""
         for stream in self.streams:
             for committed_count, plan in stream.commits:
                 stream.drafted_plan = plan
                 stream.learn(committed_count, self._names)
             stream.commits.clear()
-        chosen = [(stream, node) for stream in self.streams for node in stream.leaves()]
+        chosen = [(stream, node) for stream in self.streams for node in stream.nodes_to_run()]
         self.draft_is_busy = bool(chosen)
         if chosen:
             self.evaluated_count += len(chosen)
@@ -289,7 +289,7 @@ class Simulation:
         self._draft()
 
     def _arrive(self) -> None:
-        """Nodes came: those who waited for them may go on."""
+        """Nodes arrived: streams that waited for them may continue."""
         for stream in self.streams:
             wait_length = stream.plan.wait_length
             if stream.waiting and stream.path_length(self.now_s, wait_length) >= wait_length:

@@ -1,4 +1,4 @@
-"""`python -m bench.goals`: what the benchmarks were to reach beside what they reached, from the JSON they wrote."""
+"""`python -m bench.goals`: the goals of the benchmarks beside their results, from the JSON they wrote."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.bars import Bar, add_check_flag, conclude
+from specdec.bench.bars import Bar, add_check_flag, conclude
 
-BENCHMARKS = ("draft", "overhead", "peers", "pipeline", "poor_drafts", "concurrency", "engine", "tensor_parallel")
+BENCHMARKS = (
+    "draft",
+    "overhead",
+    "peers",
+    "pipeline",
+    "poor_drafts",
+    "concurrency",
+    "engine",
+    "tensor_parallel",
+    "startup",
+)
 
 
 def bars_in(folder: Path) -> list[Bar]:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import transformers
 
-from bench.gpu_checks import check_greedy, check_logits, margin_figures
-from bench.gpu_models import EIGHT_B, ONE_B, TINY, build
-from bench.gpu_steps import STEPS, StepFigure, bandwidth_gb_per_s, time_steps
+from specdec.bench.gpu_checks import check_greedy, check_logits, margin_measurements
+from specdec.bench.gpu_models import EIGHT_B, ONE_B, TINY, build
+from specdec.bench.gpu_steps import STEPS, StepMeasurement, bandwidth_gb_per_s, time_steps
 from specdec.engine.devices import find_device
 
 GOALS = {("1B", 1, 1): (1.4, 1.2), ("8B", 1, 8): (1.25, 1.1)}  # model, sequences, rows: goal and stretch
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU: tries the script, not a device")
     parser.add_argument("--rounds", type=int, default=30, help="times each step is timed; medians are printed")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
+    parser.add_argument("--json", type=Path, help="file to write all measurements to")
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
     asked = parser.parse_args(arguments)
     device = find_device("cpu" if asked.small else asked.device)
-    figures = run(device, asked.small, asked.rounds)
+    measurements = run(device, asked.small, asked.rounds)
     if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    is_right = all(check["passed"] for check in figures["checks"])
-    return 0 if is_right and not (asked.check and figures["missed"]) else 1
+        asked.json.write_text(json.dumps(measurements, indent=1), encoding="utf-8")
+    is_right = all(check["passed"] for check in measurements["checks"])
+    return 0 if is_right and not (asked.check and measurements["missed"]) else 1
 
 
 def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
@@ -54,13 +54,13 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
         say(f"{'ok    ' if check.passed else 'FAILED'} {check.claim}: {check.found}")
     limit = bandwidth_gb_per_s(device, 1 << (22 if is_small else 31))
     say(f"memory: {limit:.0f} GB/s read")
-    steps_asked = TINY_STEPS if is_small else STEPS
-    steps: list[StepFigure] = []
+    steps_requested = TINY_STEPS if is_small else STEPS
+    steps: list[StepMeasurement] = []
     margins = []
     for shape in (TINY,) if is_small else (ONE_B, EIGHT_B):
-        model = build(shape, device, torch.bfloat16, max(count for count, _ in steps_asked))
-        timed = time_steps(model, shape.name, steps_asked, limit, 2 if is_small else rounds)
-        margins.append({"model": shape.name} | margin_figures(model))
+        model = build(shape, device, torch.bfloat16, max(count for count, _ in steps_requested))
+        timed = time_steps(model, shape.name, steps_requested, limit, 2 if is_small else rounds)
+        margins.append({"model": shape.name} | margin_measurements(model))
         print_steps(timed)
         print_margins(margins[-1])
         steps += timed
@@ -78,12 +78,12 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     }
 
 
-def goal_of(step: StepFigure) -> tuple[float, float] | None:
+def goal_of(step: StepMeasurement) -> tuple[float, float] | None:
     """(goal, stretch) of a step's ratio; None where there is none."""
     return GOALS.get((step.model, step.sequences, step.rows)) if step.with_graphs else None
 
 
-def print_steps(steps: Sequence[StepFigure]) -> None:
+def print_steps(steps: Sequence[StepMeasurement]) -> None:
     heads = ("seqs", "rows", "graphs", "step ms", "forward", "outside", "limit", "ratio")
     say("     " + "".join(f"{head:>9}" for head in heads) + "  goal")
     for step in steps:
@@ -105,7 +105,7 @@ def print_margins(margins: dict[str, Any]) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """What the figures are of."""
+    """Returns the name of the measured device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, which stands in for a GPU here"
 
 

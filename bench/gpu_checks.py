@@ -1,4 +1,4 @@
-"""What `bench.gpu` checks: the engine's answers against plain `transformers`, and how they drift with the step."""
+"""The checks of `bench.gpu`: the engine's answers against plain `transformers`, and their drift with the step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu_models import SMALL, engine_model, plain_model
+from specdec.bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.devices import default_block_size
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.transformers_model import TransformersModel
 
 PROMPT_COUNT, NEW_COUNT = 96, 32
@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that must be so."""
+    """A claim and the result of its check."""
 
     claim: str
     passed: bool
@@ -40,12 +40,12 @@ class Text:
 
     def feed(self, start: int, token_ids: Sequence[int], logit_count: int) -> torch.Tensor:
         """Logits of the last rows of these tokens at `start`."""
-        segment = Segment(self.block_ids, start, token_ids, logit_count)
-        return self._model.forward(RaggedBatch((segment,))).logits
+        chunk = SequenceChunk(self.block_ids, start, token_ids, logit_count)
+        return self._model.forward(RaggedBatch((chunk,))).logits
 
 
 def open_text(model: TransformersModel, device: torch.device, length: int) -> Text:
-    """A model's cache with room for one text."""
+    """Returns a text in a model's cache with capacity for it alone."""
     block_size = default_block_size(device)
     block_count = -(-length // block_size)
     model.allocate(max(BLOCK_COUNT, 2 + block_count), block_size)
@@ -101,7 +101,7 @@ def check_logits(device: torch.device, dtype: torch.dtype) -> Check:
 
 
 @torch.inference_mode()
-def margin_figures(model: TransformersModel) -> dict[str, Any]:
+def margin_measurements(model: TransformersModel) -> dict[str, Any]:
     """How far rows drift with the shape of the step, and how many positions of a random text are decided by less."""
     backend = model.backend
     assert isinstance(backend, DeviceBackend)

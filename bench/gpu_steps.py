@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu_checks import random_ids
-from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.bench.gpu_checks import random_ids
+from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.devices import default_block_size
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.transformers_model import TransformersModel
-from specdec.protocol.types import Law, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 STEPS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (8, 5))  # sequences, rows of each
 CONTEXT = 480  # positions before the rows, which end within 512
@@ -24,8 +24,8 @@ FORWARDS = 8  # in a row, to time the forward alone
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigure:
-    """Medians in milliseconds. `step_ms`: from the batch to the tokens on the host, evidence included; `forward_ms`:
+class StepMeasurement:
+    """Medians in milliseconds. `step_ms`: from the batch to the tokens on the host, sampler included; `forward_ms`:
     the device's own time for the forward; `limit_ms`: reading weights and cache once; `ratio`: step over limit."""
 
     model: str
@@ -72,43 +72,43 @@ def device_s(device: torch.device, work: Callable[[], object]) -> float:
 @torch.inference_mode()
 def time_steps(
     model: TransformersModel, name: str, steps: Sequence[tuple[int, int]], gb_per_s: float, rounds: int
-) -> list[StepFigure]:
+) -> list[StepMeasurement]:
     """Every step with graphs, then without."""
     backend = model.backend
     assert isinstance(backend, DeviceBackend)
-    figures = []
+    measurements = []
     for with_graphs in (True, False):
         backend.with_graphs = with_graphs
         prepare_cache(model, max(sequences for sequences, _ in steps))
-        figures += [time_step(model, name, *step, with_graphs, gb_per_s, rounds) for step in steps]
-    return figures
+        measurements += [time_step(model, name, *step, with_graphs, gb_per_s, rounds) for step in steps]
+    return measurements
 
 
 def prepare_cache(model: TransformersModel, sequence_count: int) -> None:
-    """Room for so many sequences, with CONTEXT positions of each in place."""
+    """Allocates a cache for `sequence_count` sequences, each with CONTEXT positions filled."""
     block_size = default_block_size(model.backend.device)
     per_sequence = blocks_each(block_size)
     model.allocate(1 + sequence_count * per_sequence, block_size)
     prompt = random_ids(context_of(model), model.description.vocabulary_size)
     for index in range(sequence_count):
-        model.forward(RaggedBatch((Segment(blocks_of(index, block_size), 0, prompt, 1),)))
+        model.forward(RaggedBatch((SequenceChunk(blocks_of(index, block_size), 0, prompt, 1),)))
 
 
 def time_step(
     model: TransformersModel, name: str, sequences: int, rows: int, with_graphs: bool, gb_per_s: float, rounds: int
-) -> StepFigure:
+) -> StepMeasurement:
     """One shape of step: the whole, and the forward alone."""
     device = model.backend.device
     start, block_size = context_of(model), default_block_size(device)
     token_ids = random_ids(rows, model.description.vocabulary_size)
     batch = RaggedBatch(
-        tuple(Segment(blocks_of(index, block_size), start, token_ids, rows) for index in range(sequences))
+        tuple(SequenceChunk(blocks_of(index, block_size), start, token_ids, rows) for index in range(sequences))
     )
-    law = Law(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
-    requests = [EvidenceRequest(law, 0, [1] * start, tuple(token_ids[1:]))] * sequences
+    params = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
+    requests = [VerificationRequest(params, 0, [1] * start, tuple(token_ids[1:]))] * sequences
 
     def step() -> None:
-        evidence(requests, [rows] * sequences, model.forward(batch).logits)
+        verify(requests, [rows] * sequences, model.forward(batch).logits)
 
     # Several in a row: while the device runs one, the host plans the next, so only the device's time is left.
     repeats = FORWARDS if device.type == "cuda" else 1
@@ -120,7 +120,7 @@ def time_step(
         forward_s.append(device_s(device, lambda: [model.forward(batch) for _ in range(repeats)]) / repeats)
     byte_count = model.product_bytes + sequences * start * model.cache_bytes_per_position
     step_ms, forward_ms = (statistics.median(times[3:]) * 1e3 for times in (step_s, forward_s))
-    return StepFigure(name, sequences, rows, with_graphs, step_ms, forward_ms, byte_count / gb_per_s / 1e6)
+    return StepMeasurement(name, sequences, rows, with_graphs, step_ms, forward_ms, byte_count / gb_per_s / 1e6)
 
 
 def context_of(model: TransformersModel) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.network.machines import Network
+from specdec.bench.network.machines import Network
 from specdec.cli.demo import heldout_prompts as heldout_prompts
 from specdec.cli.processes import Child, start, stop_all, wait_all_ready
 from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings

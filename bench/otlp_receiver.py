@@ -1,7 +1,7 @@
-"""A collector for tests and benchmarks: takes spans over OTLP and gives them back, in memory or over HTTP.
+"""A collector for tests and benchmarks: receives spans over OTLP and returns them, in memory or over HTTP.
 
-It receives what the real exporter sends over a real socket. `serve_http` answers `/api/v3/traces/{id}` in the shape of
-Jaeger's, so that what reads traces can be tried on a real connection; it is no Jaeger and knows nothing else of it.
+It receives from the real exporter over a real socket. `serve_http` answers `/api/v3/traces/{id}` in the form of Jaeger,
+so that the trace reader can be tested on a real connection; no other part of Jaeger exists here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IDS = ("traceId", "spanId", "parentSpanId")
 class Receiver(service_grpc.TraceServiceServicer):
     """An OTLP collector on a free loopback port; spans stay in memory if they are to be kept."""
 
-    def __init__(self, is_kept: bool = True) -> None:
-        self._is_kept = is_kept
+    def __init__(self, keeps_spans: bool = True) -> None:
+        self._keeps_spans = keeps_spans
         self.resource_spans: list[trace_pb.ResourceSpans] = []
         self._server = grpc.server(ThreadPoolExecutor(2))
         service_grpc.add_TraceServiceServicer_to_server(self, self._server)
@@ -40,7 +40,7 @@ class Receiver(service_grpc.TraceServiceServicer):
         self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> service_pb.ExportTraceServiceResponse:
         """Takes one batch."""
-        if self._is_kept:
+        if self._keeps_spans:
             self.resource_spans.extend(request.resource_spans)
         return service_pb.ExportTraceServiceResponse()
 
@@ -134,9 +134,9 @@ def with_hexadecimal_ids(value: Any) -> Any:
 
 
 def main() -> int:
-    """A collector in a process of its own that throws everything away: prints its endpoint, ends with its standard
+    """Runs a collector in a process of its own that drops all spans: prints its endpoint, ends with its standard
     input."""
-    with Receiver(is_kept=False) as receiver:
+    with Receiver(keeps_spans=False) as receiver:
         print(receiver.endpoint, flush=True)
         while sys.stdin.read(1):
             pass

@@ -1,11 +1,10 @@
-"""`python -m bench.overhead`: what speculating across machines costs beside the models.
+"""`python -m bench.overhead`: the cost of speculation across machines beside the models.
 
-Three counts: what a round takes beyond the target's forward and evidence, with models that compute nothing, on
-loopback, beside the echo of one stream message; the coordinator's CPU per committed token with many streams, beside a
-bare grpc.aio server that streams messages of the same sizes at the same times to as many readers; bytes on the draft
-link and nodes the draft evaluates per committed token, by rule, for a streamed chain and a streamed tree, on the
-shipped pair and held-out prompts. The last on a target as slow as one worth speculating for, since a slow target lets
-the draft run farther.
+Three measurements: the time of a round beyond the target's forward pass and sampler, with models that compute nothing,
+on loopback, beside the echo of one stream message; the coordinator's CPU per committed token with many streams, beside
+a bare grpc.aio server that streams messages of the same sizes at the same times to as many clients; bytes on the draft
+link and evaluated nodes per committed token, by rule, for a streamed chain and a streamed tree, on the shipped pair and
+held-out prompts. The last with a realistically slow target, since a slow target lets the draft run farther.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import TARGET_MODEL, heldout_prompts, running
-from bench.pipeline.figures import Ratio, figures_of, ratio_of
-from bench.pipeline.placement import Placed, placed, processor_name
-from bench.pipeline.samples import Sample, measure
-from bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
-from bench.processes import cpu_seconds
-from bench.rounds import table_models
-from bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
+from specdec.bench.bare_server import BareServer, bare_server, echo_ms, read_replayed
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from specdec.bench.harness import TARGET_MODEL, heldout_prompts, running
+from specdec.bench.pipeline.measurements import Ratio, measurements_of, ratio_of
+from specdec.bench.pipeline.placement import Placed, placed, processor_name
+from specdec.bench.pipeline.samples import Sample, measure
+from specdec.bench.pipeline.variants import AUTO, CHAIN, NUCLEUS, OFF, RULES_DEFAULT, TREE, Variant, synchronous
+from specdec.bench.processes import cpu_seconds
+from specdec.bench.rounds import table_models
+from specdec.bench.streams import PROMPT_CHARACTERS, Block, Stream, median_block, run_block
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -57,12 +56,12 @@ def track_quietly(items: Sequence[Any], what: str) -> Iterator[Any]:
 
 
 def beyond_ms(sample: Sample) -> float:
-    """Milliseconds of a mean round beyond forward and evidence: waiting, queue, both links, messages, the rule."""
+    """Milliseconds of a mean round beyond forward and sampler: waiting, queue, both links, messages, the rule."""
     rounds_per_token = (sample.rounds - 1) / max(
         1, sample.output_tokens - 1
     )  # the first round is before the first token
     round_ms = 1e3 / sample.tokens_per_s / rounds_per_token
-    return round_ms - sample.forward_ms - sample.evidence_ms
+    return round_ms - sample.forward_ms - sample.sampling_ms
 
 
 def rounds_beyond(repeats: int, max_tokens: int) -> tuple[dict[str, float], dict[str, Ratio]]:
@@ -86,8 +85,8 @@ def rounds_beyond(repeats: int, max_tokens: int) -> tuple[dict[str, float], dict
 
 
 def cpu_per_token(repeats: int, max_tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, Ratio]]:
-    """Figures of blocks by variant, the coordinator's CPU per committed token among them; and that over the CPU of the
-    bare server with the messages of the same block. The shipped pair."""
+    """Returns the measurements of blocks by variant, with the coordinator's CPU per committed token; and the ratios of
+    this to the CPU of the bare server with the messages of the same block. The shipped pair."""
     found: dict[str, list[Block]] = {variant.name: [] for variant in STREAM_VARIANTS}
     ratios: dict[str, list[float]] = {variant.name: [] for variant in BARE_VARIANTS}
     prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][:STREAM_COUNT]
@@ -100,13 +99,13 @@ def cpu_per_token(repeats: int, max_tokens: int) -> tuple[dict[str, dict[str, fl
                     if variant in BARE_VARIANTS:
                         bare_us = bare_us_per_token(server, streams)
                         ratios[variant.name].append(block.coordinator_us_per_token / bare_us)
-    figures = {name: median_block(blocks) for name, blocks in found.items()}
-    return figures, {name: ratio_of(values) for name, values in ratios.items()}
+    measurements = {name: median_block(blocks) for name, blocks in found.items()}
+    return measurements, {name: ratio_of(values) for name, values in ratios.items()}
 
 
 def bare_us_per_token(server: BareServer, streams: Sequence[Stream]) -> float:
     """Microseconds of the bare server's CPU per token, with the messages these streams were sent."""
-    began_s = min(stream.asked_s for stream in streams)
+    began_s = min(stream.requested_s for stream in streams)
     schedules = [[(moment_s - began_s, size) for moment_s, size in stream.messages] for stream in streams]
     before_s = cpu_seconds(server.pid)
     asyncio.run(read_replayed(server.address, schedules))
@@ -116,7 +115,7 @@ def bare_us_per_token(server: BareServer, streams: Sequence[Stream]) -> float:
 def bars_of(round_ratios: dict[str, Ratio], cpu_ratios: dict[str, Ratio]) -> list[Bar]:
     """Of plain decoding and of the policy's own choice."""
     claims = (
-        "round beyond forward and evidence / echo of a message",
+        "round beyond forward and sampler / echo of a message",
         "coordinator CPU a token / bare server, 32 streams",
     )
     found = zip(claims, (round_ratios, cpu_ratios), (ROUND_BOUNDS, CPU_BOUNDS), strict=True)
@@ -128,7 +127,7 @@ def bars_of(round_ratios: dict[str, Ratio], cpu_ratios: dict[str, Ratio]) -> lis
 
 
 def wire_bars(wire: dict[str, dict[str, dict[str, float]]]) -> list[Bar]:
-    """Bytes per committed token on the draft link, of a chain and of a tree, ids alone and with rows."""
+    """Bars of bytes per committed token on the draft link, of a chain and a tree, with and without distributions."""
     bars = []
     for (variant, is_drawn), bound in WIRE_BOUNDS.items():
         rules = [rule for rule in wire if (rule == NUCLEUS if is_drawn else "REJECTION" not in rule)]
@@ -139,7 +138,7 @@ def wire_bars(wire: dict[str, dict[str, dict[str, float]]]) -> list[Bar]:
 
 
 def on_the_wire(place: Placed, rtt_ms: float, prompt_count: int, max_tokens: int) -> dict[str, dict[str, Any]]:
-    """Bytes and evaluated leaves per committed token by rule and streamed variant."""
+    """Returns bytes and evaluated nodes per committed token by rule and streamed variant."""
     place.set_rtt(rtt_ms, 0.2)
     prompts = list(heldout_prompts().items())[:prompt_count]
     found: dict[str, dict[str, Any]] = {}
@@ -148,27 +147,27 @@ def on_the_wire(place: Placed, rtt_ms: float, prompt_count: int, max_tokens: int
         for prompt in prompts:
             for variant, own in samples.items():
                 own.append(measure(place.stub_of(variant), variant, rule, rtt_ms, prompt, max_tokens))
-        found[rule] = {variant.name: wire_figures(own) for variant, own in samples.items()}
+        found[rule] = {variant.name: wire_measurements(own) for variant, own in samples.items()}
     return found
 
 
-def wire_figures(samples: Sequence[Sample]) -> dict[str, float]:
+def wire_measurements(samples: Sequence[Sample]) -> dict[str, float]:
     tokens = sum(sample.output_tokens for sample in samples)
-    figures = figures_of(samples)
+    measurements = measurements_of(samples)
     return {
-        "bytes_per_token": figures.draft_bytes_per_token,
-        "leaves_per_token": figures.leaves_per_token,
-        "branch_leaves_per_token": sum(sample.branch_leaves for sample in samples) / tokens,
+        "bytes_per_token": measurements.draft_bytes_per_token,
+        "nodes_per_token": measurements.nodes_per_token,
+        "branch_nodes_per_token": sum(sample.branch_nodes for sample in samples) / tokens,
         "target_bytes_per_token": sum(sample.target_bytes for sample in samples) / tokens,
-        "acceptance": figures.acceptance,
-        "hit_rate": figures.hit_rate,
+        "acceptance": measurements.acceptance,
+        "hit_rate": measurements.hit_rate,
     }
 
 
 def wire_table(found: dict[str, dict[str, dict[str, float]]], rtt_ms: float) -> Table:
     """A line per rule and variant."""
     table = Table(title=f"per committed token, payload both ways; round trip to the draft {rtt_ms:g} ms")
-    for name in ("rule", "", "draft link B", "leaves", "branch heads", "target link B", "acceptance", "hits"):
+    for name in ("rule", "", "draft link B", "nodes", "branch nodes", "target link B", "acceptance", "hits"):
         table.add_column(name, justify="left" if name in ("rule", "") else "right")
     for rule, variants in found.items():
         for name, own in variants.items():
@@ -196,7 +195,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--rtt-ms", type=float, default=0.0, help="coordinator-draft, on the wire (%(default)s)")
     parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
-    parser.add_argument("--without-wire", action="store_true", help="leave bytes and leaves per token out")
+    parser.add_argument("--without-wire", action="store_true", help="leave bytes and nodes per token out")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
     add_check_flag(parser)
     return parser.parse_args()
@@ -215,7 +214,7 @@ def main() -> int:
     console = Console(width=140)
     try:
         round_ms, round_ratios = rounds_beyond(asked.repeats, 400)
-        console.print(line_table("a round beyond forward and evidence, loopback, p50, ms", round_ms, ".2f"))
+        console.print(line_table("a round beyond forward and sampler, loopback, p50, ms", round_ms, ".2f"))
         blocks, cpu_ratios = cpu_per_token(asked.stream_repeats, asked.max_tokens)
         cpu_us = {name: block["coordinator_us_per_token"] for name, block in blocks.items()}
         console.print(line_table(f"coordinator CPU per committed token, {STREAM_COUNT} streams, µs", cpu_us, ".0f"))

@@ -2,9 +2,9 @@
 
 Same weights, same two cores, same prompts, in turns prompt by prompt. Ours is three services on loopback delays, the
 target with one thread on one core, draft and coordinator on the other; theirs is one process that may use both cores,
-with one thread, as our target has, or as many as are asked for. Assisted generation runs at the best of a grid of its
-own settings, found on other prompts. The engine alone is plain decoding in one process without services: what `off` is
-held against. Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the others.
+with one thread, as our target has, or the requested number. Assisted generation runs at the best of a grid of its own
+settings, found on other prompts. The engine alone is plain decoding in one process without services: the baseline of
+`off`. Texts that end in a cycle, which is easy to guess, are counted apart: bars are of the others.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from bench.assisted import Assistance, Assisted
-from bench.bars import Bar, add_check_flag, as_json, conclude
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.engine_alone import EngineAlone
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from bench.pipeline.figures import Ratio, ratio_of
-from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.samples import measure
-from bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
+from specdec.bench.assisted import Assistance, Assisted
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
+from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from specdec.bench.engine_alone import EngineAlone
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from specdec.bench.pipeline.measurements import Ratio, ratio_of
+from specdec.bench.pipeline.placement import Placed, description, placed
+from specdec.bench.pipeline.samples import measure
+from specdec.bench.pipeline.variants import AUTO, OFF, RULES_DEFAULT, Variant, rule_of
 from specdec.errors import SpecdecError
-from specdec.protocol.types import Law
+from specdec.protocol.types import ResolvedSamplingParams
 
 QUICK = {"prompts": 6, "tuning_prompts": 1, "tuning_tokens": 24, "max_tokens": 48}
-TUNING_FIRST_ID = 150  # prompts from here on are for finding settings, never for figures
+TUNING_FIRST_ID = 150  # prompts from here on are for finding settings, never for measurements
 Contender = Callable[[int, str], float]  # (prompt id, prompt) -> tokens per second
 
 
@@ -63,7 +63,7 @@ def ours(place: Placed, engine: EngineAlone, rule: str, max_tokens: int, cyclic:
     def alone(prompt_id: int, prompt: str) -> float:
         ids = tuple(tokenizer.encode(prompt).ids)
         torch.set_num_threads(1)
-        return engine.generate(Law(kind, prompt_id, len(ids), temperature), ids, max_tokens)[1]
+        return engine.generate(ResolvedSamplingParams(kind, prompt_id, len(ids), temperature), ids, max_tokens)[1]
 
     def through_services(variant: Variant) -> Contender:
         def run(prompt_id: int, prompt: str) -> float:
@@ -95,7 +95,7 @@ def theirs(
 
 
 def compare(asked: argparse.Namespace, model: Path, console: Console) -> dict[str, Any]:
-    """Tokens/s by rule and contender, one figure per prompt, and the settings assisted generation ran at."""
+    """Returns tokens/s by rule and contender, one value per prompt, and the settings of assisted generation."""
     prompts = list(heldout_prompts().items())
     tuning = [prompt for prompt_id, prompt in prompts if prompt_id >= TUNING_FIRST_ID][: asked.tuning_prompts]
     cores = os.sched_getaffinity(0)

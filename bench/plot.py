@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 
 STYLES: dict[str, dict[str, Any]] = {  # in the order of the legend
     "auto": {"color": "#c0392b", "linewidth": 2.4, "marker": "o", "label": "auto: the policy chooses"},
-    "tree": {"color": "#e08e0b", "linewidth": 1.4, "marker": "s", "label": "streamed tree, 8 leaves a step"},
+    "tree": {"color": "#e08e0b", "linewidth": 1.4, "marker": "s", "label": "streamed tree, 8 nodes per step"},
     "chain": {"color": "#2e86c1", "linewidth": 1.4, "marker": "^", "label": "streamed chain"},
     "sync": {"color": "#27792f", "linewidth": 1.4, "marker": "v", "label": "synchronous, best fixed draft length"},
     "off": {"color": "#555555", "linewidth": 1.4, "linestyle": "--", "label": "off: plain decoding"},
@@ -41,7 +41,7 @@ def lines_of(cells: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]
     """(round trip ms, tokens/s) by line, of the cells of one rule."""
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in STYLES}
     for cell in sorted(cells, key=lambda own: own["rtt_ms"]):
-        rates = {name: own["tokens_per_s"] for name, own in cell["figures"].items()}
+        rates = {name: own["tokens_per_s"] for name, own in cell["measurements"].items()}
         synchronous = [rate for name, rate in rates.items() if name.startswith("sync")]
         if synchronous:
             rates["sync"] = max(synchronous)
@@ -70,16 +70,16 @@ def picture(run: dict[str, Any], file: Path) -> None:
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = (1.5 + 4.6 * columns, 1.6 + 3.6 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
+    chart, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, layout="constrained")
     for axis, (rule, cells) in zip(axes.flat, panels.items()):
         draw_panel(axis, rule, cells)
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=1 + columns, frameon=False, fontsize=9)
-    figure.suptitle(f"{run['models']['target']}; round trip to the target {nearest:g} ms", fontsize=10)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    chart.legend(handles, labels, loc="outside lower center", ncols=1 + columns, frameon=False, fontsize=9)
+    chart.suptitle(f"{run['models']['target']}; round trip to the target {nearest:g} ms", fontsize=10)
+    chart.savefig(file, dpi=150)
+    pyplot.close(chart)
 
 
 def draw_panel(axis: Any, rule: str, cells: list[dict[str, Any]]) -> None:

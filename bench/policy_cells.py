@@ -19,11 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Printed
 
-from bench.event_simulation import Scenario
-from bench.policy_world import FixedService, OnePlan, Service, Simulated, World
+from specdec.bench.event_simulation import Scenario
+from specdec.bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import CATALOGUE, DraftTimes
-from specdec.policy.policy import PLAIN, Policy
+from specdec.policy.policy import OFF_PLAN, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
 
@@ -61,7 +61,7 @@ class SomeOff(AutoService):
         self._streams = streams
 
     def policy(self, index: int) -> Policy:
-        return OnePlan(PLAIN) if index in self._streams else super().policy(index)
+        return OnePlan(OFF_PLAN) if index in self._streams else super().policy(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def rate(cell: Cell, service: Service, seed: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a cell came to, means over its seeds. `best`: the best fixed plan's, where it was looked for."""
+    """The results of a cell, means over its seeds. `best`: of the best fixed plan, if it was searched."""
 
     name: str
     off: float
@@ -206,7 +206,7 @@ def run(cell: Cell, seed_count: int, make: Callable[[World], Service] = AutoServ
         return sum(rate(cell, service_of(), first_seed + seed) for seed in seeds) / seed_count
 
     auto = mean(lambda: make(cell.world))
-    off = mean(lambda: SomeOff(cell.world, cell.streams) if cell.beside else FixedService(PLAIN))
+    off = mean(lambda: SomeOff(cell.world, cell.streams) if cell.beside else FixedService(OFF_PLAN))
     if not cell.pays:
         return Result(cell.name, off, auto, None, "")
     waits = {plan: replace(plan, wait_s=WAIT_S if plan.wait_length else 0.0) for plan in CATALOGUE}
@@ -222,8 +222,8 @@ def table_of(results: list[Result]) -> Printed:
         table.add_column(name, justify="left" if name in ("cell", "best fixed plan") else "right")
     for line in results:
         of_best = "" if line.best is None else f"{line.auto / line.best:.3f}"
-        figures = (f"{line.off:.1f}", f"{line.auto:.1f}", f"{line.auto / line.off:.3f}", of_best, line.plan)
-        table.add_row(line.name, *figures, "" if line.is_met else "below")
+        measurements = (f"{line.off:.1f}", f"{line.auto:.1f}", f"{line.auto / line.off:.3f}", of_best, line.plan)
+        table.add_row(line.name, *measurements, "" if line.is_met else "below")
     return table
 
 

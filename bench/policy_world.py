@@ -1,7 +1,7 @@
 """A service whose sessions speculate by a policy, simulated on a clock of its own: bench/event_simulation.py with a
 policy in each stream, texts of their own, streams that come, a draft that fails, and a machine that is noisy.
 
-A policy sees what a session would tell it and nothing else: records of rounds, times of the draft's steps, the network.
+A policy sees only the inputs from a session: records of rounds, times of the draft's steps, the network time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from bench.event_simulation import Node, Scenario, Simulation, Stream
-from specdec.policy.policy import PLAIN, Plan, Policy, Prediction
+from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
+from specdec.policy.policy import OFF_PLAN, Plan, Policy, Prediction
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 
-ROOM = 1_000_000
+SPARE_TOKENS = 1_000_000
 GATHER_S = 0.0015  # that the target holds a step for sessions answered just now
 PAUSE_SHARE, PAUSE_FACTOR = 0.005, 5.0  # of the target's steps: how many pause, and how long
 
@@ -43,7 +43,7 @@ class World:
 
 
 class Service:
-    """What a simulated coordinator knows: makes a policy for a text, and is told of drafts' steps and rounds."""
+    """A simulated coordinator: makes a policy for a text, and receives the draft's steps and the rounds."""
 
     def policy(self, index: int) -> Policy:
         """The policy of a new text of a stream."""
@@ -78,7 +78,7 @@ class OnePlan:
         self.draft_length_cap, self.is_speculating = plan.draft_length_max, plan.draft_length_max > 0
         self.prediction = Prediction(None, plan.description)
 
-    def plan(self, room: int) -> Plan:
+    def plan(self, positions_left: int) -> Plan:
         return self._plan
 
     def on_round(self, record: RoundRecord) -> None:
@@ -97,7 +97,7 @@ class Session:
     queued_s: float = 0.0
     waiting_since_s: float | None = None
     waited_s: float = 0.0
-    sent_plan: Plan = PLAIN
+    sent_plan: Plan = OFF_PLAN
     is_late: bool = False
     is_cold: bool = True
     timeline: list[tuple[float, int]] = field(default_factory=list)
@@ -107,10 +107,10 @@ class Simulated(Simulation):
     """One run. `committed(stream, from, to)` tells tokens by time."""
 
     def __init__(self, world: World, service: Service, seed: int) -> None:
-        super().__init__(world.scenario, PLAIN, seed)
+        super().__init__(world.scenario, OFF_PLAN, seed)
         self.world, self.service = world, service
-        self.streams = [Stream(PLAIN, text) for text in world.texts]
-        self.sessions = [Session(OnePlan(PLAIN), 0) for _ in self.streams]
+        self.streams = [Stream(OFF_PLAN, text) for text in world.texts]
+        self.sessions = [Session(OnePlan(OFF_PLAN), 0) for _ in self.streams]
         self.plans: dict[Plan, int] = {}
         self._step_began_s = 0.0
         self._index = {id(stream): index for index, stream in enumerate(self.streams)}
@@ -147,7 +147,7 @@ class Simulated(Simulation):
         session.policy = self.service.policy(self._index[id(stream)])
         session.text_end = stream.committed_count + self.world.text_tokens
         session.rounds, session.verdict_s, session.is_cold, session.is_late = 0, self.now_s, True, False
-        stream.plan = session.policy.plan(ROOM)
+        stream.plan = session.policy.plan(SPARE_TOKENS)
         self._verify(stream)
         self._hear(stream, stream.committed_count, stream.plan)
 
@@ -214,7 +214,7 @@ class Simulated(Simulation):
         session.rounds += 1
         session.verdict_s, session.waited_s = self.now_s, 0.0
         self._commit(stream, ranks)
-        stream.path_length(self.now_s, ROOM)  # goes as far along the committed tokens as has arrived
+        stream.path_length(self.now_s, SPARE_TOKENS)  # goes as far along the committed tokens as has arrived
         was_found = not stream.ahead
         counts = offered, len(ranks) - 1, len(ranks), TokenKind.BONUS, True, was_found, 0, 0
         of_step = 0.0, rows, count, active
@@ -225,8 +225,8 @@ class Simulated(Simulation):
             session.rounds, session.text_end = 0, stream.committed_count + self.world.text_tokens
         else:
             self.service.on_round(session.policy, record)
-        stream.plan = session.policy.plan(ROOM)
-        if stream.waiting and stream.path_length(self.now_s, ROOM) >= stream.plan.wait_length:
+        stream.plan = session.policy.plan(SPARE_TOKENS)
+        if stream.waiting and stream.path_length(self.now_s, SPARE_TOKENS) >= stream.plan.wait_length:
             self._send(stream)
 
     def _draft(self) -> None:
@@ -240,7 +240,7 @@ class Simulated(Simulation):
         if factor is None:
             self.draft_is_busy = False
             return
-        chosen = [(stream, node) for stream in self._running for node in stream.leaves()]
+        chosen = [(stream, node) for stream in self._running for node in stream.nodes_to_run()]
         self.draft_is_busy = bool(chosen)
         if chosen:
             step_s = self.draws.around(self.scenario.draft_step_s(len(chosen)) * factor, self.scenario.step_jitter)

@@ -26,16 +26,16 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from bench.bars import add_check_flag, as_json, conclude
-from bench.concurrency import ratio_in_turns
-from bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
-from bench.harness import DRAFT_MODEL, heldout_prompts
-from bench.pipeline.bars import never_slower
-from bench.pipeline.figures import Ratio
-from bench.pipeline.placement import Placed, description, placed
-from bench.pipeline.samples import TIMEOUT_S, measure
-from bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
-from bench.streams import ADAPTED_S, rate_between
+from specdec.bench.bars import add_check_flag, as_json, conclude
+from specdec.bench.concurrency import ratio_in_turns
+from specdec.bench.deepened import EXTRA_LAYERS_DEFAULT, write_deepened
+from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from specdec.bench.pipeline.bars import never_slower
+from specdec.bench.pipeline.measurements import Ratio
+from specdec.bench.pipeline.placement import Placed, description, placed
+from specdec.bench.pipeline.samples import TIMEOUT_S, measure
+from specdec.bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
+from specdec.bench.streams import ADAPTED_S, rate_between
 from specdec.cli.processes import Child
 from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.errors import SpecdecError
@@ -85,7 +85,7 @@ def rate_in_trouble(
     """Tokens a second of a text whose draft changes while it is under way, from two seconds after the change."""
     is_over = threading.Event()
     changing = threading.Timer(BEFORE_S, trouble, (draft, is_over))
-    asked_s = time.perf_counter()
+    requested_s = time.perf_counter()
     changing.start()
     try:
         deltas = [
@@ -98,7 +98,7 @@ def rate_in_trouble(
         is_over.set()
         changing.join()
         draft.signal(signal.SIGCONT)
-    return rate_between(deltas, asked_s + BEFORE_S + ADAPTED_S, deltas[-1][0])
+    return rate_between(deltas, requested_s + BEFORE_S + ADAPTED_S, deltas[-1][0])
 
 
 def cells_in_trouble(place: Placed, rule: str, asked: argparse.Namespace, done: Callable[[], None]) -> dict[str, Ratio]:

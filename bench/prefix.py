@@ -1,8 +1,8 @@
 """`python -m bench.prefix`: time to the first token of prompts that the target has cached, and of those it has not.
 
-The shipped pair through the three services, one request at a time. Each prompt is sent twice in a row with a salt
-nobody used before: the first finds nothing (cold), the second what the first left (cached); lengths and dtypes take
-turns, so a disturbance meets both alike. The text must be the same, and the statistics say how much was found.
+The shipped pair through the three services, one request at a time. Each prompt is sent twice in a row with a new salt:
+the first finds nothing (cold), the second the blocks of the first (cached); lengths and dtypes take turns, so a
+disturbance affects both alike. The text must be the same, and the statistics contain the tokens found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.harness import TARGET_MODEL, heldout_prompts, running
+from specdec.bench.harness import TARGET_MODEL, heldout_prompts, running
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
@@ -30,7 +30,7 @@ OUTPUT_COUNT = 2  # the first token is what is timed; one more shows that the te
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixFigure:
+class PrefixMeasurement:
     """Medians of one prompt length, in milliseconds; `found_count` tokens were in the cache the second time."""
 
     dtype: str
@@ -46,7 +46,7 @@ class PrefixFigure:
 
 
 def prompts_of(length: int, count: int) -> list[list[int]]:
-    """Different prompts of so many tokens, put together from held-out ones."""
+    """Returns `count` different prompts of `length` tokens, composed of held-out ones."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
@@ -68,7 +68,7 @@ def time_to_first_token(
     """(milliseconds by the coordinator's clock, tokens found, output tokens) of one greedy request without a draft."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt),
-        sampling=pb.SamplingPolicy(max_tokens=OUTPUT_COUNT, temperature=0, ignore_eos=True),
+        sampling=pb.SamplingParams(max_tokens=OUTPUT_COUNT, temperature=0, ignore_eos=True),
         speculative=pb.SpeculativePolicy(enabled=False),
         cache_salt=salt,
     )
@@ -81,7 +81,7 @@ def time_to_first_token(
     raise SpecdecError("the stream ended without an end")
 
 
-def measure(dtype: str, lengths: Sequence[int], repeats: int, threads: int) -> Iterator[PrefixFigure]:
+def measure(dtype: str, lengths: Sequence[int], repeats: int, threads: int) -> Iterator[PrefixMeasurement]:
     """Cold and cached by length. Raises SpecdecError where the two texts differ."""
     cold: dict[int, list[float]] = {length: [] for length in lengths}
     cached: dict[int, list[float]] = {length: [] for length in lengths}
@@ -102,17 +102,17 @@ def measure(dtype: str, lengths: Sequence[int], repeats: int, threads: int) -> I
                         cached[length].append(again_ms)
     for length in lengths:
         medians = statistics.median(cold[length]), statistics.median(cached[length])
-        yield PrefixFigure(dtype, length, found[length], *medians)
+        yield PrefixMeasurement(dtype, length, found[length], *medians)
 
 
-def table_of(figures: Sequence[PrefixFigure]) -> Table:
-    """The figures for people."""
+def table_of(measurements: Sequence[PrefixMeasurement]) -> Table:
+    """Returns the measurements as a table."""
     table = Table(title="Time to the first token, shipped target, plain decoding (medians, ms)")
     for column in ("dtype", "prompt", "found", "cold", "cached", "cold / cached"):
         table.add_column(column, justify="left" if column == "dtype" else "right")
-    for figure in figures:
-        times = f"{figure.cold_ms:.1f}", f"{figure.cached_ms:.1f}", f"{figure.speedup:.1f}"
-        table.add_row(figure.dtype, str(figure.prompt_length), str(figure.found_count), *times)
+    for measurement in measurements:
+        times = f"{measurement.cold_ms:.1f}", f"{measurement.cached_ms:.1f}", f"{measurement.speedup:.1f}"
+        table.add_row(measurement.dtype, str(measurement.prompt_length), str(measurement.found_count), *times)
     return table
 
 
@@ -124,12 +124,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the target (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("out/prefix.json"), help="file (default: %(default)s)")
     asked = parser.parse_args()
-    figures: list[PrefixFigure] = []
+    measurements: list[PrefixMeasurement] = []
     for dtype in asked.dtypes:
-        figures += measure(dtype, asked.lengths, asked.repeats, asked.threads)
-    Console().print(table_of(figures))
+        measurements += measure(dtype, asked.lengths, asked.repeats, asked.threads)
+    Console().print(table_of(measurements))
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    written = {"threads": asked.threads, "figures": [asdict(figure) for figure in figures]}
+    written = {"threads": asked.threads, "measurements": [asdict(measurement) for measurement in measurements]}
     asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.network.machines import Machine
+from specdec.bench.network.machines import Machine
 from specdec.errors import ConfigError
 
 PORT = 6379
@@ -46,12 +46,12 @@ class RayMachines:
         return f"{self._machines[HEAD].address}:{PORT}"
 
     def command(self, name: str, arguments: Sequence[str]) -> list[str]:
-        """What runs a command on a machine, with the machine's own files of Ray."""
+        """Returns the command line that runs a command on a machine, with the machine's own files of Ray."""
         own = str(self._folder / name)
         return [*self._machines[name].run_prefix, "sh", "-c", WITH_OWN_FOLDER, own, str(RAY_FOLDER), *arguments]
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
-        """Runs a `specdec` command on a machine; what it printed. ConfigError when it fails."""
+        """Runs a `specdec` command on a machine; returns its output. Raises ConfigError if it fails."""
         command = self.command(name, [sys.executable, "-m", "specdec.cli", *arguments])
         environment = os.environ | ENVIRONMENT
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -31,10 +31,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
-from bench.network.machines import emulated
-from bench.network.namespaces import why_unusable
-from bench.ray_machines import HEAD, RayMachines
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.bench.network.machines import emulated
+from specdec.bench.network.namespaces import why_unusable
+from specdec.bench.ray_machines import HEAD, RayMachines
 from specdec.cli.processes import start
 from specdec.config import DraftSettings
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -57,14 +57,14 @@ POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """What was timed, in seconds, one entry per try."""
+class Measurement:
+    """One measurement in seconds, one entry per try."""
 
     what: str
     seconds: list[float]
 
 
-class Trial:
+class Restarts:
     """A deployment on the machines, its user, and its enemy. The calling thread is on the head's machine."""
 
     def __init__(self, ray: RayMachines, hosts: dict[str, str]) -> None:
@@ -75,7 +75,7 @@ class Trial:
 
     def generate(self, token_count: int = TOKEN_COUNT, act: Callable[[], object] = lambda: None) -> tuple[str, int]:
         """A text, and how many draft tokens it was offered; `act` is called at the first delta. Raises RpcError."""
-        sampling = pb.SamplingPolicy(max_tokens=token_count, temperature=0, ignore_eos=True)
+        sampling = pb.SamplingParams(max_tokens=token_count, temperature=0, ignore_eos=True)
         request = pb.GenerateRequest(text=PROMPT, sampling=sampling)
         text, acted, offered = "", False, 0
         with channel_to(self.coordinator_host, COORDINATOR_PORT) as channel:
@@ -161,19 +161,19 @@ def machines(one_way_ms: float, folder: Path) -> Iterator[tuple[RayMachines, dic
 class Texts:
     """Generations that run while the draft is harmed, and go on."""
 
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._expected = trial.generate()[0]
+    def __init__(self, restarts: Restarts) -> None:
+        self._restarts = restarts
+        self._expected = restarts.generate()[0]
         self._pool = ThreadPoolExecutor(1)
         self._running: list[Future[tuple[str, int]]] = []
 
     def amid(self, harm: Callable[[], object]) -> Callable[[], None]:
-        """What does the harm at the first token of a generation, and returns then."""
+        """Returns a function that does the harm at the first token of a generation, and then returns."""
 
         def act() -> None:
             harmed = threading.Event()
             done = (harm, harmed.set)
-            self._running.append(self._pool.submit(self._trial.generate, act=lambda: [each() for each in done]))
+            self._running.append(self._pool.submit(self._restarts.generate, act=lambda: [each() for each in done]))
             harmed.wait(AWAY_S_MAX)
 
         return act
@@ -184,54 +184,60 @@ class Texts:
             raise AssertionError("a draft that was lost changed a text")
 
 
-def measure(ray: RayMachines, hosts: dict[str, str], folder: Path, try_count: int) -> Iterator[Figure]:
-    """What is killed, as it comes."""
-    trial, tries = Trial(ray, hosts), range(try_count)
+def measure(ray: RayMachines, hosts: dict[str, str], folder: Path, try_count: int) -> Iterator[Measurement]:
+    """Yields the measurements of each killed actor and machine."""
+    restarts, tries = Restarts(ray, hosts), range(try_count)
     began_s = time.monotonic()
     begin(ray, folder)
     up_s = time.monotonic() - began_s
-    trial.generate(1)
-    yield Figure("specdec ray up", [up_s])
-    yield Figure("specdec ray up to the first token", [time.monotonic() - began_s])
-    texts = Texts(trial)
-    kill = texts.amid(lambda: trial.kill_actor(SMALL, "draft"))
-    yield Figure("draft's actor killed, until it serves", [trial.away_s(kill, trial.draft_serves) for _ in tries])
+    restarts.generate(1)
+    yield Measurement("specdec ray up", [up_s])
+    yield Measurement("specdec ray up to the first token", [time.monotonic() - began_s])
+    texts = Texts(restarts)
+    kill = texts.amid(lambda: restarts.kill_actor(SMALL, "draft"))
+    yield Measurement(
+        "draft's actor killed, until it serves", [restarts.away_s(kill, restarts.draft_serves) for _ in tries]
+    )
     texts.check()
-    ranks = [trial.away_s(lambda: trial.kill_actor(LARGE, "target", "--node-rank=1"), trial.answers) for _ in tries]
-    yield Figure("a rank's actor killed, until a token", ranks)
-    coordinators = [trial.away_s(lambda: trial.kill_actor(LARGE, "coordinator"), trial.answers) for _ in tries]
-    yield Figure("coordinator's actor killed, until a token", coordinators)
+    ranks = [
+        restarts.away_s(lambda: restarts.kill_actor(LARGE, "target", "--node-rank=1"), restarts.answers) for _ in tries
+    ]
+    yield Measurement("a rank's actor killed, until a token", ranks)
+    coordinators = [restarts.away_s(lambda: restarts.kill_actor(LARGE, "coordinator"), restarts.answers) for _ in tries]
+    yield Measurement("coordinator's actor killed, until a token", coordinators)
     ray.add(HEAD, cpus=1, gpus=0, role="draft")
-    before = trial.service(LARGE, "coordinator")
+    before = restarts.service(LARGE, "coordinator")
     lose = texts.amid(lambda: ray.kill(SMALL))
-    yield Figure("draft's machine lost, until it drafts", [trial.away_s(lose, trial.drafts)])
+    yield Measurement("draft's machine lost, until it drafts", [restarts.away_s(lose, restarts.drafts)])
     texts.check()
-    if trial.service(LARGE, "coordinator") == before:
+    if restarts.service(LARGE, "coordinator") == before:
         raise AssertionError("the coordinator was not drained, yet it knows of a node that joined after its start")
     ray.add(HEAD, cpus=3, gpus=2, role="target")
-    trial.coordinator_host = hosts[HEAD]
-    yield Figure("target's machine lost, until a token", [trial.away_s(lambda: ray.kill(LARGE), trial.answers)])
+    restarts.coordinator_host = hosts[HEAD]
+    yield Measurement(
+        "target's machine lost, until a token", [restarts.away_s(lambda: ray.kill(LARGE), restarts.answers)]
+    )
     print(ray.run(HEAD, ["ray", "status"]))
     began_s = time.monotonic()
     ray.run(HEAD, ["ray", "down"])
-    yield Figure("specdec ray down", [time.monotonic() - began_s])
-    yield Figure("for comparison: specdec draft alone, until it serves", [draft_alone_s() for _ in tries])
+    yield Measurement("specdec ray down", [time.monotonic() - began_s])
+    yield Measurement("for comparison: specdec draft alone, until it serves", [draft_alone_s() for _ in tries])
 
 
-def measure_silence(ray: RayMachines, hosts: dict[str, str], folder: Path) -> Iterator[Figure]:
+def measure_silence(ray: RayMachines, hosts: dict[str, str], folder: Path) -> Iterator[Measurement]:
     """A machine that vanishes without a word, and the head's end."""
-    trial = Trial(ray, hosts)
+    restarts = Restarts(ray, hosts)
     begin(ray, folder)
     ray.add(HEAD, cpus=1, gpus=0, role="draft")
-    texts = Texts(trial)
+    texts = Texts(restarts)
     freeze = texts.amid(lambda: ray.freeze(SMALL))
-    yield Figure("draft's machine silent, until another drafts", [trial.away_s(freeze, trial.drafts)])
+    yield Measurement("draft's machine silent, until another drafts", [restarts.away_s(freeze, restarts.drafts)])
     texts.check()
     ray.kill(HEAD)
     began_s = time.monotonic()
-    while holds(trial.answers) and time.monotonic() - began_s < AWAY_S_MAX:
+    while holds(restarts.answers) and time.monotonic() - began_s < AWAY_S_MAX:
         time.sleep(POLL_S)
-    yield Figure("the head lost, until requests are not answered", [time.monotonic() - began_s])
+    yield Measurement("the head lost, until requests are not answered", [time.monotonic() - began_s])
 
 
 def begin(ray: RayMachines, folder: Path) -> None:
@@ -258,21 +264,26 @@ def main() -> int:
     if reason := why_unusable():
         print(f"ray_restarts: it needs network namespaces: {reason}", file=sys.stderr)
         return 1
-    figures = []
+    measurements = []
     for act in (functools.partial(measure, try_count=asked.tries), measure_silence):
         with tempfile.TemporaryDirectory() as name, machines(asked.delay, Path(name)) as (ray, hosts):
-            for figure in act(ray, hosts, Path(name)):
-                print(f"{figure.what}: {', '.join(f'{seconds:.1f}' for seconds in figure.seconds)} s", flush=True)
-                figures.append(figure)
+            for measurement in act(ray, hosts, Path(name)):
+                print(
+                    f"{measurement.what}: {', '.join(f'{seconds:.1f}' for seconds in measurement.seconds)} s",
+                    flush=True,
+                )
+                measurements.append(measurement)
     table = Table(title=f"Three machines, {asked.delay:g} ms one way between any two (seconds)")
     for column in ("what", "median", "all"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for figure in figures:
-        every = " ".join(f"{seconds:.1f}" for seconds in figure.seconds)
-        table.add_row(figure.what, f"{statistics.median(figure.seconds):.1f}", every)
+    for measurement in measurements:
+        every = " ".join(f"{seconds:.1f}" for seconds in measurement.seconds)
+        table.add_row(measurement.what, f"{statistics.median(measurement.seconds):.1f}", every)
     Console().print(table)
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n", encoding="utf-8")
+    asked.json.write_text(
+        json.dumps([asdict(measurement) for measurement in measurements], indent=2) + "\n", encoding="utf-8"
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
-"""`python -m bench.rounds`: where the time of a round goes, by rule and draft length, on the embedded pair.
+"""`python -m bench.rounds`: the parts of a round's time, by rule and draft length, on the embedded pair.
 
-Three services on this machine, one stream, held-out prompts, variants interleaved prompt by prompt. `link` is what a
-round takes at the target beyond its queue, forward and evidence: both ways on the network, messages, the rule.
+Three services on this machine, one stream, held-out prompts, variants interleaved prompt by prompt. `link` is the time
+of a round beyond the target's queue, forward pass and sampler: both ways on the network, messages, the rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.harness import heldout_prompts, running
+from specdec.bench.harness import heldout_prompts, running
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
@@ -33,7 +33,7 @@ RULES: dict[str, dict[str, Any]] = {
     "COUPLED, temperature 1": {"temperature": 1.0, "seed": 1},
     "REJECTION, temperature 1": {"temperature": 1.0},
 }
-PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_evidence_s", "target_link_s")
+PARTS = ("draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
 
 
 def named_rule(sampling: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def measure(
     """One generation: tokens/s after the first token, acceptance, bytes, and milliseconds a round by part."""
     request = pb.GenerateRequest(
         text=prompt,
-        sampling=pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule]),
+        sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **RULES[rule]),
         speculative=pb.SpeculativePolicy(
             policy=pb.POLICY_FIXED, num_speculative_tokens=draft_length, rule=named_rule(RULES[rule])
         ),
@@ -56,14 +56,14 @@ def measure(
     *_, last = stub.Generate(request, timeout=300)
     counts = last.finished.statistics
     seconds = counts.time.total_s - counts.time.time_to_first_token_s
-    figures = {
+    measurements = {
         "tokens_per_s": (last.finished.usage.output_tokens - 1) / seconds,
         "draft_tokens": counts.num_draft_tokens,
         "accepted_tokens": counts.num_accepted_draft_tokens,
         "spec_steps": counts.num_spec_steps,
         "draft_bytes_per_token": counts.draft_link_bytes / last.finished.usage.output_tokens,
     }
-    return figures | {part: getattr(counts.time, part) / counts.rounds * 1e3 for part in PARTS}
+    return measurements | {part: getattr(counts.time, part) / counts.rounds * 1e3 for part in PARTS}
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -92,7 +92,7 @@ def table_of(results: dict[str, dict[int, dict[str, float]]]) -> Table:
 
 
 def table_models(folder: Path, vocabulary_size: int = 7, positions_max: int = 512) -> tuple[Path, Path]:
-    """Target and draft of the protocol tests: table models with different laws."""
+    """Writes target and draft of the protocol tests: table models with different distributions."""
     from specdec.engine.table_model import write_table_model
 
     for seed, name in enumerate(("target", "draft")):
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="beside 0, which is off")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or auto (auto)")
     parser.add_argument("--table", action="store_true", help="models that compute nothing: what the rest takes")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     asked = parser.parse_args()
     runs: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     draft_lengths = sorted({0, *asked.draft_lengths})

@@ -1,4 +1,4 @@
-"""Generations that run together, as their readers see them: tokens a second, times, gaps, how full steps were."""
+"""Concurrent generations, as their clients see them: tokens a second, times, gaps, sessions per step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 import grpc
 
-from bench.pipeline.placement import Placed
-from bench.pipeline.variants import Variant, request_of
-from bench.processes import cpu_seconds
+from specdec.bench.pipeline.placement import Placed
+from specdec.bench.pipeline.variants import Variant, request_of
+from specdec.bench.processes import cpu_seconds
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-ADAPTED_S = 2.0  # after a change of what is going on: by then a policy has seen it
-PROMPT_CHARACTERS = 200  # of a prompt: what is measured is decoding
+ADAPTED_S = 2.0  # after a change of load: by then a policy has adapted
+PROMPT_CHARACTERS = 200  # of a prompt: decoding is measured, not prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One generation as its reader saw it: when it was asked for, when deltas came and with how many tokens, and when
-    messages of all kinds came and with how many bytes."""
+    """One generation as its client saw it: the time of the request, times and token counts of deltas, times and bytes
+    of messages of all kinds."""
 
-    asked_s: float
+    requested_s: float
     deltas: tuple[tuple[float, int], ...]
     finished: pb.Finished
     messages: tuple[tuple[float, int], ...] = ()
@@ -46,7 +46,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """So many streams of one variant, begun together. Times in milliseconds."""
+    """Streams of one variant, begun together. Times in milliseconds."""
 
     variant: str
     tokens_per_s: float
@@ -62,7 +62,7 @@ class Block:
 
 async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest) -> Stream:
     """Runs one generation."""
-    asked_s = time.perf_counter()
+    requested_s = time.perf_counter()
     deltas: list[tuple[float, int]] = []
     messages: list[tuple[float, int]] = []
     token_ids: list[int] = []
@@ -75,7 +75,7 @@ async def read(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest
             token_ids += response.delta.token_ids
         elif response.HasField("finished"):
             finished = response.finished
-    return Stream(asked_s, tuple(deltas), finished, tuple(messages), tuple(token_ids))
+    return Stream(requested_s, tuple(deltas), finished, tuple(messages), tuple(token_ids))
 
 
 async def run_streams(
@@ -126,7 +126,7 @@ def rate_between(deltas: Iterable[tuple[float, int]], began_s: float, ended_s: f
 
 
 def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) -> Block:
-    """The figures of streams begun together."""
+    """Returns the measurements of streams begun together."""
     began_s, ended_s = max(stream.first_s for stream in streams), min(stream.last_s for stream in streams)
     if ended_s <= began_s:  # too few tokens for all to run together: from the first token of all to the last
         began_s, ended_s = min(stream.first_s for stream in streams), max(stream.last_s for stream in streams)
@@ -141,7 +141,7 @@ def block_of(variant: str, streams: Sequence[Stream], coordinator_cpu_s: float) 
     return Block(
         variant=variant,
         tokens_per_s=rate_between(deltas, began_s, ended_s),
-        first_token_ms=statistics.median(stream.first_s - stream.asked_s for stream in streams) * 1e3,
+        first_token_ms=statistics.median(stream.first_s - stream.requested_s for stream in streams) * 1e3,
         per_token_ms=statistics.median(per_token_s) * 1e3,
         gap_p99_ms=sorted(gaps_s)[int(0.99 * (len(gaps_s) - 1))] * 1e3,
         step_sessions=sum(own.step_sessions for own in counts) / rounds,

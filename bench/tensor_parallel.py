@@ -2,7 +2,7 @@
 
 Random weights of a Llama shape are enough: neither depends on what the weights say. All variants (one rank with one
 thread, one process with two, ranks with one thread each) live side by side and take blocks of steps in turn; those that
-wait sleep. Memory is the most a rank ever had, told by the kernel, beside a model of next to nothing.
+wait sleep. Memory is the peak of a rank by the kernel, beside that of a tiny model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.harness import TARGET_MODEL
-from specdec.engine.interface import CausalModel, RaggedBatch, Segment
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.harness import TARGET_MODEL
+from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.model import load_model
 from specdec.engine.parallel.group import Ending
@@ -59,7 +59,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigure:
+class StepMeasurement:
     """A median step in milliseconds, and its ratio to the first variant's of the same run."""
 
     variant: str
@@ -70,8 +70,8 @@ class StepFigure:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryFigure:
-    """The most memory the fullest rank had, in MiB, and without what a model of next to nothing takes."""
+class MemoryMeasurement:
+    """The peak memory of the fullest rank, in MiB, and without that of a tiny model."""
 
     variant: str
     peak_mib: float
@@ -97,7 +97,7 @@ def block_count() -> int:
 
 
 def cache_bytes() -> int:
-    """What the cache of SHAPE takes in float32, all ranks together."""
+    """Bytes of the cache of SHAPE in float32, all ranks together."""
     head_size = SHAPE["hidden_size"] // HEADS["num_attention_heads"]
     return 2 * 4 * SHAPE["num_hidden_layers"] * HEADS["num_key_value_heads"] * head_size * block_count() * BLOCK_SIZE
 
@@ -111,13 +111,13 @@ class Texts:
         self._tables = [self._cache.reserve(CACHED_COUNT + max(ROW_COUNTS)) for _ in range(max(SEQUENCE_COUNTS))]
         self._ids = torch.randint(1, 4096, (CACHED_COUNT + max(ROW_COUNTS),)).tolist()
         for table in self._tables:
-            model.forward(RaggedBatch((Segment(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
+            model.forward(RaggedBatch((SequenceChunk(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
 
     def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
         """Seconds of each step, after one that is not counted."""
         ids = self._ids[CACHED_COUNT : CACHED_COUNT + row_count]
         tables = self._tables[:sequence_count]
-        batch = RaggedBatch(tuple(Segment(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
+        batch = RaggedBatch(tuple(SequenceChunk(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
         times = []
         for _ in range(step_count + 1):
             started_s = time.perf_counter()
@@ -164,7 +164,7 @@ class Ranks:
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
         numbers = map(str, (rank, self.variant.rank_count, port, self.variant.thread_count))
-        command = [sys.executable, "-m", "bench.tensor_parallel", "--work", str(self._folder), *numbers]
+        command = [sys.executable, "-m", "specdec.bench.tensor_parallel", "--work", str(self._folder), *numbers]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _answer(self) -> Any:
@@ -213,9 +213,9 @@ def running(folder: Path, variants: Sequence[Variant]) -> Iterator[list[Ranks]]:
             ranks.stop()
 
 
-def measure_steps(folder: Path, variants: Sequence[Variant], turn_count: int) -> list[StepFigure]:
+def measure_steps(folder: Path, variants: Sequence[Variant], turn_count: int) -> list[StepMeasurement]:
     """Medians over blocks taken in turn: A B C A B C."""
-    figures = []
+    measurements = []
     with running(folder, variants) as started:
         for sequence_count, row_count in [(1, rows) for rows in ROW_COUNTS] + [(max(SEQUENCE_COUNTS), 5)]:
             times: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -224,24 +224,26 @@ def measure_steps(folder: Path, variants: Sequence[Variant], turn_count: int) ->
                     times[ranks.variant.name] += ranks.time_steps(sequence_count, row_count, BLOCK_STEPS)
             medians = {name: statistics.median(steps) * 1e3 for name, steps in times.items()}
             first = medians[variants[0].name]
-            figures += [StepFigure(name, sequence_count, row_count, ms, ms / first) for name, ms in medians.items()]
-    return figures
+            measurements += [
+                StepMeasurement(name, sequence_count, row_count, ms, ms / first) for name, ms in medians.items()
+            ]
+    return measurements
 
 
-def measure_memory(folder: Path, tiny_folder: Path, rank_counts: Sequence[int]) -> list[MemoryFigure]:
+def measure_memory(folder: Path, tiny_folder: Path, rank_counts: Sequence[int]) -> list[MemoryMeasurement]:
     """One variant after another, each alone."""
-    figures = []
+    measurements = []
     for rank_count in rank_counts:
         variant = Variant(rank_count, 1)
         peaks = []
         for each in (folder, tiny_folder):
             with running(each, [variant]) as (ranks,):
                 peaks.append(ranks.peak_bytes / 2**20)
-        figures.append(MemoryFigure(variant.name, peaks[0], peaks[0] - peaks[1]))
-    return figures
+        measurements.append(MemoryMeasurement(variant.name, peaks[0], peaks[0] - peaks[1]))
+    return measurements
 
 
-def show(steps: list[StepFigure], memory: list[MemoryFigure], weights_mib: float, console: Console) -> None:
+def show(steps: list[StepMeasurement], memory: list[MemoryMeasurement], weights_mib: float, console: Console) -> None:
     """Two tables."""
     table = Table(title=f"One step, {CACHED_COUNT} tokens cached (medians, ms)")
     for column in ("variant", "sequences × rows", "step", "of one rank with one thread"):
@@ -253,12 +255,12 @@ def show(steps: list[StepFigure], memory: list[MemoryFigure], weights_mib: float
     table = Table(title=f"Peak memory of the fullest rank (MiB); the weights file has {weights_mib:.0f}")
     for column in ("variant", "peak", "of the model"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    for figure in memory:
-        table.add_row(figure.variant, f"{figure.peak_mib:.0f}", f"{figure.model_mib:.0f}")
+    for measurement in memory:
+        table.add_row(measurement.variant, f"{measurement.peak_mib:.0f}", f"{measurement.model_mib:.0f}")
     console.print(table)
 
 
-def bars_of(steps: Sequence[StepFigure]) -> list[Bar]:
+def bars_of(steps: Sequence[StepMeasurement]) -> list[Bar]:
     """A step of two ranks, one thread each, against one rank's with one thread."""
     two = [step for step in steps if step.variant == Variant(2, 1).name]
     shapes = {f"{step.sequence_count} x {step.row_count} rows": step.ratio for step in two}
@@ -287,10 +289,10 @@ def main() -> int:
     show(steps, memory, weights_mib, Console())
     bars = bars_of(steps)
     hardware = {"cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__, "dtype": asked.dtype}
-    figures: dict[str, Any] = {"hardware": hardware, "steps": [asdict(s) for s in steps]}
-    figures |= {"memory": [asdict(m) for m in memory], "bars": as_json(bars)}
+    measurements: dict[str, Any] = {"hardware": hardware, "steps": [asdict(s) for s in steps]}
+    measurements |= {"memory": [asdict(m) for m in memory], "bars": as_json(bars)}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    asked.json.write_text(json.dumps(measurements, indent=2) + "\n", encoding="utf-8")
     return conclude(bars, Console(), asked.check)
 
 

@@ -1,5 +1,5 @@
-"""What watching costs that can be counted without a clock on the wall: CPU of a sampled round and of the metrics, and
-spans of a generation.
+"""The cost of tracing and metrics without wall time: CPU of a sampled round and of the metrics, and spans of a
+generation.
 
 A round's cost is timed alone, in this process, with spans that are sent for real. Spans are counted on table models,
 which compute nothing, so that there are as many messages as there can be.
@@ -23,18 +23,18 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench import harness
-from bench.otlp_receiver import Receiver
-from bench.rounds import table_models
-from coordinator.figures import Figures, RequestFigures
-from coordinator.tracing import RequestTrace
-from specdec.policy.policy import PLAIN, FixedPolicy
-from specdec.protocol.items import EvidenceAnswer, Trace
+from specdec.bench import harness
+from specdec.bench.otlp_receiver import Receiver
+from specdec.bench.rounds import table_models
+from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
+from specdec.coordinator.tracing import RequestTrace
+from specdec.policy.policy import OFF_PLAN, FixedPolicy
+from specdec.protocol.items import Trace, VerificationResult
 from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
-from specdec.protocol.request import Ask
+from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import AwaitDraft, Session
-from specdec.protocol.types import Evidence, FinishReason, Law, Rule, TokenKind, Verdict
-from specdec.replica.metrics import ReplicaFigures
+from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
+from specdec.replica.metrics import ReplicaMetrics
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -60,7 +60,7 @@ def variables(added: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def collector() -> Iterator[str]:
     """A collector in a process of its own; yields its endpoint."""
-    command = [sys.executable, "-m", "bench.otlp_receiver"]
+    command = [sys.executable, "-m", "specdec.bench.otlp_receiver"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -69,29 +69,29 @@ def collector() -> Iterator[str]:
             process.terminate()
 
 
-def told_us() -> float:
+def traced_us() -> float:
     """CPU microseconds that a sampled round costs the coordinator, the sending of its spans included: the least of some
     loops with a trace, less the least without."""
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=True)
-    plain_s = min(told_s(RequestFigures(Figures(), context, "")) for _ in range(TRY_COUNT))
+    plain_s = min(rounds_s(RequestStatistics(CoordinatorMetrics(), context, "")) for _ in range(TRY_COUNT))
     with collector() as endpoint:
-        traced_s = min(told_s_with_sending(endpoint, context) for _ in range(TRY_COUNT))
+        traced_s = min(rounds_s_with_sending(endpoint, context) for _ in range(TRY_COUNT))
     return 1e6 * (traced_s - plain_s) / TOLD_ROUND_COUNT
 
 
-def told_s_with_sending(endpoint: str, context: Trace) -> float:
+def rounds_s_with_sending(endpoint: str, context: Trace) -> float:
     """CPU seconds of this process for the rounds, and until their spans are sent."""
     tracing = Tracing.open("bench", endpoint, {})
     before_s = time.process_time()
-    told_s(RequestTrace(Figures(), context, "", tracing))
+    rounds_s(RequestTrace(CoordinatorMetrics(), context, "", tracing))
     tracing.close()
     return time.process_time() - before_s
 
 
-def told_s(trace: RequestFigures) -> float:
-    """CPU seconds that so many rounds of plain decoding take a session, with what they tell its trace."""
-    law = Law(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
-    session = Session(1, law, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2])
+def rounds_s(trace: RequestStatistics) -> float:
+    """CPU seconds of a session's rounds of plain decoding, with their reports to its trace."""
+    params = ResolvedSamplingParams(rule=Rule.GREEDY, seed=0, prompt_length=2, temperature=0.0)
+    session = Session(1, params, 2 + TOLD_ROUND_COUNT, VOCABULARY_SIZE, FixedPolicy(3), [1, 2])
     link: Any = SimpleNamespace(stamps=Stamps())
     trace.began(session)
     session.begin()
@@ -99,7 +99,7 @@ def told_s(trace: RequestFigures) -> float:
     for index in range(TOLD_ROUND_COUNT - 1):
         now_s = time.monotonic()
         trace.sent(session, now_s)
-        answer = EvidenceAnswer(1, 1, index, Evidence((3,)), 10, 100, 10, server_us=150)
+        answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
         times = now_s, now_s, 0.0, 0.0
         record, actions = session.on_verdict(Verdict(0, 3, TokenKind.BONUS), answer, 1, False, times)
         trace.on_round(session, record, link)
@@ -115,11 +115,11 @@ def counting_us() -> dict[str, float]:
     finished = Finished(FinishReason.LENGTH, "", None, 2, 3, Statistics(), "")
     record = RoundRecord(
         round_index=1,
-        plan=PLAIN,
+        plan=OFF_PLAN,
         offered_count=3,
         accepted_count=2,
         kept_count=3,
-        next_kind=TokenKind.CORRECTION,
+        next_kind=TokenKind.RECOVERED,
         was_looked_up=True,
         was_found=False,
         in_hand_count=0,
@@ -130,25 +130,25 @@ def counting_us() -> dict[str, float]:
         round_trip_s=0.02,
         queue_s=0.0,
         forward_s=0.01,
-        evidence_s=0.0,
+        sampling_s=0.0,
     )
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
-    figures, replica = Figures(), ReplicaFigures()
-    ask, started = Ask(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)
-    nothing: Any = None  # what only a recorded trace looks at
+    metrics, replica = CoordinatorMetrics(), ReplicaMetrics()
+    request, started = GenerationRequest(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)
+    nothing: Any = None  # an argument that only a recorded trace uses
     statistics = Statistics()
-    running = RequestFigures(figures, context, "")
+    running = RequestStatistics(metrics, context, "")
 
-    def request() -> None:
-        own = RequestFigures(figures, context, "")
-        own.admitted(ask, started, nothing)
+    def one_request() -> None:
+        own = RequestStatistics(metrics, context, "")
+        own.admitted(request, started, nothing)
         own.finished(finished)
         own.closed()
 
     counted: dict[str, Callable[[], object]] = {
         "round": lambda: running.on_round(nothing, record, nothing),
         "statistics": lambda: statistics.on_round(record),
-        "request": request,
+        "request": one_request,
         "step": lambda: replica.stepped(8, 4, 0.02),
     }
     took_us = {what: min(loop_us(count) for _ in range(TRY_COUNT)) for what, count in counted.items()}
@@ -165,7 +165,7 @@ def loop_us(act: Callable[[], object]) -> float:
 
 
 def count_spans(console: Console) -> None:
-    """Spans of generations of so many rounds, by service and name."""
+    """Prints the spans of generations of several lengths in rounds, by service and name."""
     table = Table(title="Spans of one generation", box=None, title_justify="left")
     for name in ("rounds", "spans", "of which"):
         table.add_column(name, justify="left" if name == "of which" else "right")
@@ -181,7 +181,7 @@ def count_spans(console: Console) -> None:
 
 
 def spans_of(stub: pb_grpc.CoordinatorServiceStub, receiver: Receiver, round_count: int) -> tuple[str, str, str]:
-    """Runs one generation, cancelled after so many rounds, and counts its spans."""
+    """Runs one generation, cancelled after `round_count` rounds, and counts its spans."""
     request = pb.GenerateRequest()
     request.token_ids.ids.extend([1, 2, 3])
     request.sampling.max_tokens = POSITIONS - 3

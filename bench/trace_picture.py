@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.plot import require
+from specdec.bench.plot import require
 from specdec.errors import ConfigError, SpecdecError
 from specdec.telemetry.trace_reader import Line, TraceTree, resource_spans, spans_of
 
@@ -38,7 +38,7 @@ def picture(tree: TraceTree, until_ms: float, file: Path) -> None:
     from matplotlib.patches import Patch
 
     lines = lines_until(tree, until_ms)
-    figure, axes = pyplot.subplots(figsize=(10, 1.0 + LINE_INCHES * len(lines)), layout="constrained")
+    measurement, axes = pyplot.subplots(figsize=(10, 1.0 + LINE_INCHES * len(lines)), layout="constrained")
     for row, line in enumerate(lines):
         service = line.span.service.removeprefix("specdec-")
         width_ms = min(line.span.duration_ms, until_ms - line.start_ms)
@@ -70,8 +70,8 @@ def picture(tree: TraceTree, until_ms: float, file: Path) -> None:
         handles=[Patch(color=color, label=name) for name, color in COLORS.items()], loc="lower left", fontsize=7
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    measurement.savefig(file, dpi=110)
+    pyplot.close(measurement)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m bench.tracing`: what tracing costs, and how many spans a generation makes.
+"""`python -m bench.tracing`: the cost of tracing, and the number of spans of a generation.
 
 Three sets of services run: without tracing, with 1 % of requests sampled, and with all. Blocks of requests go to each
 in turns, in an order that changes, and what counts are ratios of neighbours: whatever else the machine does meets all
@@ -28,11 +28,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import harness
-from bench.pipeline.figures import ratio_of
-from bench.processes import cpu_seconds
-from bench.rounds import table_models
-from bench.trace_counts import POSITIONS, VOCABULARY_SIZE, collector, count_spans, counting_us, told_us, variables
+from specdec.bench import harness
+from specdec.bench.pipeline.measurements import ratio_of
+from specdec.bench.processes import cpu_seconds
+from specdec.bench.rounds import table_models
+from specdec.bench.trace_counts import (
+    POSITIONS,
+    VOCABULARY_SIZE,
+    collector,
+    count_spans,
+    counting_us,
+    traced_us,
+    variables,
+)
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -46,7 +54,7 @@ FIXED = {"speculation_policy": "fixed"}  # one that learns would end up elsewher
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a block sends: so many streams at once, each with one request after another."""
+    """The load of a block: concurrent streams, each with one request after another."""
 
     name: str
     target: Path
@@ -120,10 +128,10 @@ def report_cost(name: str, blocks: dict[str, list[Block]], console: Console) -> 
         table.add_column(heading, justify="right")
     for sampled, own in blocks.items():
         cells = [sampled]
-        for figure in ("tokens_per_s", "cpu_per_1000"):
-            ratios = [getattr(block, figure) / getattr(off, figure) for block, off in zip(own, blocks[OFF])]
+        for measurement in ("tokens_per_s", "cpu_per_1000"):
+            ratios = [getattr(block, measurement) / getattr(off, measurement) for block, off in zip(own, blocks[OFF])]
             ratio = ratio_of(ratios)
-            middle = statistics.median(getattr(block, figure) for block in own)
+            middle = statistics.median(getattr(block, measurement) for block in own)
             cells += [f"{middle:.4g}", f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
         table.add_row(*cells)
     console.print(table)
@@ -137,7 +145,7 @@ def main() -> int:
     asked = parser.parse_args()
     console = Console()
     if not asked.spans_only:
-        console.print(f"A sampled round costs the coordinator {told_us():.0f} us of CPU, spans and sending included.")
+        console.print(f"A sampled round costs the coordinator {traced_us():.0f} us of CPU, spans and sending included.")
         counting = ", ".join(f"a {what} {cost_us:.1f} us" for what, cost_us in counting_us().items())
         console.print(f"Metrics, beside what is counted for responses anyway: {counting}.")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,1 +1,1 @@
-"""The coordinator: the only truth about what is committed, and the only one who decides. It never imports torch."""
+"""The coordinator: it owns the committed tokens and alone accepts and rejects draft tokens. It never imports torch."""

@@ -1,7 +1,7 @@
-"""The loop of one generation: evidence, rule, commit, emit, next verification.
+"""The decode loop of one generation: verification result, rule, commit, output, next verification.
 
-It carries out what the session decides: items go to the replicas, waits become timers, verdicts come from the rule,
-committed tokens become deltas for the reader, and every round's record goes to the figures and the trace of its
+It carries out the session's actions: items go to the replicas, waits become timers, verdicts come from the rule,
+committed tokens become deltas for the client, and every round's record goes to the statistics and the trace of its
 request. Everything here runs on the event loop and never blocks.
 """
 
@@ -11,24 +11,24 @@ import asyncio
 import time
 from collections import deque
 
-from coordinator.figures import RequestFigures
-from coordinator.output import Ending, OutputWalker
-from coordinator.rejection import conclude, logprobs_of
-from coordinator.replicas import Replica
-from coordinator.speculation import Speculation
+from specdec.coordinator.output import Ending, OutputWalker
+from specdec.coordinator.rejection import conclude, logprobs_of
+from specdec.coordinator.replicas import Replica
+from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.statistics import RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
     DraftAnswer,
-    DraftAsk,
-    EvidenceAnswer,
+    DraftItem,
     Extend,
     Failure,
+    MissingTokens,
     Nodes,
-    Short,
     TargetAnswer,
-    TargetAsk,
+    TargetItem,
+    VerificationResult,
     within,
 )
 from specdec.protocol.report import Delta, Event, Finished, Started
@@ -37,11 +37,11 @@ from specdec.protocol.types import Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
-UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last, so a slow reader costs no memory per token
+UNDELIVERED_DELTA_COUNT_MAX = 64  # further deltas are merged into the last: a slow client costs no memory per token
 
 
 class Generation:
-    """One generation from start to end. `next_event()` is for one reader; `close()` may be called at any time."""
+    """One generation from start to end. `next_event()` has one caller; `close()` may be called at any time."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Generation:
         target: Replica,
         draft: Replica | None,
         speculation: Speculation,
-        request: RequestFigures,
+        request: RequestStatistics,
     ) -> None:
         self._session = session
         self._walker = walker
@@ -64,15 +64,15 @@ class Generation:
         self._verdict_s = time.monotonic()
         self._sent_s: float | None = None  # the verification in flight, for the first time
         self._wait_began_s: float | None = None
+        self._wait_timer: asyncio.TimerHandle | None = None
         self._waited_s = 0.0  # for draft tokens, since the last verdict
         self.names = {"trace_id": request.context.trace_id.hex(), "session": session.number}  # in logs
         self._undelivered: deque[Event | SpecdecError] = deque([started])
         self._reader: asyncio.Future[None] | None = None
 
     def begin(self, ending: Ending | None = None) -> None:
-        """Opens the session on the replicas and asks for the first token; or ends it where resumed tokens did.
-
-        The target must be up: call it in the same turn of the event loop in which `Replica.usable` said so.
+        """Opens the session on the replicas and requests the first token; or ends it if the resumed tokens reached the
+        end (`ending`). The target must be up: call it in the turn of the event loop in which `Replica.usable` returned.
         """
         if ending is not None:
             self._perform(self._session.end())
@@ -87,8 +87,9 @@ class Generation:
             self._perform(self._session.on_draft_up())
 
     def close(self) -> None:
-        """Stops all work for this generation; idempotent. Its request may still hear of nodes for a moment."""
+        """Stops all work for this generation; idempotent. Its trace may still receive draft nodes for LINGER_S."""
         self._perform(self._session.end())
+        self._stop_timer()
         self._target.detach(self._session.number)
         linger_s = self._request.left()
         if self._draft is not None and linger_s:
@@ -97,7 +98,7 @@ class Generation:
             self._draft.detach(self._session.number)
 
     async def next_event(self) -> Event:
-        """Started, then deltas, then finished, each once; raises the error that ended the generation."""
+        """Returns started, then deltas, then finished, each once. Raises the error that ended the generation."""
         while not self._undelivered:
             self._reader = self._loop.create_future()
             await self._reader
@@ -107,30 +108,30 @@ class Generation:
         return event
 
     def on_up(self, replica: Replica) -> None:
-        """A replica is connected again."""
+        """A replica is connected, or connected again."""
         if replica is self._draft:
             self._request.note("draft connected")
             self._perform(self._session.on_draft_up())
 
-    def on_down(self, replica: Replica, reason: str) -> None:
-        """A replica is gone: without a draft it goes on, without a target it ends."""
+    def on_down(self, replica: Replica) -> None:
+        """A replica is lost: without a draft the generation continues, without a target it ends."""
         if replica is self._draft:
             self._request.note("draft lost")
             self._perform(self._session.on_draft_down())
         else:
-            self._fail(ReplicaUnavailable(f"the target was lost ({reason}); {self._how_to_resume()}"))
+            self._fail(ReplicaUnavailable(f"the target was lost; {self._how_to_resume()}"))
 
     def give_up(self) -> None:
-        """The service stops and cannot wait for this generation; nothing where its text has ended."""
+        """Ends the generation because the service stops; nothing if its text has ended."""
         if not self._session.finished:
             self._fail(ReplicaUnavailable(f"the coordinator stops; {self._how_to_resume()}"))
 
     def on_defect(self) -> None:
-        """Handling an answer for this generation failed: it ends, and no other."""
-        self._fail(SpecdecError("the coordinator failed at this generation; its log says why"))
+        """Handling an answer for this generation failed: it ends, the others continue."""
+        self._fail(SpecdecError("the coordinator failed at this generation; its log contains the cause"))
 
     def on_item(self, replica: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
-        """One answer of a replica; after the end it is nobody's, but what the draft did is recorded."""
+        """Handles one answer of a replica; after the end it is dropped, and draft nodes are recorded in the trace."""
         session = self._session
         if session.finished:
             if isinstance(item, Nodes):
@@ -140,44 +141,49 @@ class Generation:
             self._on_draft_item(replica, item, byte_count)
         else:
             self.statistics.target_link_bytes += byte_count
-            if not isinstance(item, EvidenceAnswer):
+            if not isinstance(item, VerificationResult):
                 self._on_target_trouble(item)
             elif session.expects(item):
-                self._on_evidence(item)
+                self._on_result(item)
 
     def _on_draft_item(self, draft: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
         session, request = self._session, self._request
         if isinstance(item, Nodes):
             count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
-            self._speculation.on_draft_step(item, count, session.law.rule, byte_count, network_s)
+            self._speculation.on_draft_step(item, count, session.params.rule, byte_count, network_s)
             actions = session.on_nodes(item)
             request.nodes(session, item, draft.link)
             self._perform(actions)
-        elif isinstance(item, Short):
-            request.note("draft re-opened" if item.unknown else "draft behind", known_length=item.known_length)
-            self._perform(session.on_draft_short(item))
+        elif isinstance(item, MissingTokens):
+            if actions := session.on_draft_missing(item):
+                request.note("draft re-opened" if item.unknown else "draft behind", known_length=item.known_length)
+                self._perform(actions)
         elif isinstance(item, Failure):
-            request.note("draft refused", reason=item.reason)
-            self.statistics.draft_refusals += 1
-            self._perform(session.on_draft_failure(item))
+            if actions := session.on_draft_failure(item):
+                request.note("draft refused", reason=item.reason)
+                self.statistics.draft_refusals += 1
+                self._perform(actions)
 
     def _on_target_trouble(self, item: TargetAnswer | DraftAnswer) -> None:
-        if isinstance(item, Short):
+        if isinstance(item, MissingTokens):
             self._request.note("target re-opened" if item.unknown else "target behind", known_length=item.known_length)
-            self._perform(self._session.on_target_short(item))
+            self._perform(self._session.on_target_missing(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
             error = error_from_failure(item)
+            if type(error) is SpecdecError:  # the text of an exception is for the log
+                get_logger().error("the target failed", **self.names, error=str(error))
+                error = SpecdecError("the target failed at this generation; its log contains the cause")
             if isinstance(error, ReplicaUnavailable):
                 error = ReplicaUnavailable(f"{error}; {self._how_to_resume()}")
             self._fail(error)
 
-    def _on_evidence(self, answer: EvidenceAnswer) -> None:
-        """The round: rule, commit, next verification, emit."""
+    def _on_result(self, answer: VerificationResult) -> None:
+        """Finishes the round: rule, commit, next verification, output."""
         session, flying = self._session, self._session.in_flight
         assert flying is not None and self._sent_s is not None
         round_trip_s = time.monotonic() - self._sent_s
         try:
-            verdict = conclude(session.law, flying, answer)
+            verdict = conclude(session.params, flying, answer)
         except SpecdecError as error:
             self._fail(error)
             return
@@ -193,38 +199,44 @@ class Generation:
         self._request.on_round(session, record, self._target.link)
         self._perform(actions)
         kinds = (*[TokenKind.ACCEPTED] * accepted_count, next_kind)[:kept]
-        logprobs = logprobs_of(answer.evidence, verdict)[:kept]
+        logprobs = logprobs_of(answer.output, verdict)[:kept]
         self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(texts), tuple(map(len, texts)), logprobs))
         if ending is not None:
             self._finish(ending)
             return
-        session.policy.on_round(record)  # while the target works on the next round: it may think for a moment
+        session.policy.on_round(record)  # while the target runs the next round: this call may take a moment
         if self._draft is not None and not record.is_speculating and self._draft.is_up:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 
     def _perform(self, actions: list[Action]) -> None:
-        """Carries out what the session decided, in order."""
+        """Carries out the session's actions, in order."""
         for action in actions:
             if isinstance(action, ToTarget):
                 self.statistics.target_link_bytes += self._target.send(self._outgoing(action.item))
             elif isinstance(action, AwaitDraft):
                 self._wait_began_s = time.monotonic()
-                self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
+                self._wait_timer = self._loop.call_later(action.wait_s, self._on_timer, action.wait_index)
             elif self._draft is not None:
                 self.statistics.draft_link_bytes += self._draft.send(self._outgoing(action.item))
 
-    def _outgoing(self, item: TargetAsk | DraftAsk) -> TargetAsk | DraftAsk:
-        """An item about to be sent, in its trace context; a verification is timed from here on."""
+    def _outgoing(self, item: TargetItem | DraftItem) -> TargetItem | DraftItem:
+        """Returns an item about to be sent, in its trace context; the round trip of a verification begins here."""
         if item is self._session.in_flight:
             now_s = time.monotonic()
             if self._wait_began_s is not None:
                 self._waited_s += now_s - self._wait_began_s
                 self._wait_began_s = None
+                self._stop_timer()
             if self._sent_s is None:
                 self._sent_s = now_s
             self._request.sent(self._session, now_s)
         context = self._request.context_of(item)
         return item if context is NO_TRACE or isinstance(item, (Extend, Close)) else within(item, context)
+
+    def _stop_timer(self) -> None:
+        """The wait is over: its timer must not hold this generation any longer; idempotent."""
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
 
     def _on_timer(self, wait_index: int) -> None:
         actions = self._session.on_wait_expired(wait_index)
@@ -248,12 +260,15 @@ class Generation:
         prediction = session.policy.prediction
         statistics.predicted_tokens_per_s = prediction.tokens_per_s or 0.0
         statistics.policy_reason = prediction.reason
-        statistics.num_rounds_trial, statistics.trial_loss_s = prediction.num_rounds_trial, prediction.trial_loss_s
+        statistics.num_rounds_exploring, statistics.exploration_loss_s = (
+            prediction.num_rounds_exploring,
+            prediction.exploration_loss_s,
+        )
         statistics.count_rate()
         if session.malformed_node_count:
             get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
         how = ending.reason, ending.stop_string, ending.stop_token_id
-        usage = session.law.prompt_length, self._walker.count
+        usage = session.params.prompt_length, self._walker.count
         finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
         self._request.finished(finished)
         self._emit(finished)
@@ -264,6 +279,6 @@ class Generation:
         self._emit(error)
 
     def _how_to_resume(self) -> str:
-        law = self._session.law
-        seed = f" and seed {law.seed}" if law.rule is Rule.COUPLED else ""
+        params = self._session.params
+        seed = f" and seed {params.seed}" if params.rule is Rule.COUPLED else ""
         return f"send the request again with resume.output_token_ids, the {self._walker.count} received so far{seed}"

@@ -1,8 +1,8 @@
-"""Walks a round's tokens one by one as plain decoding would, and turns them into text.
+"""Walks a round's tokens one by one as plain decoding does, and decodes them to text.
 
-The first stop token, stop string or `max_tokens` ends the text there; later tokens of the round do not exist. Text that
-may begin a stop string, or ends inside a character, is held back, so what was sent is never taken back. It is a
-function of the token sequence alone: on, off and resumed agree.
+The first stop token, stop string or `max_tokens` ends the text; later tokens of the round are dropped. Text that may
+begin a stop string, or ends inside a character, is held back, so sent text is never revoked. The output is a function
+of the token sequence alone: with speculation, without it and resumed it is the same.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coordinator.tokenizer import TextStream
+from specdec.coordinator.tokenizer import TextStream
 from specdec.protocol.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why and where a text ended."""
+    """The finish reason of a text, and the stop string or stop token that ended it."""
 
     reason: FinishReason
     stop_string: str = ""
@@ -25,19 +25,19 @@ class Ending:
 
 
 class Walked(NamedTuple):
-    """The outcome of walking some tokens: the text made certain by each that counts, and the end if it came."""
+    """The result of walking some tokens: the text that each kept token made final, and the end if reached."""
 
     texts: tuple[str, ...]
     ending: Ending | None
 
     @property
     def kept_count(self) -> int:
-        """Tokens that count."""
+        """Tokens kept: those up to the end of the text."""
         return len(self.texts)
 
 
 class OutputWalker:
-    """The output of one generation so far. `count`: output tokens, `max_tokens`: the most of them."""
+    """The output of one generation so far. `count`: output tokens, `max_tokens`: their limit."""
 
     def __init__(
         self, stream: TextStream, stop: tuple[str, ...], stop_token_ids: Sequence[int], min_tokens: int, max_tokens: int
@@ -51,7 +51,7 @@ class OutputWalker:
         self.count = 0
 
     def walk(self, token_ids: Sequence[int]) -> Walked:
-        """Takes the tokens of one round, up to the end of the text if it lies among them."""
+        """Appends the tokens of one round, up to the end of the text if one of them ends it."""
         texts: list[str] = []
         ending = None
         for token_id in token_ids:
@@ -76,7 +76,7 @@ class OutputWalker:
         return released, None
 
     def _release(self) -> tuple[str, str]:
-        """(text that became certain, the stop string that ends it or ''). A match not after min_tokens is just text."""
+        """Returns (final text, the stop string that ends it or ''). A match within min_tokens is ordinary text."""
         released = ""
         while (match := self._first_match()) is not None:
             start, _, stop_string = match
@@ -92,13 +92,13 @@ class OutputWalker:
         return released, ""
 
     def _first_match(self) -> tuple[int, int, str] | None:
-        """The earliest stop string in the held text, of several there the first listed: where it begins, its place in
-        the list, itself."""
+        """Returns the earliest stop string in the held text, of several there the first listed: (start, index in the
+        list, string); None without a match."""
         found = ((self._held.find(stop), order, stop) for order, stop in enumerate(self._stop) if stop in self._held)
         return min(found, default=None)
 
     def _doubtful_length(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = min(max(map(len, self._stop)) - 1, len(self._held))
         ends = (self._held[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)

@@ -1,8 +1,9 @@
-"""The links to target and draft: what each serves, whether it may be used, and which generation an answer is for.
+"""The links to target and draft: the description of each, whether it is usable, and the generation of each answer.
 
-A replica is used from the moment its description fits (protocol version, tokenizer); until then, and while the link is
-down, `description` is None and `absent_reason` says why. One that says that it stops is not used for new generations;
-those it serves go on. Generations attach by session number.
+A replica is used once its description is compatible (protocol version, tokenizer); until then, and while the link is
+down, `description` is None and `absent_reason` holds the cause for users; addresses and other details are in the log.
+A replica that announces its stop gets no new generations; those it serves continue. Generations attach by session
+number.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.config import TlsSettings
-from specdec.errors import Mismatch, ReplicaUnavailable, SpecdecError
+from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import NO_TRACE, DraftAnswer, TargetAnswer, is_farewell
 from specdec.protocol.types import PROTOCOL_VERSION, Description
-from specdec.rpc.client import call_unary, open_channel
+from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.link import CLOSED, Link
@@ -26,15 +27,16 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
 if TYPE_CHECKING:
-    from coordinator.decode_loop import Generation
+    from specdec.coordinator.decode_loop import Generation
 
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
+NODES_PER_MESSAGE_MAX = 1 << 14  # twice what fits the size that a draft's message has at most, 64 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind:
-    """What tells the link to a draft from the link to a target."""
+    """The differences between the link to a draft and the link to a target."""
 
     name: str
     service: str
@@ -47,8 +49,14 @@ TARGET = ReplicaKind("target", "specdec.v1.TargetService", "Verify", target_pb.V
 DRAFT = ReplicaKind("draft", "specdec.v1.DraftService", "Draft", draft_pb.DraftRequest, draft_pb.DraftResponse)
 
 
+def check_node_count(count: int) -> None:
+    """Raises InvalidRequest for a message with too many nodes, before any is read."""
+    if count > NODES_PER_MESSAGE_MAX:
+        raise InvalidRequest("nodes", count, f"at most {NODES_PER_MESSAGE_MAX} in one message")
+
+
 class Replica:
-    """One replica, connected to by itself. `fingerprint` is the tokenizer's it must have."""
+    """One replica and its link, which connects by itself. `fingerprint`: of the tokenizer that it must have."""
 
     def __init__(
         self, kind: ReplicaKind, address: str, tls: TlsSettings, fingerprint: str, changed: Callable[[], None]
@@ -56,10 +64,9 @@ class Replica:
         self.kind = kind
         self.address = address
         self.description: Description | None = None
-        self.absent_reason = f"the {kind.name} at {address} was not reached yet"
+        self.absent_reason = f"the {kind.name} was not reached yet"
         self.is_stopping = False
         self.loss_count = 0  # connections that were lost
-        self._tls = tls
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Generation] = {}
@@ -77,19 +84,19 @@ class Replica:
 
     @property
     def is_up(self) -> bool:
-        """Whether it may be used for new generations."""
+        """Whether the replica is usable for new generations."""
         return self.description is not None and not self.is_stopping
 
     def attach(self, session: int, listener: Generation) -> None:
-        """Answers for `session` go to `listener` from here on."""
+        """Routes answers for `session` to `listener` from now on."""
         self._listeners[session] = listener
 
     def detach(self, session: int) -> None:
-        """Answers for `session` go nowhere from here on; idempotent."""
+        """Drops answers for `session` from now on; idempotent."""
         self._listeners.pop(session, None)
 
     def send(self, item: Any) -> int:
-        """Queues an item; returns its bytes, 0 while the link is down: attached sessions are told by `on_down`."""
+        """Queues an item; returns its bytes, 0 while the link is down: `on_down` reports that to attached sessions."""
         if not self.link.is_up:
             return 0
         data = item_to_bytes(self.kind.request, item)
@@ -100,14 +107,16 @@ class Replica:
         self._describing = asyncio.create_task(self._describe())
 
     async def _describe(self) -> None:
-        """Asks what the replica serves, again while it does not answer; it is used from here on when that fits."""
+        """Requests the description until the replica answers; a compatible replica is used from then on."""
         while self.description is None:
             try:
                 self.description = self._checked(await self._ask())
             except SpecdecError as error:
-                self.absent_reason = str(error)
+                is_other = isinstance(error, Mismatch)
+                why = "has another tokenizer or protocol version" if is_other else "is not ready yet"
+                self.absent_reason = f"the {self.kind.name} {why}"
                 get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
-                if isinstance(error, Mismatch):  # another process at the address will mean another link
+                if is_other:  # another process at the address opens another link
                     return
                 await asyncio.sleep(DESCRIBE_RETRY_S)
         self._changed()
@@ -116,12 +125,11 @@ class Replica:
 
     async def _ask(self) -> Description:
         method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
-        async with open_channel(self.address, self._tls) as channel:
-            told = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
-            return description_from_message(told)
+        response = await self.link.ask(method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
+        return description_from_message(response)
 
     def _tell(self, listener: Generation, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls a listener; its exception costs that generation, not the link and all others."""
+        """Calls a listener; an exception ends that generation, not the link and the others."""
         try:
             call(self, *arguments)
         except Exception:
@@ -129,7 +137,7 @@ class Replica:
             listener.on_defect()
 
     def _checked(self, description: Description) -> Description:
-        """The same. Raises Mismatch, naming both sides, where it does not fit."""
+        """Returns the description. Raises Mismatch, naming both sides, if it is incompatible."""
         if description.protocol_version != PROTOCOL_VERSION:
             raise Mismatch(
                 f"the {self.kind.name} at {self.address} speaks protocol version {description.protocol_version}, "
@@ -145,17 +153,19 @@ class Replica:
 
     def _on_items(self, messages: Sequence[Any], byte_count: int) -> None:
         share = byte_count // len(messages)
+        if self.kind is DRAFT:
+            check_node_count(sum(len(message.nodes.nodes) for message in messages))
         for message in messages:
             item: TargetAnswer | DraftAnswer = item_from_message(message)
             listener = self._listeners.get(item.session)
             if listener is not None:
                 self._tell(listener, listener.on_item, item, share)
             elif is_farewell(item):
-                self._on_stopping(item.message)
+                self._on_stopping()
 
-    def _on_stopping(self, sentence: str) -> None:
-        """The replica takes no more sessions; those it has go on until it ends the link."""
-        self.is_stopping, self.absent_reason = True, f"the {self.kind.name} at {self.address}: {sentence}"
+    def _on_stopping(self) -> None:
+        """The replica accepts no more sessions; those it has continue until it ends the link."""
+        self.is_stopping, self.absent_reason = True, f"the {self.kind.name} stops and takes no more sessions"
         get_logger().warning(f"{self.kind.name} stops", peer=self.address)
         self._changed()
 
@@ -163,14 +173,14 @@ class Replica:
         if self._describing is not None:
             self._describing.cancel()
         self.description, self.is_stopping = None, False
-        self.absent_reason = reason
+        self.absent_reason = f"the connection to the {self.kind.name} was lost"
         self.loss_count += reason != CLOSED
         self._changed()
         for listener in list(self._listeners.values()):
-            self._tell(listener, listener.on_down, reason)
+            self._tell(listener, listener.on_down)
 
     def usable(self) -> Description:
-        """What it serves. Raises ReplicaUnavailable with the reason when it may not be used."""
+        """Returns the description. Raises ReplicaUnavailable with the reason if the replica is not usable."""
         if self.description is None or self.is_stopping:
             raise ReplicaUnavailable(f"no {self.kind.name}: {self.absent_reason}")
         return self.description

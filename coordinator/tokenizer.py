@@ -1,7 +1,7 @@
 """Text to token ids and back, with the `tokenizers` library alone.
 
-Special-token rules are the tokenizer file's own, which is what `transformers` follows when the file is there. Decoding
-is incremental and holds back bytes that do not form a character.
+Special-token rules are the tokenizer file's own, as in `transformers` if the file exists. Decoding is incremental and
+holds back bytes that do not form a character.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tokenizers.decoders import DecodeStream
 from specdec.errors import InvalidRequest, ModelRefused
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 
-CONTEXT_TOKEN_COUNT = 8  # more than any character takes
+CONTEXT_TOKEN_COUNT = 8  # more than any character has
+UNCERTAIN_TOKEN_COUNT_MAX = 16  # held back without a character: each further token decodes all of them again
 REPLACEMENT_CHARACTER = "\ufffd"
 BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is refused before it is tokenised
 
@@ -36,19 +37,20 @@ class Tokenizer:
             raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
 
     def encode(self, text: str, positions_max: int) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens added as the file says. Raises InvalidRequest for one far too long."""
+        """Returns a prompt's token ids, with the file's special tokens. Raises InvalidRequest for one far too long."""
         size, limit = len(text.encode("utf-8", "surrogatepass")), positions_max * BYTES_PER_TOKEN_MAX
         if size > limit:
             raise InvalidRequest("prompt.text", f"{size} bytes", f"at most {limit} bytes")
-        return tuple(self._tokenizer.encode(text).ids)
+        (encoding,) = self._tokenizer.encode_batch([text])  # unlike `encode`, releases the interpreter's lock
+        return tuple(encoding.ids)
 
     def stream(self, prompt: tuple[int, ...] = ()) -> TextStream:
-        """A decoder for the text that continues `prompt`."""
+        """Returns a decoder for the text that continues `prompt`."""
         return TextStream(self._tokenizer, prompt)
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:
-    """The tokenizer.json of a folder, or of a hub repository. Raises ModelRefused."""
+    """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder / "tokenizer.json"
@@ -70,23 +72,41 @@ class TextStream:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, prompt: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prompt[-CONTEXT_TOKEN_COUNT:]), skip_special_tokens=True)
+        self._context = list(prompt[-CONTEXT_TOKEN_COUNT:])  # tokens whose text is final, decoded with the next ones
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
         self._uncertain: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Returns the text that became final with this token; empty while a character is incomplete."""
         self._uncertain.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # byte tokens that form no character, in tokenizers that decode them all or none
-            piece = REPLACEMENT_CHARACTER
-            self._stream = DecodeStream(skip_special_tokens=True)
-            self._uncertain = [token_id]
-            piece += self._stream.step(self._tokenizer, token_id) or ""
+            self._stream, self._uncertain = DecodeStream(skip_special_tokens=True), []
+            return REPLACEMENT_CHARACTER + self.step(token_id)
         if piece:
-            self._uncertain.clear()
+            self._context, self._uncertain = self._uncertain, []
+        elif len(self._uncertain) == UNCERTAIN_TOKEN_COUNT_MAX:
+            piece = self._cut()
         return piece
 
+    def _cut(self) -> str:
+        """Returns the text of the uncertain tokens before the last place where it can be cut without a change: a
+        character that is not complete yet stays whole. Without such a place no token stays uncertain."""
+        whole = self._uncertain
+        places = (place for place in range(len(whole) - 1, 0, -1) if self._can_cut(whole, place))
+        place = next(places, len(whole))
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._uncertain = []
+        return self._decode(whole[:place]) + "".join(map(self.step, whole[place:]))
+
+    def _can_cut(self, token_ids: list[int], place: int) -> bool:
+        before, after = self._decode(token_ids[:place]), self._decode(token_ids[place:])
+        return bool(after) and before + after == self._decode(token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
     def rest(self) -> str:
-        """What is left when the text ends here: replacement characters for an incomplete one."""
-        return self._tokenizer.decode(self._uncertain, skip_special_tokens=True)
+        """Returns the rest of a text that ends here: replacement characters for an incomplete one."""
+        return self._decode(self._uncertain)

@@ -1,8 +1,8 @@
-"""Rounds and draft messages in a trace: which are recorded in detail, what each says, and what holds many rounds.
+"""Rounds and draft messages in a trace: the choice of detailed ones, their attributes, and the round groups.
 
-A round in detail is up to five spans in two services, and the draft's messages around it two spans each: the first
-rounds, and then a sample. All others are events of the prefill or of a segment of 32 rounds, so that 2,000 rounds stay
-below 300 spans. Records are kept, and become events only when the span is sent, by the thread that sends it.
+A detailed round is up to five spans in two services, and the draft messages around it two spans each: the first
+rounds, then a sample. All others are events of the prefill or of a group of 32 rounds, so that 2,000 rounds stay below
+300 spans. Records are kept, and become events only when the span is sent, by the thread that sends it.
 """
 
 from __future__ import annotations
@@ -17,72 +17,72 @@ from typing import NamedTuple
 from specdec.protocol.items import Nodes
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.session import Session
-from specdec.protocol.tree import Place
+from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import TokenKind
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.spans import SPAN_ID_BYTES, AttributeValue, SpanEvent, SpanLink, draft_span_id
 
-SEGMENT_ROUND_COUNT = 32
+GROUP_ROUND_COUNT = 32
 FIRST_ROUND_COUNT = 4  # round 0, which reads the prompt, and the three after it
-FIRST_SEGMENTS = (1, 2, 4)
-SEGMENT_INTERVAL = 8
-ROUND_IN_SEGMENT = 16  # in the middle, so that the draft's work for it belongs to the same segment
-DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, what a round offers was drafted in those before it
+FIRST_GROUPS = (1, 2, 4)
+GROUP_INTERVAL = 8
+ROUND_IN_GROUP = 16  # in the middle, so that the draft's work for it belongs to the same group
+DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, a round's draft tokens come from the rounds before it
 SLOW_ROUND_COUNT_MAX = 8  # rounds recorded because they were slow, by this process alone
-SLOW_FACTOR = 2.0  # of a segment's mean, above which its slowest round is recorded on its own
-NOTE_COUNT_MAX = 64  # of one phase: a link that comes and goes all the time is told of by its first changes
+SLOW_FACTOR = 2.0  # times the group's mean, above which its slowest round has a span of its own
+NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
-READING_S = 0.0001  # clocks are read and told to the microsecond; wall time is compared by a few readings
-PARTS = ("wait", "network", "queue", "forward", "evidence", "rule")
+READING_S = 0.0001  # clocks are read and sent to the microsecond; wall time is compared by a few readings
+PARTS = ("wait", "network", "queue", "forward", "sampling", "rule")
 
 
-def segment_of(round_index: int) -> int:
-    """The segment a round belongs to, from 0; -1 is round 0, which is the prefill."""
-    return (round_index - 1) // SEGMENT_ROUND_COUNT
+def round_group_of(round_index: int) -> int:
+    """The index of the group a round belongs to, from 0; -1 for round 0, which is the prefill."""
+    return (round_index - 1) // GROUP_ROUND_COUNT
 
 
 def is_round_detailed(round_index: int) -> bool:
     """Whether a round's verification is recorded in detail, by the target too."""
-    segment = segment_of(round_index)
+    group = round_group_of(round_index)
     if round_index < FIRST_ROUND_COUNT:
         return True
-    is_sampled = segment in FIRST_SEGMENTS or (segment > 0 and segment % SEGMENT_INTERVAL == 0)
-    return is_sampled and round_index == 1 + segment * SEGMENT_ROUND_COUNT + ROUND_IN_SEGMENT
+    is_sampled = group in FIRST_GROUPS or (group > 0 and group % GROUP_INTERVAL == 0)
+    return is_sampled and round_index == 1 + group * GROUP_ROUND_COUNT + ROUND_IN_GROUP
 
 
 def is_drafting_detailed(round_index: int) -> bool:
-    """Whether the first draft steps after the commit that goes with a round are recorded in detail."""
+    """Whether the first draft steps after the commit before a round are recorded in detail."""
     return any(is_round_detailed(round_index + later) for later in range(DRAFT_ROUNDS_BEFORE + 1))
 
 
 def parts_of(record: RoundRecord) -> tuple[float, ...]:
-    """Where a round's time went, by PARTS; they add up to it: held for draft tokens, network both ways, the target's
-    queue, forward and evidence, and this process's own work.
+    """The parts of a round's time, by PARTS; their sum is the round's time: wait for draft tokens, network both ways,
+    the target's queue, forward pass and sampler, and this process's own work.
 
-    Network time is (t3 - t0) - (t2 - t1), the round trip by this clock less the stay at the target by its own, and so
-    with what both processes take to hand the messages on.
+    Network time is (t3 - t0) - (t2 - t1), the round trip by this clock less the time at the target by its own clock; it
+    includes the handling of the messages by both processes.
     """
     server_s = min(record.round_trip_s, record.server_s or record.queue_s + record.step_s)
     queue_s = max(0.0, server_s - record.step_s)
     rule_s = max(0.0, record.round_s - record.wait_s - record.round_trip_s)
-    return record.wait_s, record.round_trip_s - server_s, queue_s, record.forward_s, record.evidence_s, rule_s
+    return record.wait_s, record.round_trip_s - server_s, queue_s, record.forward_s, record.sampling_s, rule_s
 
 
 def branch_of(record: RoundRecord) -> str:
-    """Whether a correction was among the branch children, "hit" or "missed"; "" where none was guessed."""
+    """Whether the recovered token was among the branch children, "hit" or "missed"; "" where there was no guess."""
     if record.next_kind is TokenKind.BONUS or not record.was_looked_up:
         return ""
     return "hit" if record.was_found else "missed"
 
 
 def milliseconds(parts: tuple[float, ...]) -> dict[str, AttributeValue]:
-    """Times by PARTS as attributes."""
+    """Returns times by PARTS as attributes in milliseconds."""
     return {f"specdec.{name}_ms": round(1000 * value, 4) for name, value in zip(PARTS, parts)}
 
 
 def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
-    """What a round's event, and its span if it has one, say."""
-    said: dict[str, AttributeValue] = {
+    """Returns the attributes of a round's event, and of its span if it has one."""
+    attributes: dict[str, AttributeValue] = {
         "specdec.round": record.round_index,
         "specdec.offered": record.offered_count,
         "specdec.accepted": record.accepted_count,
@@ -90,25 +90,25 @@ def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
         **milliseconds(parts_of(record)),
     }
     if record.discarded_count:
-        said["specdec.discarded"] = record.discarded_count
+        attributes["specdec.discarded"] = record.discarded_count
     if branch := branch_of(record):
-        said["specdec.branch"] = branch
-    return said
+        attributes["specdec.branch"] = branch
+    return attributes
 
 
 def link_attributes(stamps: Stamps) -> dict[str, AttributeValue]:
-    """What the stamps of a link tell: network time of its last exchange, and how the clocks stand."""
-    said: dict[str, AttributeValue] = {}
+    """Returns the attributes from a link's stamps: network time of its last exchange, and the clock offset."""
+    attributes: dict[str, AttributeValue] = {}
     if stamps.network_s is not None:
-        said["specdec.network_ms"] = round(1000 * stamps.network_s, 4)
+        attributes["specdec.network_ms"] = round(1000 * stamps.network_s, 4)
     if (offset_s := stamps.clock_offset_s) is not None:
-        said["specdec.clock_offset_ms"] = round(1000 * offset_s, 4)
-    return said
+        attributes["specdec.clock_offset_ms"] = round(1000 * offset_s, 4)
+    return attributes
 
 
 def hop_attributes(record: RoundRecord, stamps: Stamps) -> dict[str, AttributeValue]:
-    """The hop of one verification, in milliseconds: the round trip is the stay at the target, the network by the stamps
-    of the messages, and the rest, which both processes took to hand the messages on."""
+    """Returns the hop of one verification, in milliseconds: the round trip is the time at the target, the network time
+    by the messages' stamps, and the rest, the handling of the messages by both processes."""
     away_s = parts_of(record)[1]
     network_s = away_s if stamps.network_s is None else min(away_s, stamps.network_s)
     return {
@@ -123,7 +123,7 @@ def hop_attributes(record: RoundRecord, stamps: Stamps) -> dict[str, AttributeVa
 
 
 def wasted_events(record: RoundRecord) -> tuple[SpanEvent, ...]:
-    """Work that came to nothing in a round, as events of its own span."""
+    """Returns a round's wasted work as events of its own span."""
     events = []
     if record.discarded_count:
         discarded = {"specdec.discarded": record.discarded_count}
@@ -134,8 +134,8 @@ def wasted_events(record: RoundRecord) -> tuple[SpanEvent, ...]:
 
 
 @dataclass(slots=True, eq=False)
-class Phase:
-    """The prefill or one segment, while its rounds go by. Read as events once it is over."""
+class RoundGroup:
+    """The prefill or one round group in progress. Read as events once it is over."""
 
     name: str
     start_s: float
@@ -146,13 +146,13 @@ class Phase:
     _note_count: int = 0
 
     def note(self, event: SpanEvent) -> None:
-        """Something beside the rounds; beyond NOTE_COUNT_MAX only counted."""
+        """Records an event outside the rounds; beyond NOTE_COUNT_MAX only counted."""
         self._note_count += 1
         if len(self._notes) < NOTE_COUNT_MAX:
             self._notes.append(event)
 
     def slow_round(self) -> RoundRecord | None:
-        """The slowest round, where it took far longer than the mean of all."""
+        """Returns the slowest round if it took more than SLOW_FACTOR times the mean of all."""
         if not self.records:
             return None
         slowest = max(self.records, key=lambda record: record.round_s)
@@ -160,19 +160,19 @@ class Phase:
         return slowest if slowest.round_s > SLOW_FACTOR * mean_s else None
 
     def __iter__(self) -> Iterator[SpanEvent]:
-        """Its events in order of time: one a round, at the verdict, and the notes."""
+        """Yields its events in order of time: one per round, at the verdict, and the notes."""
         rounds = [SpanEvent("round", record.end_s, round_attributes(record)) for record in self.records]
         return iter(sorted([*rounds, *self._notes], key=lambda event: event.time_s))
 
     def parts(self) -> tuple[float, ...]:
-        """Sums of the rounds' times, by PARTS."""
+        """Returns the sums of the rounds' times, by PARTS."""
         return tuple(map(sum, zip(*map(parts_of, self.records)))) if self.records else (0.0,) * len(PARTS)
 
     def attributes(self) -> dict[str, AttributeValue]:
-        """Totals over its rounds."""
+        """Returns the totals over its rounds as attributes."""
         branches = list(map(branch_of, self.records))
         accepted_count = sum(record.accepted_count for record in self.records)
-        said: dict[str, AttributeValue] = {
+        attributes: dict[str, AttributeValue] = {
             "specdec.rounds": len(self.records),
             "specdec.offered": sum(record.offered_count for record in self.records),
             "specdec.accepted": accepted_count,
@@ -184,26 +184,26 @@ class Phase:
             **milliseconds(self.parts()),
         }
         if self.records:
-            said["specdec.first_round"] = self.records[0].round_index
+            attributes["specdec.first_round"] = self.records[0].round_index
         if self._note_count > len(self._notes):
-            said["specdec.events_dropped"] = self._note_count - len(self._notes)
-        return said
+            attributes["specdec.events_dropped"] = self._note_count - len(self._notes)
+        return attributes
 
 
 class DraftMessage(NamedTuple):
-    """One message in detail: its span, when it came, and where its tokens stand in the tree."""
+    """One message in detail: its span, its arrival time, and the tree nodes of its tokens."""
 
     span_id: bytes
     arrived_s: float
-    places: tuple[Place, ...]
+    nodes: tuple[TreeNode, ...]
 
 
 class DraftMessages:
-    """The messages of one generation that are recorded in detail, and which of them the round in flight lives on.
+    """The detailed messages of one generation, and those whose tokens the round in flight offers.
 
-    A message is one span, from the draft's step to its arrival. When a step began is known by the draft's clock only:
-    the span starts at the earliest moment it can have been by ours, so it never starts after the draft's own span of
-    the step, whatever the link does.
+    A message is one span, from the start of the draft's step to its arrival. That start is known by the draft's clock
+    only: the span begins at its earliest possible time by this clock, and so never after the draft's own span of the
+    step, whatever the link does.
     """
 
     def __init__(self) -> None:
@@ -212,19 +212,19 @@ class DraftMessages:
         self._offered_s = 0.0
 
     def message(
-        self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes, phases: Sequence[Phase]
+        self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes, groups: Sequence[RoundGroup]
     ) -> tuple[bytes, bytes, float, float, dict[str, AttributeValue]]:
-        """The span of a message that has just come: its id, its parent's (the phase in which the draft's step began),
-        beginning, end and attributes."""
+        """Returns the span of a message that has just arrived: its id, its parent's (the group of the step's start),
+        start, end and attributes."""
         arrived_s = time.monotonic()
-        places = [session.tree.named.get((nodes.epoch, node.node)) for node in nodes.nodes]
-        usable = tuple(place for place in places if place is not None and place.alive)
+        found = [session.tree.named.get((nodes.epoch, node.node_id)) for node in nodes.nodes]
+        usable = tuple(node for node in found if node is not None and node.alive)
         span_id = draft_span_id(root_id, nodes)
         self._recent.append(DraftMessage(span_id, arrived_s, usable))
         earliest_ns = stamps.earliest_own_ns(nodes.step_began_us)
         start_s = arrived_s - nodes.step_us / 1e6 if earliest_ns is None else earliest_ns / 1e9
-        start_s = max(start_s - READING_S, phases[0].start_s)
-        phase = next((own for own in reversed(phases) if own.start_s <= start_s), phases[0])
+        start_s = max(start_s - READING_S, groups[0].start_s)
+        group = next((own for own in reversed(groups) if own.start_s <= start_s), groups[0])
         attributes: dict[str, AttributeValue] = {
             "specdec.draft_tokens": len(nodes.nodes),
             "specdec.branch_tokens": sum(not node.proposal for node in nodes.nodes),
@@ -233,15 +233,15 @@ class DraftMessages:
             "specdec.server_ms": nodes.step_us / 1000,
             **link_attributes(stamps),
         }
-        return span_id, phase.span_id, start_s, arrived_s, attributes
+        return span_id, group.span_id, start_s, arrived_s, attributes
 
-    def offer(self, path: Sequence[Place], now_s: float) -> None:
-        """These places are offered by the round that is sent now."""
-        by_message = [(own, [at for at, place in enumerate(path) if place in own.places]) for own in self._recent]
+    def offer(self, path: Sequence[TreeNode], now_s: float) -> None:
+        """Records that the round sent now offers the tokens of these nodes."""
+        by_message = [(own, [at for at, node in enumerate(path) if node in own.nodes]) for own in self._recent]
         self._offered_s, self._offered = now_s, [(own, indices) for own, indices in by_message if indices]
 
     def links(self, accepted_count: int, trace_id: bytes) -> Iterator[SpanLink]:
-        """Links of the round that ended to the messages whose tokens it offered, with the tokens' fate."""
+        """Yields links from the round that ended to the messages whose tokens it offered, with the number accepted."""
         offered, self._offered = self._offered, []
         for message, indices in offered:
             attributes: dict[str, AttributeValue] = {

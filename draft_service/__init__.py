@@ -1,1 +1,1 @@
-"""The draft service: a tree of guesses below the committed tokens."""
+"""The draft service: a tree of draft tokens below the committed tokens."""

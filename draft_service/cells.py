@@ -1,7 +1,7 @@
-"""Where a session's tokens lie in the cache: each in one cell, committed ones and nodes of its tree alike.
+"""The cache cells of a session: one for each committed token and each node of its tree.
 
 A node takes any free cell and sees the cells of the committed tokens, of its ancestors and its own. A commit keeps the
-cells along its path where they are; nothing is copied and nothing is fed again.
+cells along its path in place; nothing is copied and nothing is fed again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Cells:
         self._capacity = capacity
         self._visible = numpy.zeros(capacity, dtype=bool)  # of committed tokens
         self._positions = numpy.zeros(capacity, dtype=numpy.int64)
-        self._freed: list[int] = []  # a heap: low cells first, so that those in use lie close together
-        self._end = 0  # no cell from there on was ever taken
+        self._freed: list[int] = []  # a heap: low cells first, so that used cells lie close together
+        self._end = 0  # cells from here on were never taken
 
     @property
     def free_count(self) -> int:
-        """Cells that can be taken."""
+        """The number of cells that can be taken."""
         return len(self._freed) + self._capacity - self._end
 
     def take(self, position: int) -> int:
-        """A free cell, for a token at `position`; there must be one."""
+        """Takes a free cell for a token at `position`; there must be one."""
         if self._freed:
             cell = heapq.heappop(self._freed)
         else:
@@ -46,7 +46,7 @@ class Cells:
             heapq.heappush(self._freed, cell)
 
     def commit(self, cells: Sequence[int]) -> None:
-        """These cells hold the next committed tokens, in order."""
+        """Appends the cells of the next committed tokens, in order."""
         self.committed.extend(cells)
         self._visible[list(cells)] = True
 
@@ -58,13 +58,13 @@ class Cells:
         self.give_back(gone)
 
     def chain(self, cells: Sequence[int]) -> TreeRows:
-        """Rows of committed tokens that are about to be fed: each sees those before it."""
+        """Returns the rows of committed tokens about to be fed: each sees those before it."""
         visible = numpy.repeat(self._visible[None, : self._end], len(cells), 0)
         visible[:, cells] = numpy.tri(len(cells), dtype=bool)
         return TreeRows(cells, self._positions[list(cells)].tolist(), visible, self._positions)
 
     def nodes(self, paths: Sequence[Sequence[int]]) -> TreeRows:
-        """Rows of nodes, each given by the cells below the committed tokens that it sees, its own the last."""
+        """Returns the rows of nodes; a path lists the cells below the committed tokens that its node sees, own last."""
         visible = numpy.repeat(self._visible[None, : self._end], len(paths), 0)
         for row, path in zip(visible, paths):
             row[list(path)] = True

@@ -1,45 +1,44 @@
-"""Grows each session's tree of draft tokens, without being asked per round.
+"""Grows each session's tree of draft tokens, without a request per round.
 
 Before every step it takes the nodes likeliest to be committed, over all sessions together, and evaluates them in one
-forward; what comes of them leaves as one item per session while the next step runs. A commit inside a tree re-roots it;
-one outside restarts it there in a new epoch. It runs on the engine thread.
+forward pass; the results are sent as one item per session while the next step runs. A commit inside a tree re-roots it;
+one outside starts a new tree in a new epoch. It runs on the engine thread.
 """
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_service.cells import Cells
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.draft_service.cells import Cells
 from specdec.engine.interface import TreeRows
 from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.growth import Calibration, GrownNode, Growth
-from specdec.protocol.items import Commit, DraftNode, Extend, Nodes, Open, Short, Trace
+from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
+from specdec.protocol.items import Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
-from specdec.replica.handler import ReplicaService, ReplicaSession, Reply, check_law_tokens
+from specdec.replica.handler import ReplicaService, ReplicaSession, Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, derived_span_id, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
-BRANCH_COUNT = 3  # guesses beside the proposal child; the fourth comes true once in thirty misses
-STEPS_PER_TIMING = 4  # every so many steps their time is told: a few bytes less in the others
+BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
+STEPS_PER_TIMING = 4  # one step in four reports its time: saves a few bytes in the others
 STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
-TREE_CELLS = 64  # beyond its committed tokens, for branches: a path's own cells are those of tokens to come
-DETAILED_STEP_COUNT_MAX = 2  # spans after each commit in detail; more would crowd out the rounds they serve
+TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
+DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
 
 @dataclass(eq=False)
 class DraftSession(ReplicaSession):
-    """A session and its tree. `secret` keys the draft's own draws, so no other noise meets them.
+    """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
 
-    `grown` are nodes to be sent when the step is over. `traced_step_count`: so many steps more are recorded in detail.
+    `grown`: nodes to send at the end of the step. `traced_step_count`: the number of next steps recorded in detail.
     """
 
     cells: Cells
@@ -51,7 +50,7 @@ class DraftSession(ReplicaSession):
     traced_step_count: int = 0
 
     def cut(self, length: int) -> None:
-        """Forgets committed tokens from `length` on, and the tree below them."""
+        """Drops committed tokens from `length` on, and the tree below them."""
         super().cut(length)
         self.cells.truncate(length)
         self.drop_tree()
@@ -61,7 +60,7 @@ class DraftSession(ReplicaSession):
         self.cells.give_back(self.growth.drop())
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Re-roots the tree at newly committed tokens; there is none any more where they lead out of it."""
+        """Re-roots the tree at newly committed tokens; drops it if they leave it."""
         kept, freed = self.growth.commit(token_ids)
         self.cells.commit(kept)
         self.cells.give_back(freed)
@@ -71,17 +70,21 @@ class DraftSession(ReplicaSession):
 class Evaluation:
     """One session's part of a step: nodes, and the name reserved for the proposal child of each.
 
-    `fed`: the cells of committed tokens, the root the last of them; without nodes more of them follow.
+    `fed`: cells of committed tokens, the root's last; without nodes more committed tokens follow.
     """
 
     session: DraftSession
-    nodes: Sequence[GrownNode]
+    nodes: Sequence[DraftTreeNode]
     names: Sequence[int]
     fed: Sequence[int]
 
 
 class Drafter(ReplicaService):
-    """All sessions of a draft replica, which have their room from the start. Engine thread only."""
+    """All sessions of a draft replica. Engine thread only.
+
+    A session reserves its cache at its first commit. While too few blocks are free it holds its tokens without drafts,
+    and tries again at every commit.
+    """
 
     def __init__(
         self,
@@ -93,39 +96,51 @@ class Drafter(ReplicaService):
         self._engine = engine
         self._tracing = tracing or Tracing()
         self._calibration = Calibration()
-        self._epochs = itertools.count(1)  # of all sessions, so that no name of a session opened again meets an old one
+        self._waiting: set[DraftSession] = set()  # sessions that found too few free blocks
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
         self._step: list[Evaluation] = []
         self._step_began_s = 0.0
         self._step_count = 0
 
+    @property
+    def waiting_count(self) -> int:
+        """The number of sessions that wait for cache blocks."""
+        return len(self._waiting)
+
     def check(self, item: Open) -> None:
-        """Raises CacheExhausted for a prompt that the draft's positions do not hold, InvalidRequest for its law."""
+        """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
+        InvalidRequest for its parameters."""
         positions_max = self.description.positions_max
-        if item.law.prompt_length >= positions_max:
-            raise CacheExhausted(f"the prompt has {item.law.prompt_length} tokens, the draft {positions_max} positions")
-        check_law_tokens(item.law, item.vocabulary_size)
+        if item.params.prompt_length >= positions_max:
+            raise CacheExhausted(
+                f"the prompt has {item.params.prompt_length} tokens, the draft {positions_max} positions"
+            )
+        if self._cell_count(item) > self._engine.cache.position_count:
+            raise CacheExhausted(
+                f"the session needs {self._cell_count(item)} cells, the draft has {self._engine.cache.position_count}"
+            )
+        check_params_tokens(item.params, item.vocabulary_size)
 
     def open(self, item: Open, reply: Reply) -> DraftSession:
-        """Reserves all the room it may need. Raises CacheExhausted."""
-        table = self._engine.cache.reserve(min(item.length_max, self.description.positions_max) + TREE_CELLS)
-        growth = Growth(item.law.rule, self._calibration, self._epochs)
-        return DraftSession(item, table, reply, Cells(table.capacity), growth)
+        """Returns a session without blocks; its first commit reserves them."""
+        table = self._engine.cache.open(self._cell_count(item))
+        return DraftSession(item, table, reply, Cells(table.capacity), Growth(item.params.rule, self._calibration))
 
     def close(self, session: DraftSession) -> None:
-        """Gives its blocks back."""
+        """Releases the session's blocks."""
         self._growing.pop(session, None)
+        self._waiting.discard(session)
         self._engine.cache.release(session.table)
 
-    def extend(self, session: DraftSession, item: Extend) -> Short | None:
-        """As every replica, and stops drafting until the next commit."""
-        short = super().extend(session, item)
-        if short is None:
+    def extend(self, session: DraftSession, item: Extend) -> MissingTokens | None:
+        """Holds committed tokens, and stops drafting until the next commit."""
+        missing = super().extend(session, item)
+        if missing is None:
             session.drop_tree()
-        return short
+        return missing
 
-    def work(self, session: DraftSession, item: Commit, arrived_s: float) -> Short | None:
-        """Drafts on below newly committed tokens: in the tree it has, or in a new one. Raises SpecdecError."""
+    def work(self, session: DraftSession, item: Commit, arrived_s: float) -> MissingTokens | None:
+        """Continues drafting below newly committed tokens, in the current tree or a new one. Raises SpecdecError."""
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self.description.vocabulary_size)
         if item.committed_length > session.opened.length_max:
             limit = f"at most length_max {session.opened.length_max}"
@@ -136,26 +151,44 @@ class Drafter(ReplicaService):
         growth, known_length = session.growth, len(session.tokens)
         if growth.root is not None and item.committed_length <= known_length:
             return None
-        short = session.hold(item.suffix_start, item.suffix_token_ids)
-        if short is not None:
-            return short
+        missing = session.hold(item.suffix_start, item.suffix_token_ids)
+        if missing is not None:
+            return missing
         if growth.root is not None:
             session.follow(session.tokens[known_length:])
+        if not self._reserve(session):
+            return None
         if growth.root is None:
             session.cells.truncate(len(session.tokens) - 1)  # the root is evaluated as it is fed
             growth.restart(session.tokens)
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
-        session.nodes_per_step = item.leaves
+        session.nodes_per_step = item.nodes_per_step
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         self._growing[session] = None
         return None
 
+    def _cell_count(self, item: Open) -> int:
+        """Returns the number of cells for a session of full length and its tree."""
+        return min(item.length_max, self.description.positions_max) + TREE_CELLS
+
+    def _reserve(self, session: DraftSession) -> bool:
+        """Reserves the blocks of a session that has none, if enough are free; returns whether it has them."""
+        cache, table = self._engine.cache, session.table
+        if not table.block_ids and cache.blocks_for(table.capacity) <= cache.free_block_count:
+            session.table = cache.reserve(table.capacity)
+            cache.release(table)
+        if session.table.block_ids:
+            self._waiting.discard(session)
+        else:
+            self._waiting.add(session)
+        return session not in self._waiting
+
     def next_step(self) -> Turn[list[ProposalRequest], list[Proposal]]:
-        """A step of committed tokens that are not fed yet, and of the likeliest nodes of all sessions."""
+        """Returns a step of committed tokens not fed yet, and of the likeliest nodes of all sessions."""
         self._step_began_s = time.perf_counter()
         self._step = []
         pieces: list[Piece[list[ProposalRequest]]] = []
-        chosen: dict[DraftSession, list[GrownNode]] = {}
+        chosen: dict[DraftSession, list[DraftTreeNode]] = {}
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
             if session.growth.root is not None and len(session.cells.committed) < len(session.tokens):
@@ -171,8 +204,8 @@ class Drafter(ReplicaService):
         pieces += [self._evaluate(session, nodes) for session, nodes in chosen.items() if nodes]
         return Turn(pieces=pieces, done=self._on_step) if pieces else NOTHING
 
-    def _take(self, session: DraftSession) -> list[GrownNode]:
-        """The nodes it would have evaluated next, best first."""
+    def _take(self, session: DraftSession) -> list[DraftTreeNode]:
+        """Takes the session's next nodes to evaluate, likeliest first."""
         count = min(session.nodes_per_step, session.cells.free_count)
         if session.growth.root is None or not count:
             return []
@@ -180,8 +213,8 @@ class Drafter(ReplicaService):
         reach = min(len(session.tokens) + session.window, length_max)
         return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1)
 
-    def _feed(self, session: DraftSession, root: GrownNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
-        """Committed tokens that the cache lacks, no more than a chunk where others draft; the last one is the root."""
+    def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
+        """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
         start = len(session.cells.committed)
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
         token_ids = session.tokens[start : start + min(row_count_max, chunk)]
@@ -189,8 +222,8 @@ class Drafter(ReplicaService):
         paths = [[root]] if start + len(token_ids) == len(session.tokens) else []
         return self._piece(session, paths, token_ids, session.cells.chain(cells), fed=cells)
 
-    def _evaluate(self, session: DraftSession, nodes: list[GrownNode]) -> Piece[list[ProposalRequest]]:
-        """These nodes, each in a free cell."""
+    def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> Piece[list[ProposalRequest]]:
+        """Returns a piece of these nodes, each in a free cell."""
         for node in nodes:
             node.cell = session.cells.take(node.length - 1)
         paths = [session.growth.path(node) for node in nodes]
@@ -198,10 +231,15 @@ class Drafter(ReplicaService):
         return self._piece(session, paths, [node.token_id for node in nodes], rows, fed=[])
 
     def _piece(
-        self, session: DraftSession, paths: list[list[GrownNode]], token_ids: list[int], rows: TreeRows, fed: list[int]
+        self,
+        session: DraftSession,
+        paths: list[list[DraftTreeNode]],
+        token_ids: list[int],
+        rows: TreeRows,
+        fed: list[int],
     ) -> Piece[list[ProposalRequest]]:
-        """One session's rows of a step; `paths` end with the nodes of its last rows, whose logits are asked for."""
-        growth, law, names, requests = session.growth, session.opened.law, [], []
+        """Returns one session's rows of a step; `paths` end with the nodes of its last rows, which need logits."""
+        growth, params, names, requests = session.growth, session.opened.params, [], []
         branch_count = 0 if session.nodes_per_step == 1 else BRANCH_COUNT
         draw_bits = 0
         for path in paths:
@@ -209,22 +247,22 @@ class Drafter(ReplicaService):
             if filed is not None:
                 session.grown.append(filed)
             names.append(growth.reserve_name())
-            if law.rule is Rule.REJECTION:
+            if params.rule is Rule.REJECTION:
                 draw_bits = uniform_bits(session.secret, Lane.DRAFT, growth.epoch, names[-1])
             draft = () if fed else [node.token_id for node in path]
             before = TokenPath(session.tokens, len(session.tokens), draft)
-            requests.append(ProposalRequest(law, before, session.opened.vocabulary_size, draw_bits, branch_count))
+            requests.append(ProposalRequest(params, before, session.opened.vocabulary_size, draw_bits, branch_count))
         self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 
     def _on_step(self, report: StepReport[list[Proposal]]) -> None:
-        """Files what a step brought, and sends one item for each session; its time is all of the step's, until here."""
+        """Adds the proposals of a step to the trees, and sends one item per session with the time of the whole step."""
         served = []
         for own, outcome in zip(self._step, report.outcomes):
             session = own.session
             if isinstance(outcome, SpecdecError):
                 session.cells.give_back(own.fed)
-                session.drop_tree()  # it drafts no more until the coordinator says so
+                session.drop_tree()  # no drafting until the next commit
                 session.grown.clear()
                 session.fail(outcome)
                 continue
@@ -232,7 +270,9 @@ class Drafter(ReplicaService):
                 session.cells.commit(own.fed)
             found: Sequence[Proposal] = outcome or ()
             for node, name, proposal in zip(own.nodes, own.names, found):
-                session.grown.append(session.growth.evaluated(node, name, proposal.guesses, proposal.row, node.cell))
+                session.grown.append(
+                    session.growth.evaluated(node, name, proposal.guesses, proposal.draft_probs, node.cell)
+                )
             if session.grown:
                 served.append(session)
         self._step_count += bool(served)
@@ -263,19 +303,19 @@ class Drafter(ReplicaService):
             self._tracing.record((span,))
 
 
-def give_back_unlikely(chosen: dict[DraftSession, list[GrownNode]]) -> None:
-    """Keeps the likeliest nodes of all sessions, as many as a step takes; the others go back to their trees."""
+def give_back_unlikely(chosen: dict[DraftSession, list[DraftTreeNode]]) -> None:
+    """Keeps the STEP_NODES_MAX likeliest nodes of all sessions; the others go back to their trees."""
     ranked = [(session.growth.likelihood(node), session, node) for session, nodes in chosen.items() for node in nodes]
     ranked.sort(key=lambda entry: -entry[0])
     for _, session, node in ranked[STEP_NODES_MAX:]:
         chosen[session].remove(node)
-        if session.nodes_per_step > 1:  # a chain's node was never taken out of its tree
+        if session.nodes_per_step > 1:  # a chain's node stays in its tree
             session.growth.give_back(node)
 
 
 def draft_span(request: Trace, nodes: Nodes, began_s: float, sent_s: float, session_count: int) -> Span:
-    """The draft's span of one message in detail, from the start of its step to its sending; `request` is the trace its
-    session was opened with. The coordinator's goes on to the arrival; both name the pair by what travels anyway."""
+    """Returns the draft's span of one detailed message, from the start of its step to its sending; `request`: the trace
+    its session was opened with. The coordinator's span ends at the arrival; both derive their ids from sent fields."""
     parent_id = draft_span_id(request.span_id, nodes)
     attributes = {
         "specdec.draft_tokens": len(nodes.nodes),

@@ -1,4 +1,4 @@
-"""What the commands of the recipe share: progress bars on standard error, and errors of the operator as one line."""
+"""Shared by the commands of the recipe: progress bars on standard error, and errors of the operator as one line."""
 
 from __future__ import annotations
 

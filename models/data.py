@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from models.console import progress_over, run_command
-from models.sizes import SIZES, Size
-from models.sources import SOURCES, Source, source_files, source_folders
 from specdec.errors import ConfigError
+from specdec.models.console import progress_over, run_command
+from specdec.models.sizes import SIZES, Size
+from specdec.models.sources import SOURCES, Source, source_files, source_folders
 
 PROMPTS_FILE = Path(__file__).parent / "heldout_prompts.jsonl"
 CHARACTERS_MIN, CHARACTERS_MAX = 200, 200_000  # below there is nothing to learn, above are tables
@@ -42,7 +42,7 @@ class SourceFile:
 
 
 class PromptFilter:
-    """Tells whether a text holds a held-out prompt: whole, or more than half of its telling lines."""
+    """Detects a held-out prompt in a text: whole, or more than half of its telling lines."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts = tuple(prompt for prompt in prompts if prompt.strip())

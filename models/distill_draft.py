@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from transformers import LlamaForCausalLM
 
-from models.console import run_command
-from models.sizes import SIZES, Size
-from models.tokenizer import SPLITS, read_tokens
-from models.train_target import copy_tokenizer
-from models.training import add_run_options, build_model, run_settings, save_model, show_report, train
 from specdec.errors import ConfigError
+from specdec.models.console import run_command
+from specdec.models.sizes import SIZES, Size
+from specdec.models.tokenizer import SPLITS, read_tokens
+from specdec.models.train_target import copy_tokenizer
+from specdec.models.training import add_run_options, build_model, run_settings, save_model, show_report, train
 
 DRAFT_LAYER_COUNT = 1
 

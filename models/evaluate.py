@@ -1,4 +1,4 @@
-"""Measures a pair: loss on text it never saw, and how often the target would take the draft's tokens.
+"""Measures a pair: its loss on held-out text, and the acceptance of the draft's tokens by the target.
 
 Held-out files are needed for `heldout_loss` (--data, from models.data and models.tokenizer); the shipped prompts
 suffice for everything else. `prompt_loss` is higher than `heldout_loss`, for a prompt is short and begins anywhere.
@@ -19,12 +19,12 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models.agreement import acceptance
-from models.console import progress_over, run_command
-from models.data import PROMPTS_FILE, read_prompts
-from models.tokenizer import END_TOKEN_ID, load_tokenizer, read_tokens
-from models.training import heldout_loss
 from specdec.errors import ConfigError
+from specdec.models.agreement import acceptance
+from specdec.models.console import progress_over, run_command
+from specdec.models.data import PROMPTS_FILE, read_prompts
+from specdec.models.tokenizer import END_TOKEN_ID, load_tokenizer, read_tokens
+from specdec.models.training import heldout_loss
 
 FOLDER = Path(__file__).parent
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -56,19 +56,19 @@ def load_pair(options: argparse.Namespace) -> dict[str, LlamaForCausalLM]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures as one JSON value."""
+    """Returns all measurements as one JSON value."""
     pair = load_pair(options)
     words = load_tokenizer(options.target)
     texts = read_prompts(options.prompts)
     prompts = [tuple(words.encode(text, add_special_tokens=False).ids) for text in texts]
-    figures: dict[str, Any] = {"dtype": options.dtype, "prompts": options.prompt_count, "tokens": options.tokens}
-    figures["prompt_loss"] = {name: prompt_loss(model, prompts) for name, model in pair.items()}
+    measurements: dict[str, Any] = {"dtype": options.dtype, "prompts": options.prompt_count, "tokens": options.tokens}
+    measurements["prompt_loss"] = {name: prompt_loss(model, prompts) for name, model in pair.items()}
     if options.data is not None:
         token_ids = read_tokens(options.data, "heldout")
         length = min(SEQUENCE_LENGTH, pair["target"].config.max_position_embeddings)
-        figures["heldout_loss"] = {name: heldout_loss(model, token_ids, length) for name, model in pair.items()}
+        measurements["heldout_loss"] = {name: heldout_loss(model, token_ids, length) for name, model in pair.items()}
     chosen = prompts[: options.prompt_count]
-    figures["acceptance"] = []
+    measurements["acceptance"] = []
     with progress_over(TEMPERATURES, "generating") as shown:
         for temperature in shown:
             shares = acceptance(pair["target"], pair["draft"], chosen, temperature, options.tokens)
@@ -77,18 +77,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "shares": {rule: share.mean for rule, share in shares.items()},
                 "errors": {rule: share.error for rule, share in shares.items()},
             }
-            figures["acceptance"].append(entry)
-    return figures
+            measurements["acceptance"].append(entry)
+    return measurements
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(measurements: dict[str, Any]) -> None:
     """Two small tables for people."""
     losses = Table("loss, nats per token", "target", "draft")
     for name in ("prompt_loss", "heldout_loss"):
-        if name in figures:
-            losses.add_row(name, *(f"{figures[name][model]:.2f}" for model in ("target", "draft")))
+        if name in measurements:
+            losses.add_row(name, *(f"{measurements[name][model]:.2f}" for model in ("target", "draft")))
     shares = Table("temperature", "rule", "acceptance", "standard error")
-    for entry in figures["acceptance"]:
+    for entry in measurements["acceptance"]:
         for rule, share in entry["shares"].items():
             shares.add_row(f"{entry['temperature']:g}", rule, f"{share:.3f}", f"{entry['errors'][rule]:.3f}")
     console = Console()
@@ -117,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(options.prompt_count, options.tokens, options.threads) < 1:
         raise ConfigError("--prompt-count, --tokens and --threads must be at least 1")
     torch.set_num_threads(options.threads)
-    figures = measure(options)
+    measurements = measure(options)
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps(measurements))
     else:
-        show(figures)
+        show(measurements)
 
 
 if __name__ == "__main__":

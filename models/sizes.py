@@ -15,7 +15,7 @@ class Size:
 
     name: str
     characters_max: int | None  # source text collected; None for all there is
-    heldout_one_in: int  # one file in so many is held out
+    heldout_one_in: int  # one file in this number is held out
     vocabulary_size: int
     hidden_size: int
     mlp_size: int

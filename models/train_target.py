@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from models.console import run_command
-from models.sizes import SIZES
-from models.tokenizer import SPLITS, load_tokenizer, read_tokens
-from models.training import add_run_options, build_model, run_settings, save_model, show_report, token_loss, train
 from specdec.errors import ConfigError
+from specdec.models.console import run_command
+from specdec.models.sizes import SIZES
+from specdec.models.tokenizer import SPLITS, load_tokenizer, read_tokens
+from specdec.models.training import (
+    add_run_options,
+    build_model,
+    run_settings,
+    save_model,
+    show_report,
+    token_loss,
+    train,
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models.console import progress_bar
-from models.sizes import SIZES, Size
-from models.tokenizer import END_TOKEN_ID
 from specdec.errors import ConfigError
+from specdec.models.console import progress_bar
+from specdec.models.sizes import SIZES, Size
+from specdec.models.tokenizer import END_TOKEN_ID
 
 WARMUP_SHARE = 0.03  # of the run, in which the learning rate rises from 0
 LEARNING_RATE_LAST = 0.1  # share of the peak at the end of the cosine
@@ -36,7 +36,7 @@ ADAM_BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When a run ends: after so many steps or so many minutes; exactly one is given."""
+    """The length of a run in steps or in minutes; exactly one is given."""
 
     steps: int | None
     minutes: float | None
@@ -48,7 +48,7 @@ class Budget:
             raise ConfigError("--steps must be at least 1, --minutes above 0")
 
     def share(self, step: int, elapsed_s: float) -> float:
-        """How much of the run is over; 1 and above ends it."""
+        """The finished share of the run; 1 and above ends it."""
         if self.minutes is not None:
             return elapsed_s / (self.minutes * 60)
         return step / (self.steps or 1)  # __post_init__ has refused a run without either
@@ -56,7 +56,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How a run computes, beside the size."""
+    """The settings of a run beside the size."""
 
     budget: Budget
     seed: int
@@ -70,7 +70,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What a run did; written beside the weights. Losses in nats per token."""
+    """The report of a run, written beside the weights. Losses in nats per token."""
 
     steps: int
     tokens: int

@@ -1,8 +1,7 @@
-"""The settings of every command: one schema each, from which flags, environment and configuration files are read.
+"""The settings of every command: one schema each for flags, environment and configuration files.
 
-A settings object is checked completely when it is made and never changes; unknown keys are errors. Every field has a
-help text with its unit and a group it is shown in. Where values come from (`specdec.cli.options`) and whether a model
-folder or port can be used (its service) is not known here.
+A settings object is validated when it is made and never changes; unknown keys are errors. Every field has a help text
+with its unit and a help group. `specdec.cli.options` reads the values; each service checks its model folder and port.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from specdec.settings import (
     split_address,
 )
 
-__all__ = [  # of the settings module, for clients and other packages, beside what is defined here
+__all__ = [  # names of the settings module for other packages
     "CONNECTION",
     "GROUPS",
     "OUTPUT",
@@ -49,109 +48,106 @@ __all__ = [  # of the settings module, for clients and other packages, beside wh
     "split_address",
 ]
 
-SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services that one command runs
+SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services of one command
 
 
-def find_embedded_models() -> Path:
-    """The folder of the embedded pair: in the installed package, otherwise beside it, as in a checkout."""
-    package = Path(__file__).resolve().parent
-    folder = package / "models"
-    return folder if folder.is_dir() else package.parent / "models"
-
-
-EMBEDDED_MODELS = find_embedded_models()
+EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
 
 
 class EngineSettings(Settings):
-    """How a model is run: shared by draft and target."""
+    """Settings of the engine, shared by draft and target."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", MODEL, "Element type of weights and activations; auto takes the model's own."
+        "auto", MODEL, "Element type of weights and activations; auto selects the model's own."
     )
-    device: str = setting("auto", MODEL, "Where the model runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+    device: str = setting(
+        "auto", MODEL, "Device of the model: cpu, cuda or cuda:1; auto selects a GPU if there is one."
+    )
     threads: int = setting(
-        0, MODEL, "CPU threads for a model, of each rank; 0 takes one per core, half of that with serve.", ge=0, le=1024
+        0, MODEL, "CPU threads of each model or rank; 0: one per core, with serve half of them.", ge=0, le=1024
     )
     max_model_len: int | None = setting(
         None,
         LIMITS,
-        "Most positions of a session, prompt and output together; absent: what the model was made for.",
+        "Maximum positions of a session, prompt and output together; absent: the model's own maximum.",
         ge=2,
     )
-    max_num_seqs: int = setting(64, LIMITS, "Most sessions at a time.", ge=1, le=65536)
-    max_num_batched_tokens: int = setting(512, LIMITS, "Most tokens in one forward pass.", ge=64, le=1 << 20)
+    max_num_seqs: int = setting(64, LIMITS, "Maximum number of sessions at a time.", ge=1, le=65536)
+    max_num_batched_tokens: int = setting(
+        512, LIMITS, "Maximum number of tokens in one forward pass.", ge=64, le=1 << 20
+    )
     kv_cache_bytes: int | None = setting(
         None,
         LIMITS,
-        "Bytes for cached keys and values; absent: for 16 sessions of full length, at most a quarter of free memory.",
+        "Bytes of the KV cache; absent: space for 16 sessions of full length, at most a quarter of free memory.",
         ge=1 << 12,
     )
     kv_cache_memory_share: float | None = setting(
         None,
         LIMITS,
-        "Instead of --kv-cache-bytes: share of the memory that is free once weights are loaded, on a GPU of its own.",
+        "Instead of --kv-cache-bytes: share of the free memory after weights are loaded, on a GPU of its own.",
         gt=0,
         le=0.95,
     )
     block_size: int = setting(
         0,
         LIMITS,
-        "Positions in one cache block, a power of two from 8 to 128, on a GPU to 256; 0 takes 64, on a GPU 256.",
+        "Positions in one cache block: a power of two from 8 to 128, on a GPU to 256; 0 selects 64, on a GPU 256.",
         ge=0,
         le=256,
     )
-    enforce_eager: bool = setting(False, MODEL, "On a GPU: run every step kernel by kernel, without captured graphs.")
+    enforce_eager: bool = setting(False, MODEL, "On a GPU: run every step without captured CUDA graphs.")
 
     @model_validator(mode="after")
     def _check_block_size(self) -> EngineSettings:
         if self.block_size & (self.block_size - 1) or 0 < self.block_size < 8:
-            raise ValueError(f"--block-size is {self.block_size}; it must be a power of two from 8 on, or 0")
+            raise ValueError(f"--block-size is {self.block_size}; it must be 0 or a power of two of at least 8")
         if self.kv_cache_bytes is not None and self.kv_cache_memory_share is not None:
-            raise ValueError("--kv-cache-bytes and --kv-cache-memory-share both say how large the cache is; give one")
+            raise ValueError("--kv-cache-bytes and --kv-cache-memory-share both set the cache size; give one of them")
         return self
 
 
 class PrefixSettings(Settings):
-    """What the target does with cached prefixes."""
+    """Settings of the target's prefix cache."""
 
     enable_prefix_caching: bool = setting(
-        True, LIMITS, "Keep cached blocks of committed tokens for later sessions of the same salt that begin with them."
+        True, LIMITS, "Share cached blocks of committed tokens with later sessions of the same salt and prefix."
     )
 
 
 class ModelSettings(ServiceSettings, EngineSettings):
-    """What the draft and the target service have."""
+    """Settings of the draft and the target service."""
 
     model: str = setting(
         ..., MODEL, "Folder or hub id of a causal language model (safetensors, tokenizer.json).", min_length=1
     )
-    served_model_name: str | None = setting(None, MODEL, "Name to serve the model under; absent: as --model says.")
+    served_model_name: str | None = setting(None, MODEL, "Name of the served model; absent: the value of --model.")
 
 
 class SplitSettings(Settings):
-    """Over how many processes a model is split."""
+    """The number of processes of a model."""
 
     tensor_parallel_size: int = setting(
         1,
         RANKS,
-        "Processes (ranks) the target is split over, each with its share of weights and cache.",
-        short_flag="-tp",
+        "Number of processes (ranks) of the target, each with its share of weights and cache.",
+        missing_flag="-tp",
         ge=1,
         le=1024,
     )
 
 
 class RankSettings(SplitSettings, TlsSettings):
-    """Where the ranks of a model run and how they meet."""
+    """The machines of a model's ranks and the address where the ranks meet."""
 
-    nnodes: int = setting(1, RANKS, "Machines the ranks are spread over, equally many on each.", ge=1, le=1024)
-    node_rank: int = setting(0, RANKS, "Which of them this is, from 0; 0 serves, the others follow.", ge=0, le=1023)
-    master_addr: str = setting(
-        "127.0.0.1", RANKS, "Address of machine 0 on which the ranks meet; nothing else is used."
+    nnodes: int = setting(1, RANKS, "Number of machines; each runs the same number of ranks.", ge=1, le=1024)
+    node_rank: int = setting(0, RANKS, "Number of this machine, from 0; 0 serves, the others follow.", ge=0, le=1023)
+    master_addr: str = setting("127.0.0.1", RANKS, "Address of machine 0 where the ranks meet; it listens on no other.")
+    master_port: int = setting(
+        0, RANKS, "Port of --master-addr; 0 selects a free port, on one machine.", ge=0, le=65535
     )
-    master_port: int = setting(0, RANKS, "Port of --master-addr; 0 takes a free one, on one machine.", ge=0, le=65535)
     insecure_ranks: bool = setting(
-        False, SECURITY, "Let ranks meet beyond this machine: they talk unencrypted, so keep their network closed."
+        False, SECURITY, "Allow ranks on other machines; their traffic is unencrypted, so keep their network closed."
     )
 
     @model_validator(mode="after")
@@ -165,43 +161,53 @@ class RankSettings(SplitSettings, TlsSettings):
             raise ValueError("--nnodes above 1 needs --master-addr and --master-port, the same on every machine")
         if not (is_loopback(self.master_addr) or self.insecure_ranks):
             raise ValueError(
-                f"--master-addr {self.master_addr} reaches beyond this machine, where ranks talk unencrypted: keep "
-                "that network closed to others and give --insecure-ranks"
+                f"--master-addr {self.master_addr} reaches beyond this machine, and traffic between ranks is "
+                "unencrypted: keep that network closed to others and give --insecure-ranks"
             )
         return self
 
 
 class TargetSettings(ModelSettings, PrefixSettings, RankSettings):
-    """The target service: the model whose law is kept."""
+    """The target service: the model that defines the target distribution."""
 
-    port: int = setting(50052, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(50052, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
 
 
 class DraftSettings(ModelSettings):
-    """The draft service: the small model that guesses."""
+    """The draft service: the small model that proposes tokens."""
 
-    port: int = setting(50053, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(50053, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
 
 
 class SpeculationSettings(Settings):
-    """How much is guessed."""
+    """The amount of speculation."""
 
     speculation_policy: Literal["auto", "fixed", "off"] = setting(
         "auto",
         SPECULATION,
-        "Who chooses how much to speculate when a request does not say: measurement, the settings below, or nobody.",
+        "Default policy of requests: auto measures and adapts, fixed uses the settings below, off never speculates.",
     )
     num_speculative_tokens: int = setting(
-        3, SPECULATION, "With policy fixed: draft tokens in one verification; 0 is plain decoding.", ge=0, le=64
+        3, SPECULATION, "With policy fixed: draft tokens per verification; 0: plain decoding.", ge=0, le=64
     )
     num_speculative_tokens_max: int = setting(
-        16, SPECULATION, "Most draft tokens in one verification, whoever chooses.", ge=0, le=64
+        16, SPECULATION, "Maximum draft tokens per verification, under every policy.", ge=0, le=64
+    )
+    draft_window_max: int = setting(
+        32, SPECULATION, "With policy fixed: maximum draft window, at least --num-speculative-tokens-max.", ge=0, le=64
+    )
+    draft_nodes_per_step_max: int = setting(
+        8, SPECULATION, "With policy fixed: maximum nodes of one request in a draft step.", ge=1, le=64
     )
     draft_wait_ms: float = setting(
         50.0, SPECULATION, "With policy fixed: milliseconds a verification waits for draft tokens.", ge=0, le=60000
     )
     draft_link_mbit: float | None = setting(
-        None, SPECULATION, "Megabits per second that the way to the draft carries; absent: enough.", gt=0, le=1e6
+        None,
+        SPECULATION,
+        "Bandwidth of the link to the draft, in megabits per second; absent: unlimited.",
+        gt=0,
+        le=1e6,
     )
 
     @model_validator(mode="after")
@@ -211,20 +217,25 @@ class SpeculationSettings(Settings):
                 f"--num-speculative-tokens {self.num_speculative_tokens} is above "
                 f"--num-speculative-tokens-max {self.num_speculative_tokens_max}"
             )
+        if self.num_speculative_tokens_max > self.draft_window_max:
+            raise ValueError(
+                f"--num-speculative-tokens-max {self.num_speculative_tokens_max} is above "
+                f"--draft-window-max {self.draft_window_max}"
+            )
         return self
 
 
 class CoordinatorSettings(ServiceSettings, SpeculationSettings):
-    """The coordinator: takes requests, holds the committed tokens, applies the rule."""
+    """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
     target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
     draft: Address | None = setting(None, CONNECTION, "HOST:PORT of the draft service; absent: plain decoding.")
-    tokenizer: str = setting(
-        ..., MODEL, "Folder or hub id of the target model: its tokenizer.json is used.", min_length=1
+    tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model, for its tokenizer.json.", min_length=1)
+    max_num_seqs: int = setting(
+        64, LIMITS, "Maximum number of generations at a time; more are refused at once.", ge=1, le=65536
     )
-    max_num_seqs: int = setting(64, LIMITS, "Most generations at a time; more are refused at once.", ge=1, le=65536)
     insecure_links: bool = setting(
-        False, SECURITY, "Connect to target and draft without TLS although this service has it itself."
+        False, SECURITY, "Connect to target and draft without TLS even if this service uses TLS."
     )
 
     @model_validator(mode="after")
@@ -236,14 +247,14 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings):
 
     @property
     def link_tls(self) -> TlsSettings:
-        """What the connections to target and draft are made with."""
+        """The TLS settings of the connections to target and draft."""
         if self.insecure_links or not self.has_tls:
             return TlsSettings(insecure=True)
         return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
 class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings):
-    """All three services on this machine; --host, --port and TLS are the coordinator's, the others stay on loopback."""
+    """All three services on this machine; --host, --port and TLS are the coordinator's, the others use loopback."""
 
     model: str = setting(str(EMBEDDED_MODELS / "target"), MODEL, "Target model: folder or hub id.", min_length=1)
     draft_model: str = setting(
@@ -252,10 +263,10 @@ class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettin
         "Draft model: folder or hub id; its tokenizer must equal the target's.",
         min_length=1,
     )
-    served_model_name: str | None = setting(None, MODEL, "Name to serve the target under; absent: as --model says.")
-    log_level: LogLevel = setting("warning", PROCESS, "Least severe log lines to write.")
+    served_model_name: str | None = setting(None, MODEL, "Name of the served target; absent: the value of --model.")
+    log_level: LogLevel = setting("warning", PROCESS, "Minimum severity of log lines.")
     metrics_address: ListenAddress | None = setting(
-        None, CONNECTION, "HOST:PORT of the coordinator's /metrics; target and draft take the two ports after it."
+        None, CONNECTION, "HOST:PORT of the coordinator's /metrics; target and draft use the next two ports."
     )
 
     @model_validator(mode="after")
@@ -265,23 +276,23 @@ class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettin
         return self
 
     def target_settings(self) -> TargetSettings:
-        """Of the target, on a free loopback port."""
+        """Returns the target's settings, on a free loopback port."""
         own = self._shared(TargetSettings, 1)
         own["threads"] = self.threads or max(1, own["threads"] // self.tensor_parallel_size)
         return TargetSettings(**own, model=self.model, served_model_name=self.served_model_name)
 
     def draft_settings(self) -> DraftSettings:
-        """Of the draft, on a free loopback port."""
+        """Returns the draft's settings, on a free loopback port."""
         return DraftSettings(**self._shared(DraftSettings, 2), model=self.draft_model)
 
     def coordinator_settings(self, target: str, draft: str) -> CoordinatorSettings:
-        """Of the coordinator, connected to the two on loopback."""
+        """Returns the coordinator's settings, connected to target and draft on loopback."""
         own = {name: getattr(self, name) for name in CoordinatorSettings.model_fields if hasattr(self, name)}
         own.update(target=target, draft=draft, tokenizer=self.model, insecure_links=True)
         return CoordinatorSettings(**own)
 
     def _metrics_address(self, place: int) -> str | None:
-        """Of the service at this place after the coordinator: its port and the ones after it, or any free ones."""
+        """Returns the address of the service number `place` after the coordinator: the next port, or a free one."""
         if self.metrics_address is None:
             return None
         host, port = split_address(self.metrics_address, port_min=0)
@@ -297,7 +308,7 @@ class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettin
 
 
 class ClientSettings(TlsSettings):
-    """How to reach a coordinator."""
+    """Settings of a client of the coordinator."""
 
     address: Address = setting("127.0.0.1:50051", CONNECTION, "HOST:PORT of the coordinator.")
 

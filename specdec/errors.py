@@ -1,17 +1,17 @@
-"""What can go wrong, and whose fault it is.
+"""The errors of specdec and the party that causes each.
 
     SpecdecError
-    ├── ConfigError            the operator's: one line that says what to do; ends a command
-    │   └── ModelRefused       the model folder's: which file or architecture, and why
+    ├── ConfigError            the operator's: one line with the remedy; ends a command
+    │   └── ModelRefused       the model folder's: the file or architecture, and the reason
     ├── InvalidRequest         the sender's: names field, value and limit; nothing was allocated
-    ├── CacheExhausted         nobody's: too little room now; waiting may help
+    ├── CacheExhausted         the load's: too few free blocks now; retry later
     ├── SessionUnknown         the sender's view is old: open the session again
     ├── Mismatch               two services do not fit together (tokenizer, protocol version)
-    ├── ReplicaUnavailable     a replica is gone; what was generated is not lost
-    ├── DeliveryStalled        the reader's: it took nothing for too long
+    ├── ReplicaUnavailable     a replica is lost; generated tokens are not
+    ├── DeliveryStalled        the client's: it read nothing for too long
     └── NumericsError          the model's: not-a-number in one request's logits
 
-Only `specdec.rpc.status` knows which gRPC code each becomes.
+`specdec.rpc.status` maps them to gRPC codes.
 """
 
 
@@ -28,7 +28,7 @@ class ConfigError(SpecdecError):
 
 
 class ModelRefused(ConfigError):
-    """A model folder that specdec does not serve: missing file, unproven architecture, unsafe format."""
+    """A model folder that specdec does not serve: missing file, unsupported architecture, unsafe format."""
 
     reason = "MODEL_REFUSED"
 
@@ -49,7 +49,7 @@ class InvalidRequest(SpecdecError):
 
 
 class CacheExhausted(SpecdecError):
-    """Too few free cache blocks or session slots; `retry_after_s` is when trying again may help."""
+    """Too few free cache blocks or session slots; `retry_after_s`: the time until a retry may succeed."""
 
     reason = "CACHE_EXHAUSTED"
 
@@ -59,19 +59,19 @@ class CacheExhausted(SpecdecError):
 
 
 class SessionUnknown(SpecdecError):
-    """A name no open session has."""
+    """A session name that is not open."""
 
     reason = "SESSION_UNKNOWN"
 
 
 class Mismatch(SpecdecError):
-    """Two services that do not fit together; names both sides."""
+    """Two incompatible services; the message names both."""
 
     reason = "MISMATCH"
 
 
 class ReplicaUnavailable(SpecdecError):
-    """A replica was lost or never there."""
+    """A replica was lost or never reachable."""
 
     reason = "REPLICA_UNAVAILABLE"
 

@@ -1,5 +1,5 @@
-"""What every settings schema is made of: fields with a group and a help text, addresses, the frozen base
-class, mutual TLS, which every command that connects or listens has, and what every service has.
+"""Parts of every settings schema: fields with a group and a help text, addresses, the frozen base class, mutual TLS
+for every command that connects or listens, and the common settings of services.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
 
 
 def setting(
-    default: Any, group: str, help: str, short_flag: str = "", metavar: str = "", positional: bool = False, **more: Any
+    default: Any,
+    group: str,
+    help: str,
+    missing_flag: str = "",
+    metavar: str = "",
+    positional: bool = False,
+    **more: Any,
 ) -> Any:
-    """A field of a settings class; `default` is `...` where a value is required, `metavar` what help shows for it."""
-    extra: JsonDict = {"group": group, "short_flag": short_flag, "metavar": metavar, "positional": positional}
+    """Returns a settings field; `default` is `...` if a value is required, `metavar` names the value in the help."""
+    extra: JsonDict = {"group": group, "missing_flag": missing_flag, "metavar": metavar, "positional": positional}
     return Field(default, description=help, json_schema_extra=extra, **more)
 
 
@@ -44,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str, port_min: int = 1) -> tuple[str, int]:
-    """(host, port) of `host:port`; ValueError saying how it is written."""
+    """Returns (host, port) of `host:port`; ValueError with the expected format."""
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and port_min <= int(port) < 65536):
         raise ValueError("it must be HOST:PORT, such as 127.0.0.1:50051")
@@ -70,7 +76,7 @@ def check_endpoint(endpoint: str) -> str:
 
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
-ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 takes a free one
+ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -81,22 +87,22 @@ class Settings(BaseModel):
 
 
 class TlsSettings(Settings):
-    """Mutual TLS: what this side shows, and whom it believes."""
+    """Mutual TLS: this side's certificate and the trusted authorities."""
 
     ssl_certfile: Path | None = setting(
-        None, SECURITY, "Certificate chain of this side, PEM. Read again when it changes."
+        None, SECURITY, "Certificate chain of this side, PEM; reloaded when it changes."
     )
     ssl_keyfile: Path | None = setting(None, SECURITY, "Private key of --ssl-certfile, PEM.")
     ssl_ca_certs: Path | None = setting(
-        None, SECURITY, "Certificates of the authorities the other side must be signed by, PEM."
+        None, SECURITY, "Certificates of the authorities that sign the other side's certificate, PEM."
     )
     insecure: bool = setting(
-        False, SECURITY, "Allow plain connections beyond this machine. Anyone on the way can read them."
+        False, SECURITY, "Allow unencrypted connections beyond this machine; anyone on the path can read them."
     )
 
     @property
     def has_tls(self) -> bool:
-        """Whether connections are encrypted and both sides prove who they are."""
+        """Whether connections are encrypted and both sides authenticated."""
         return self.ssl_certfile is not None
 
     @model_validator(mode="after")
@@ -115,7 +121,7 @@ class TlsSettings(Settings):
         return self
 
     def check_reach(self, host: str, what: str) -> None:
-        """ValueError when `host` is beyond this machine and connections would be plain without --insecure."""
+        """Raises ValueError for a `host` beyond this machine with neither TLS nor --insecure."""
         if not (is_loopback(host) or self.has_tls or self.insecure):
             raise ValueError(
                 f"{what} {host} reaches beyond this machine: give --ssl-certfile, --ssl-keyfile and --ssl-ca-certs, "
@@ -124,28 +130,28 @@ class TlsSettings(Settings):
 
 
 class ServiceSettings(TlsSettings):
-    """What every service has."""
+    """Settings of every service."""
 
     host: str = setting(
-        "127.0.0.1", CONNECTION, "Address to listen on. Beyond this machine it needs TLS or --insecure."
+        "127.0.0.1", CONNECTION, "Address to listen on; an address beyond this machine requires TLS or --insecure."
     )
-    port: int = setting(50051, CONNECTION, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    port: int = setting(50051, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
     metrics_address: ListenAddress | None = setting(
-        None, CONNECTION, "HOST:PORT to serve /metrics on, for Prometheus; port 0 takes a free one. Absent: nowhere."
+        None, CONNECTION, "HOST:PORT of /metrics for Prometheus; port 0 selects a free port. Absent: no metrics."
     )
     health_address: ListenAddress | None = setting(
-        None, CONNECTION, "HOST:PORT of a second, plain gRPC port that answers health checks only. Absent: none."
+        None, CONNECTION, "HOST:PORT of a second, unencrypted gRPC port for health checks only. Absent: none."
     )
     drain_grace_s: float = setting(
         30.0,
         PROCESS,
-        "Seconds that running generations are given to finish when the service is told to stop.",
+        "Seconds for running generations to finish after a stop signal.",
         ge=0,
         le=86400,
     )
-    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
+    log_level: LogLevel = setting("info", PROCESS, "Minimum severity of log lines.")
     otlp_traces_endpoint: Endpoint | None = setting(
-        None, PROCESS, "Where to send traces (OTLP over gRPC); absent: as OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere."
+        None, PROCESS, "Endpoint of traces (OTLP over gRPC); absent: OTEL_EXPORTER_OTLP_ENDPOINT, if set."
     )
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""The target service: evidence about draft tokens, and no decision."""
+"""The target service: verification results for draft tokens, and no decision."""

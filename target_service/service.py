@@ -1,4 +1,4 @@
-"""The target replica: what `specdec target` runs."""
+"""The target replica: the service of `specdec target`."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import sys
 import torch
 
 from specdec.config import TargetSettings
-from specdec.decoding.evidence import EvidenceRequest, evidence
-from specdec.engine.block_table import BlockTable
+from specdec.decoding.verification import VerificationRequest, verify
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Piece
-from specdec.protocol.types import Evidence, Law, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
+from specdec.target_service.verifier import Verifier
 from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
-from target_service.verifier import Verifier
 
 
-def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[EvidenceRequest]:
-    """A verification of `row_count` - 1 draft tokens, or the context before it."""
-    request = EvidenceRequest(Law(Rule.GREEDY, 0, 1, 0.0), 0, [0] * (context_length + 1), (0,) * (row_count - 1))
+def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[VerificationRequest]:
+    """Returns a verification of `row_count` - 1 draft tokens, or its context if `row_count` is 0."""
+    request = VerificationRequest(
+        ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0), 0, [0] * (context_length + 1), (0,) * (row_count - 1)
+    )
     if not row_count:
         return Piece(table, 0, [0] * context_length, 0, request)
     return Piece(table, context_length, [0] * row_count, row_count, request)
 
 
-TARGET: ReplicaKind[EvidenceRequest, Evidence] = ReplicaKind(
+TARGET: ReplicaKind[VerificationRequest, SamplerOutput] = ReplicaKind(
     name="target",
     service="specdec.v1.TargetService",
     stream_method="Verify",
     messages=(target_pb.VerifyRequest, target_pb.VerifyResponse),
-    evidence=evidence,
+    sampler=verify,
     make_service=lambda engine, description, settings, tracing: Verifier(
         engine, description, settings.enable_prefix_caching, tracing
     ),
@@ -41,15 +43,15 @@ TARGET: ReplicaKind[EvidenceRequest, Evidence] = ReplicaKind(
 
 
 async def run(settings: TargetSettings, on_ready: OnReady | None = None) -> None:
-    """Serves until told to stop; `on_ready` is given the address once the model serves."""
+    """Serves until a stop is requested; `on_ready` receives the address once the model serves."""
     await ReplicaApp(TARGET, settings).run(on_ready)
 
 
 async def run_rank(settings: TargetSettings, place: RankPlace, on_ready: OnReady | None = None) -> None:
-    """One rank of a target that is several processes: rank 0 serves like `run`, the others do what it says.
+    """Runs one rank of a target of several processes: rank 0 serves like `run`, the others follow it.
 
-    All a launcher calls, in each process it starts: of `settings` every rank needs the same, but for where the model
-    lies and its device. Returns when rank 0 was told to stop; ends the process when a rank is lost.
+    The only function a launcher calls, in each process it starts. `settings` are the same for every rank, except the
+    model's path and the device. Returns when rank 0 stops; ends the process when a rank is lost.
     """
     if place.rank == 0:
         await ReplicaApp(TARGET, settings, place).run(on_ready)

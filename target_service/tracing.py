@@ -1,8 +1,8 @@
-"""The spans of the target: what it did for rounds in detail, step by step.
+"""The spans of the target for detailed rounds, step by step.
 
-Each such round has a `verify` span from the arrival of its message to its answer, and below it what it waited (`queue`)
-and what it was computed in (`forward`). A forward that served several rounds is one span, below the first round in
-detail, with a link to every round it served; the others link to it.
+Each such round has a `verify` span from the arrival of its message to its answer, and below it its wait (`queue`) and
+its forward pass (`forward`). A forward that served several rounds is one span, below the first detailed round, with a
+link to every round it served; the others link to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.telemetry.spans import SPAN_ID_BYTES, Attributes, Span, SpanKind, S
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A round that was answered; times by the monotonic clock."""
+    """An answered round; times by the monotonic clock."""
 
     item: Verification
     timing: StepTiming
@@ -27,30 +27,30 @@ class Served:
 
     @property
     def link(self) -> SpanLink:
-        """To the round, or to its segment where the round has no span of its own."""
+        """A link to the round, or to its round group if the round has no span of its own."""
         trace = self.item.trace
         return SpanLink(trace.trace_id, trace.span_id, {"specdec.round": self.item.round_index})
 
     @property
     def span_id(self) -> bytes:
-        """Of its `verify` span on this side."""
+        """The id of its `verify` span on this side."""
         return derived_span_id(self.item.trace.span_id, "verify", "target")
 
     def verify(self, forward: tuple[SpanLink, ...]) -> Span:
-        """Its `verify` span; `forward`: the step that served it, where that is below another round."""
+        """Returns its `verify` span; `forward`: a link to the step that served it, if that is below another round."""
         trace = self.item.trace
         ids = trace.trace_id, self.span_id, derived_span_id(trace.span_id, "verify")
         attributes = {"specdec.round": self.item.round_index, "specdec.offered": len(self.item.draft_token_ids)}
         return Span("verify", *ids, self.arrived_s, self.answered_s, SpanKind.SERVER, attributes, links=forward)
 
     def below(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> Span:
-        """A span below its `verify`."""
+        """Returns a span below its `verify`."""
         ids = self.item.trace.trace_id, os.urandom(SPAN_ID_BYTES), self.span_id
         return Span(name, *ids, start_s, end_s, attributes=attributes)
 
 
 def spans_of(rounds: Sequence[Served]) -> list[Span]:
-    """The spans of one step that served these rounds; none where none of them is in detail."""
+    """Returns the spans of one step that served these rounds; none if no round is detailed."""
     detailed = [served for served in rounds if served.item.trace.detailed]
     if not detailed:
         return []
@@ -58,7 +58,7 @@ def spans_of(rounds: Sequence[Served]) -> list[Span]:
     shared = {
         "specdec.step_rows": timing.row_count,
         "specdec.step_sessions": timing.feed_count,
-        "specdec.evidence_ms": round(1000 * timing.evidence_s, 4),
+        "specdec.sampling_ms": round(1000 * timing.sampling_s, 4),
     }
     forward = first.below("forward", timing.started_s, timing.ended_s, shared)
     forward = replace(forward, links=tuple(served.link for served in rounds))

@@ -1,1 +1,1 @@
-"""The benchmark of the draft: `python -m bench.draft`. What is measured and how is said in `__main__`."""
+"""The benchmark of the draft: `python -m bench.draft`. `__main__` describes the measurements."""

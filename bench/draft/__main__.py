@@ -2,7 +2,7 @@
 
 In turns, one thread, for short and long contexts: the bare loop, at batch 8 for 8 sessions; the draft service's own
 engine and handler in this process, without streams; and draft tokens per second arriving at a coordinator's link over
-loopback, from a draft of its own process. By rule, nodes of a session in one step, and sessions. Figures are medians
+loopback, from a draft of its own process. By rule, nodes of a session in one step, and sessions. Values are medians
 over turns; `step / bare` are ratios within a turn, with the 95 % interval of their median.
 """
 
@@ -23,17 +23,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.draft.alone import DraftAlone
-from bench.draft.bare import BareLoop
-from bench.draft.delivery import Delivery
-from bench.draft.reader import ROOM, texts_of
-from bench.harness import DRAFT_MODEL
-from bench.pipeline.figures import Ratio, ratio_of
-from bench.pipeline.placement import processor_name
-from bench.pipeline.variants import RULES_DEFAULT, rule_of
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.draft.alone import DraftAlone
+from specdec.bench.draft.bare import BareLoop
+from specdec.bench.draft.delivery import Delivery
+from specdec.bench.draft.reader import SPARE_TOKENS, texts_of
+from specdec.bench.harness import DRAFT_MODEL
+from specdec.bench.pipeline.measurements import Ratio, ratio_of
+from specdec.bench.pipeline.placement import processor_name
+from specdec.bench.pipeline.variants import RULES_DEFAULT, rule_of
 from specdec.errors import SpecdecError
-from specdec.protocol.types import Law, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.rpc.process import set_startup_objects_aside
 from specdec.telemetry.logs import configure_logs
 
@@ -45,7 +45,7 @@ QUICK = {"turns": 3, "steps": 8, "seconds": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is measured in every turn."""
+    """One combination that is measured in every turn."""
 
     context: int
     sessions: int
@@ -53,14 +53,14 @@ class Cell:
     nodes: int
 
     @property
-    def law(self) -> Law:
+    def params(self) -> ResolvedSamplingParams:
         """The sampling of every session of the cell."""
         rule, temperature = rule_of(self.rule)
-        return Law(rule, 1, self.context, temperature)
+        return ResolvedSamplingParams(rule, 1, self.context, temperature)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFigure:
+class DraftMeasurement:
     """Medians of one cell and type. Both steps in milliseconds, of all sessions; nodes a second of all sessions."""
 
     dtype: str
@@ -84,7 +84,9 @@ class DraftFigure:
         return self.delivered_per_s * self.step_ms / 1e3 / (self.sessions * self.nodes)
 
 
-def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], console: Console) -> Iterator[DraftFigure]:
+def measure(
+    asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], console: Console
+) -> Iterator[DraftMeasurement]:
     """All cells with one type, in turns. Raises SpecdecError."""
     draft = DraftAlone(asked.model, dtype)
     bare = BareLoop(asked.model, draft.dtype)
@@ -94,11 +96,11 @@ def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], consol
     with Delivery(asked.model, draft.dtype, draft.vocabulary_size) as delivery:
         for _ in track(range(asked.turns + 1), draft.dtype, console=console):
             for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
-                texts = texts_of(sessions, context + ROOM)
+                texts = texts_of(sessions, context + SPARE_TOKENS)
                 loop_ms = bare.step_ms([text[:context] for text in texts], asked.steps)
                 bare_ms.setdefault((context, sessions), []).append(loop_ms)
                 for cell in (own for own in cells if (own.context, own.sessions) == (context, sessions)):
-                    shape = (cell.law, texts, cell.nodes)
+                    shape = (cell.params, texts, cell.nodes)
                     found[cell].append((draft.step_ms(*shape, asked.steps), delivery.rate(*shape, asked.seconds)))
     for cell, values in found.items():
         loops = bare_ms[cell.context, cell.sessions][1:]  # the first turn warms up
@@ -108,21 +110,21 @@ def measure(asked: argparse.Namespace, dtype: str, cells: Sequence[Cell], consol
             ratio = ratio_of([step / loop for step, loop in pairs])
             times = statistics.median(loops), statistics.median(step for step, _ in pairs)
             of_cell = cell.context, cell.sessions, cell.rule, cell.nodes
-            yield DraftFigure(draft.dtype, *of_cell, *times, ratio, statistics.median(rates))
+            yield DraftMeasurement(draft.dtype, *of_cell, *times, ratio, statistics.median(rates))
 
 
-def bounds_of(figure: DraftFigure) -> float | None:
+def bounds_of(measurement: DraftMeasurement) -> float | None:
     """The bar of step / bare; None where there is none."""
-    bounds = BOUNDS.get(figure.nodes)
-    return bounds and bounds[rule_of(figure.rule)[0] is Rule.REJECTION]
+    bounds = BOUNDS.get(measurement.nodes)
+    return bounds and bounds[rule_of(measurement.rule)[0] is Rule.REJECTION]
 
 
-def bars_of(figures: Sequence[DraftFigure]) -> list[Bar]:
+def bars_of(measurements: Sequence[DraftMeasurement]) -> list[Bar]:
     """The worst of contexts, sessions, rules and types counts."""
     bars = []
     for nodes, (bound, rejection_bound) in BOUNDS.items():
         claim = f"draft's step / bare greedy loop, {nodes} node{'s' if nodes > 1 else ''}"
-        of_nodes = [figure for figure in figures if figure.nodes == nodes]
+        of_nodes = [measurement for measurement in measurements if measurement.nodes == nodes]
         drawn = {own.name: own.ratio.median for own in of_nodes if rule_of(own.rule)[0] is Rule.REJECTION}
         guessed = {own.name: own.ratio.median for own in of_nodes if own.name not in drawn}
         bars.append(worst_of(f"{claim}, GREEDY and COUPLED", bound, guessed, True, STRETCHES[nodes]))
@@ -130,7 +132,7 @@ def bars_of(figures: Sequence[DraftFigure]) -> list[Bar]:
     return bars
 
 
-def table_of(figures: Sequence[DraftFigure]) -> Table:
+def table_of(measurements: Sequence[DraftMeasurement]) -> Table:
     """A line per cell and type."""
     table = Table(title="the draft, one thread; medians over turns, milliseconds of all sessions together")
     numbers = (
@@ -146,7 +148,7 @@ def table_of(figures: Sequence[DraftFigure]) -> Table:
     )
     for name in ("type", "rule", *numbers):
         table.add_column(name, justify="left" if name in ("type", "rule") else "right")
-    for own in figures:
+    for own in measurements:
         bound = bounds_of(own)
         ratio = f"{own.ratio.median:.2f} [{own.ratio.low:.2f}, {own.ratio.high:.2f}]"
         shown = "" if bound is None else f"≤ {bound:g}{' missed' if own.ratio.median > bound else ''}"
@@ -183,17 +185,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logs("error", "bench")
     rules = [RULES_DEFAULT[number] for number in asked.rules]
     cells = [Cell(*cell) for cell in product(asked.contexts, asked.sessions, rules, asked.nodes)]
-    figures: list[DraftFigure] = []
+    measurements: list[DraftMeasurement] = []
     try:
         for dtype in asked.dtype:
-            figures += measure(asked, dtype, cells, Console(stderr=True))
+            measurements += measure(asked, dtype, cells, Console(stderr=True))
     except SpecdecError as error:
         print(f"draft: {error}", file=sys.stderr)
         return 1
-    console.print(table_of(figures))
-    bars = bars_of(figures)
+    console.print(table_of(measurements))
+    bars = bars_of(measurements)
     written: dict[str, Any] = {"cpu": processor_name(), "torch": torch.__version__, "model": str(asked.model)}
-    written |= {"figures": [asdict(figure) for figure in figures], "bars": as_json(bars)}
+    written |= {"measurements": [asdict(measurement) for measurement in measurements], "bars": as_json(bars)}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return conclude(bars, console, asked.check)

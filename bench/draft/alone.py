@@ -1,8 +1,8 @@
 """The draft service's step in this process and thread, without streams and messages: its own engine and handler.
 
-`DraftAlone` is all that is known here of the service's inside: items go into the handler, the service chooses a step,
-the engine runs it, and answers come out. A step takes all of that but the handling of commits: choosing, feeding,
-forward, guesses or draft distributions, the tree, the answers.
+Only `DraftAlone` knows the service's inside: items go into the handler, the service chooses a step, the engine runs it,
+and answers come out. A step contains all of that except the handling of commits: choosing, feeding, forward pass,
+guesses or draft distributions, the tree, the answers.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.draft.reader import ROOM, Reader, texts_of
-from draft_service.service import DRAFT
+from specdec.bench.draft.reader import SPARE_TOKENS, Reader, texts_of
 from specdec.config import DraftSettings
+from specdec.draft_service.service import DRAFT
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.errors import SpecdecError
-from specdec.protocol.items import Close, DraftAsk, Nodes
-from specdec.protocol.types import Law
+from specdec.protocol.items import Close, DraftItem, Nodes
+from specdec.protocol.types import ResolvedSamplingParams
 from specdec.replica.handler import ItemHandler
 from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
 
 STREAM = "benchmark"
 BLOCK_SIZE, CACHE_POSITIONS = 64, 1 << 16
-FULL_SHARE = 0.75  # of the nodes a step was asked for: where a tree has few likely places, it evaluates fewer
-TRIES_PER_STEP = 8  # steps taken for each that has to be full, before the rest is given up
+FULL_SHARE = 0.75  # of a step's requested nodes: a tree with few likely nodes evaluates fewer
+TRIES_PER_STEP = 8  # steps tried per full step needed, before the rest is given up
 
 
 class DraftAlone:
@@ -38,22 +38,26 @@ class DraftAlone:
         settings = DraftSettings(model=str(folder), port=0, threads=1, block_size=BLOCK_SIZE)
         self.dtype = model.description.dtype
         self.vocabulary_size = model.description.vocabulary_size
-        self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, DRAFT.evidence)
+        self._engine = Engine(model, 1 + CACHE_POSITIONS // BLOCK_SIZE, BLOCK_SIZE, DRAFT.sampler)
         self._drafter = DRAFT.make_service(self._engine, describe(model, settings), settings, Tracing())
         self._handler = ItemHandler(self._drafter, settings.max_num_seqs)
         self._numbers = itertools.count(1)
         self._readers: dict[int, Reader] = {}
         self._answers: list[object] = []
 
-    def step_ms(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, step_count: int) -> float | None:
-        """Mean milliseconds of a step that evaluates about so many leaves for each text, counted in steps of exactly
-        so many, over about `step_count` of them, below the prompt of the law; texts are longer by ROOM.
+    def step_ms(
+        self, params: ResolvedSamplingParams, texts: Sequence[Sequence[int]], nodes_per_step: int, step_count: int
+    ) -> float | None:
+        """Mean milliseconds of a step of `nodes_per_step` nodes for each text, over about `step_count` full steps below
+        the prompt of the sampling parameters; texts are longer by SPARE_TOKENS.
 
-        None where the trees have no step that wide. SpecdecError where the draft refuses an item."""
-        context, node_count = law.prompt_length, len(texts) * leaves
-        self._readers = {number: Reader(number, text, context, leaves) for text, number in zip(texts, self._numbers)}
+        None if the trees have no step that wide. Raises SpecdecError if the draft refuses an item."""
+        context, node_count = params.prompt_length, len(texts) * nodes_per_step
+        self._readers = {
+            number: Reader(number, text, context, nodes_per_step) for text, number in zip(texts, self._numbers)
+        }
         for reader in self._readers.values():
-            self._tell(reader.opening(law, self.vocabulary_size))
+            self._tell(reader.opening(params, self.vocabulary_size))
         while self._step()[1] is not None:
             pass
         seconds = steps = 0.0
@@ -69,11 +73,11 @@ class DraftAlone:
         self._tell(Close(number, 1) for number in self._readers)
         return seconds / steps * 1e3 if steps else None
 
-    def _tell(self, items: Iterable[DraftAsk]) -> None:
+    def _tell(self, items: Iterable[DraftItem]) -> None:
         self._handler.handle(STREAM, list(items), self._answers.append)
 
     def _step(self) -> tuple[float, int | None]:
-        """One step of the draft: its seconds and the nodes it evaluated; None for those where it had no work."""
+        """Runs one step of the draft; returns its seconds and its evaluated nodes, None for these without work."""
         began_s = time.perf_counter()
         turn = self._drafter.next_step()
         if turn.pieces:
@@ -89,14 +93,20 @@ class DraftAlone:
 
 
 def draft_steps_ms(
-    folder: Path, dtype: str, laws: Sequence[Law], leaf_counts: Sequence[int], step_count: int = 24
+    folder: Path,
+    dtype: str,
+    all_params: Sequence[ResolvedSamplingParams],
+    node_counts: Sequence[int],
+    step_count: int = 24,
 ) -> list[dict[int, float]]:
-    """Milliseconds of a step for one session by leaves, of each law, after a text of its prompt's length; without the
-    leaves that no step was wide enough for."""
+    """Milliseconds of a step for one session by nodes, for each of `all_params`, after a text of its prompt's length;
+    without node counts that no step reached."""
     draft = DraftAlone(folder, dtype)
     found = []
-    for law in laws:
-        texts = texts_of(1, law.prompt_length + ROOM)
-        steps = ((leaves, draft.step_ms(law, texts, leaves, step_count)) for leaves in leaf_counts)
-        found.append({leaves: step_ms for leaves, step_ms in steps if step_ms is not None})
+    for params in all_params:
+        texts = texts_of(1, params.prompt_length + SPARE_TOKENS)
+        steps = (
+            (nodes_per_step, draft.step_ms(params, texts, nodes_per_step, step_count)) for nodes_per_step in node_counts
+        )
+        found.append({nodes_per_step: step_ms for nodes_per_step, step_ms in steps if step_ms is not None})
     return found

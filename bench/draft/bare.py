@@ -1,4 +1,4 @@
-"""The greedy loop of `transformers` with nothing around it: what a draft's step is held against."""
+"""The bare greedy loop of `transformers`: the baseline of a draft's step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BareLoop:
 
     @torch.inference_mode()
     def step_ms(self, texts: Sequence[Sequence[int]], step_count: int) -> float:
-        """Mean milliseconds of a token of every text, over so many of them, after the whole texts."""
+        """Mean milliseconds of a step of one token of every text, over `step_count` steps after the whole texts."""
         last = torch.tensor([text[-1:] for text in texts])  # [texts, 1] int64
         cache = self._filled(texts)
         token = self._next(last, cache)  # not timed: allocations of a cache that has just been cut

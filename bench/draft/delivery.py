@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.draft.reader import Reader
-from bench.event_loop import new_event_loop
-from coordinator.replicas import DRAFT
+from specdec.bench.draft.reader import Reader
+from specdec.bench.event_loop import new_event_loop
 from specdec.cli.processes import start
 from specdec.config import DraftSettings, TlsSettings
+from specdec.coordinator.replicas import DRAFT
 from specdec.errors import SpecdecError
-from specdec.protocol.items import DraftAsk, Nodes
-from specdec.protocol.types import Law
+from specdec.protocol.items import DraftItem, Nodes
+from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.link import Link
@@ -46,11 +46,15 @@ class Delivery:
         self._loop.close()
         self._child.stop()
 
-    def rate(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, seconds: float) -> float:
+    def rate(
+        self, params: ResolvedSamplingParams, texts: Sequence[Sequence[int]], nodes_per_step: int, seconds: float
+    ) -> float:
         """Nodes a second, of all texts together, from when each has had some. SpecdecError where the draft refuses."""
-        return self._loop.run_until_complete(self._measure(law, texts, leaves, seconds))
+        return self._loop.run_until_complete(self._measure(params, texts, nodes_per_step, seconds))
 
-    async def _measure(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, seconds: float) -> float:
+    async def _measure(
+        self, params: ResolvedSamplingParams, texts: Sequence[Sequence[int]], nodes_per_step: int, seconds: float
+    ) -> float:
         self._came, self._failure = asyncio.Event(), None
         self._link = Link(
             "the draft",
@@ -65,16 +69,20 @@ class Delivery:
         running = asyncio.create_task(self._link.run())
         try:
             await self._until(lambda: self._link.is_up)
-            return await self._nodes_per_s(law, texts, leaves, seconds)
+            return await self._nodes_per_s(params, texts, nodes_per_step, seconds)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _nodes_per_s(self, law: Law, texts: Sequence[Sequence[int]], leaves: int, seconds: float) -> float:
-        context = law.prompt_length
-        self._readers = {number: Reader(number, text, context, leaves) for text, number in zip(texts, self._numbers)}
+    async def _nodes_per_s(
+        self, params: ResolvedSamplingParams, texts: Sequence[Sequence[int]], nodes_per_step: int, seconds: float
+    ) -> float:
+        context = params.prompt_length
+        self._readers = {
+            number: Reader(number, text, context, nodes_per_step) for text, number in zip(texts, self._numbers)
+        }
         for reader in self._readers.values():
-            for item in reader.opening(law, self._vocabulary_size):
+            for item in reader.opening(params, self._vocabulary_size):
                 self._send(item)
         await self._until(lambda: all(reader.node_count > 1 for reader in self._readers.values()))
         began_s, before = time.perf_counter(), self._node_count()
@@ -109,5 +117,5 @@ class Delivery:
                     self._send(reader.commit())
         self._came.set()
 
-    def _send(self, item: DraftAsk) -> None:
+    def _send(self, item: DraftItem) -> None:
         self._link.send(item_to_bytes(DRAFT.request, item))

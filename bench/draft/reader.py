@@ -1,7 +1,6 @@
-"""A session of a draft as the coordinator's side keeps it going: a held-out text, committed token by token.
+"""The coordinator's side of a draft session: a held-out text, committed token by token.
 
-The text is a real one: below the draft's own guesses a small model soon says the same again and again, is certain of
-it, and its tree is a chain.
+The text is real: below its own guesses a small model soon repeats itself with certainty, and its tree is a chain.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from bench.harness import DRAFT_MODEL, heldout_prompts
-from specdec.protocol.items import Commit, DraftAsk, Extend, Nodes, Open
-from specdec.protocol.types import Law
+from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from specdec.protocol.items import Commit, DraftItem, Extend, Nodes, Open
+from specdec.protocol.types import ResolvedSamplingParams
 
 WINDOW = 32
-ROOM = 400  # tokens of a text beyond its context: what may be committed while it is measured
-NODES_A_COMMIT = {1: 12, 2: 12}  # by leaves
-NODES_A_COMMIT_MAX = 16  # of wider trees: often hardly more places are likely enough to be evaluated
+SPARE_TOKENS = 400  # tokens of a text beyond its context, committed during the measurement
+NODES_A_COMMIT = {1: 12, 2: 12}  # by nodes per step
+NODES_A_COMMIT_MAX = 16  # of wider trees: often hardly more nodes are likely enough to be evaluated
 
 
 def texts_of(count: int, length: int) -> list[tuple[int, ...]]:
-    """Different pieces of held-out text, so many tokens each."""
+    """Returns `count` different pieces of held-out text of `length` tokens each."""
     tokenizer = Tokenizer.from_file(str(DRAFT_MODEL / "tokenizer.json"))
     stock = list(itertools.chain.from_iterable(tokenizer.encode(prompt).ids for prompt in heldout_prompts().values()))
     shift = (len(stock) - length) // count
@@ -31,7 +30,7 @@ def texts_of(count: int, length: int) -> list[tuple[int, ...]]:
 
 
 def evaluated_count(nodes: Nodes) -> int:
-    """Nodes that were evaluated: each brought one proposal."""
+    """The number of evaluated nodes: each has one proposal child."""
     return sum(node.proposal for node in nodes.nodes)
 
 
@@ -42,14 +41,14 @@ class Reader:
     number: int
     text: Sequence[int]
     length: int
-    leaves: int
+    nodes_per_step: int
     node_count: int = 0
     fresh_count: int = 0
 
-    def opening(self, law: Law, vocabulary_size: int) -> list[DraftAsk]:
+    def opening(self, params: ResolvedSamplingParams, vocabulary_size: int) -> list[DraftItem]:
         """Opens the session with one node to grow, so that all is fed before anything is timed."""
         name, context = (self.number, 1), self.length
-        opened = Open(*name, law, len(self.text) + WINDOW, vocabulary_size)
+        opened = Open(*name, params, len(self.text) + WINDOW, vocabulary_size)
         fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1)
         return [opened, Extend(*name, 0, tuple(self.text[: context - 1])), fed]
 
@@ -62,12 +61,12 @@ class Reader:
 
     @property
     def is_grown(self) -> bool:
-        """Whether so much has come that the next token is due, before the draft has nothing likely left to do."""
-        return self.fresh_count >= NODES_A_COMMIT.get(self.leaves, NODES_A_COMMIT_MAX)
+        """Whether the next token is due, before the draft runs out of likely nodes."""
+        return self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
 
     def commit(self) -> Commit:
         """The next token of the text."""
         self.fresh_count = 0
         self.length += 1
         token_id = self.text[self.length - 1]
-        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.leaves)
+        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step)

@@ -1,1 +1,1 @@
-"""What the engine's steps cost, in one process and without services: `specdec bench engine`."""
+"""The benchmark of the engine's steps, in one process and without services: `specdec bench engine`."""

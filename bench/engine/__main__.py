@@ -1,8 +1,8 @@
-"""`python -m bench.engine`: the engine's step by rows, sequences and context, its streams and its evidence.
+"""`python -m bench.engine`: the engine's step by rows, sequences and context, its streams and its sampler.
 
-One process, no services. For the shipped pair and the target made deeper (bench/deepened.py): time of a step and its
-share of what memory allows, what neighbour-independence costs, plain decoding of many streams with the time outside
-the forward, and evidence and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
+One process, no services. For the shipped pair and the deepened target (bench/deepened.py): time of a step and its ratio
+to the memory limit, the cost of stable rows, plain decoding of many streams with the time outside the forward pass, and
+sampler and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import deepened, plot
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.engine import tables
-from bench.engine.bandwidth import LARGE_BYTES, Reader
-from bench.engine.evidence import VOCABULARIES, EvidenceFigure, measure_evidence
-from bench.engine.picture import picture
-from bench.engine.steps import CONTEXTS, ROWS, SEQUENCES, StepFigure, independence_shapes, measure_steps, shapes_of
-from bench.engine.streams import STREAMS, StreamFigure, measure_streams
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.bench import deepened, plot
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.engine import tables
+from specdec.bench.engine.bandwidth import LARGE_BYTES, Reader
+from specdec.bench.engine.picture import picture
+from specdec.bench.engine.sampler import VOCABULARIES, SamplerMeasurement, measure_sampler
+from specdec.bench.engine.steps import (
+    CONTEXTS,
+    ROWS,
+    SEQUENCES,
+    StepMeasurement,
+    independence_shapes,
+    measure_steps,
+    shapes_of,
+)
+from specdec.bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.errors import SpecdecError
 
 MODELS = ("deepened", "target", "draft")
@@ -75,10 +83,10 @@ def folders(extra_layers: int) -> Iterator[dict[str, Path]]:
 
 def measure(
     asked: argparse.Namespace, advance: Callable[[str], None]
-) -> tuple[list[StepFigure], list[StreamFigure], list[EvidenceFigure]]:
-    """Everything that is asked for; `advance` is told what was measured, a piece at a time."""
-    steps: list[StepFigure] = []
-    streams: list[StreamFigure] = []
+) -> tuple[list[StepMeasurement], list[StreamMeasurement], list[SamplerMeasurement]]:
+    """Runs all requested measurements; `advance` is called with the name of each finished part."""
+    steps: list[StepMeasurement] = []
+    streams: list[StreamMeasurement] = []
     shapes = shapes_of(asked.rows, asked.sequences, asked.contexts)
     with folders(asked.extra_layers) as found:
         for name in asked.models:
@@ -89,7 +97,7 @@ def measure(
                 streams += measure_streams(
                     model, name, asked.streams, asked.tokens, asked.rounds, lambda: advance("streams")
                 )
-    return steps, streams, measure_evidence(asked.vocabularies, 5 * asked.rounds, lambda: advance("evidence"))
+    return steps, streams, measure_sampler(asked.vocabularies, 5 * asked.rounds, lambda: advance("sampler"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(console=console, transient=True) as shown:
         task = shown.add_task("engine", total=piece_count)
         try:
-            steps, streams, of_evidence = measure(asked, lambda what: shown.update(task, advance=1, description=what))
+            steps, streams, of_result = measure(asked, lambda what: shown.update(task, advance=1, description=what))
         except SpecdecError as error:
             console.print(f"{type(error).__name__}: {error}", style="red")
             return 1
@@ -110,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(tables.sequence_table(steps, rows) for rows in (1, 5)),
         tables.independence_table(steps),
         tables.stream_table(streams),
-        tables.evidence_table(of_evidence),
+        tables.sampler_table(of_result),
     ):
         console.print(table)
     console.print(
@@ -119,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"in the same rounds; from a buffer of {LARGE_BYTES >> 20} MiB memory gave {large_gb_per_s:.1f} GB/s."
     )
     bars = bars_of(streams)
-    save(asked, steps, streams, of_evidence, large_gb_per_s, bars)
+    save(asked, steps, streams, of_result, large_gb_per_s, bars)
     return conclude(bars, console, asked.check)
 
 
-def bars_of(streams: Sequence[StreamFigure]) -> list[Bar]:
+def bars_of(streams: Sequence[StreamMeasurement]) -> list[Bar]:
     """Streams decoding at once, for every model and type."""
     rates: dict[str, dict[int, float]] = {}
     for own in streams:
@@ -134,9 +142,9 @@ def bars_of(streams: Sequence[StreamFigure]) -> list[Bar]:
 
 def save(
     asked: argparse.Namespace,
-    steps: Sequence[StepFigure],
-    streams: Sequence[StreamFigure],
-    of_evidence: Sequence[EvidenceFigure],
+    steps: Sequence[StepMeasurement],
+    streams: Sequence[StreamMeasurement],
+    of_result: Sequence[SamplerMeasurement],
     large_gb_per_s: float,
     bars: Sequence[Bar],
 ) -> None:
@@ -152,7 +160,7 @@ def save(
         "hardware": hardware,
         "steps": [asdict(step) for step in steps],
         "streams": [asdict(stream) for stream in streams],
-        "evidence": [asdict(one) for one in of_evidence],
+        "sampler": [asdict(one) for one in of_result],
         "bars": as_json(bars),
     }
     (asked.out / "engine.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""How fast one thread reads memory, and what a step must read at least: the limit steps are held against.
+"""The memory limit of a step: the read rate of one thread, and the least bytes a step reads.
 
-The buffer read is as large as the model's own weights: every step reads those once, from wherever memory of that size
-comes to lie, be it a cache. A limit taken from a larger buffer would be easier to reach.
+The buffer is as large as the model's weights, which every step reads once, from memory or from a cache of that size. A
+limit measured with a larger buffer would be easier to reach.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Reader:
 
 
 def step_bytes(model: TransformersModel, sequence_count: int, context: int) -> int:
-    """Bytes a step cannot help reading: the weights of its products once, and what the sequences have cached."""
+    """The least bytes of a step: the weights of its products once, and the sequences' cached positions."""
     return model.product_bytes + sequence_count * context * model.cache_bytes_per_position
 
 
 def limit_ms(byte_count: int, gb_per_s: float) -> float:
-    """Milliseconds in which so many bytes can be read."""
+    """The milliseconds to read `byte_count` bytes."""
     return byte_count / gb_per_s / 1e6

@@ -1,4 +1,4 @@
-"""The picture of the engine's figures: step time against rows and sequences beside the memory limit, and throughput."""
+"""The plots of the engine: step time against rows and sequences beside the memory limit, and throughput."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import plot
-from bench.engine.steps import StepFigure
-from bench.engine.streams import StreamFigure
+from specdec.bench import plot
+from specdec.bench.engine.steps import StepMeasurement
+from specdec.bench.engine.streams import StreamMeasurement
 
 LIMIT = {"color": "#555555", "linewidth": 1.0, "linestyle": "--", "label": "memory limit"}
 
 
-def picture(steps: Sequence[StepFigure], streams: Sequence[StreamFigure], file: Path) -> None:
+def picture(steps: Sequence[StepMeasurement], streams: Sequence[StreamMeasurement], file: Path) -> None:
     """A line of panels per model and type. Raises ConfigError without matplotlib."""
     plot.require()
     import matplotlib
@@ -23,18 +23,18 @@ def picture(steps: Sequence[StepFigure], streams: Sequence[StreamFigure], file: 
 
     kinds = list(dict.fromkeys((step.model, step.dtype) for step in steps))
     size = (12, 1 + 3 * len(kinds))
-    figure, axes = pyplot.subplots(len(kinds), 3, figsize=size, squeeze=False, layout="constrained")
+    measurement, axes = pyplot.subplots(len(kinds), 3, figsize=size, squeeze=False, layout="constrained")
     for kind, (by_rows, by_sequences, by_streams) in zip(kinds, axes):
         own = [step for step in steps if (step.model, step.dtype) == kind]
         draw_steps(by_rows, [(step.rows, step) for step in own if step.sequences == 1], "rows of one sequence")
         draw_steps(by_sequences, [(step.sequences, step) for step in own if step.rows == 1], "sequences of one row")
         draw_streams(by_streams, [line for line in streams if (line.model, line.dtype) == kind])
         by_rows.set_title(", ".join(kind), fontsize=10)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    measurement.savefig(file, dpi=150)
+    pyplot.close(measurement)
 
 
-def draw_steps(axis: Any, points: Sequence[tuple[int, StepFigure]], label: str) -> None:
+def draw_steps(axis: Any, points: Sequence[tuple[int, StepMeasurement]], label: str) -> None:
     """Milliseconds by a count, a line per context; the limit of the shortest."""
     contexts = sorted({step.context for _, step in points})
     for context in contexts:
@@ -47,9 +47,9 @@ def draw_steps(axis: Any, points: Sequence[tuple[int, StepFigure]], label: str) 
     axis.legend(frameon=False, fontsize=8)
 
 
-def draw_streams(axis: Any, figures: Sequence[StreamFigure]) -> None:
+def draw_streams(axis: Any, measurements: Sequence[StreamMeasurement]) -> None:
     """Tokens per second of all streams together."""
-    points = sorted((figure.streams, figure.tokens_per_s) for figure in figures)
+    points = sorted((measurement.streams, measurement.tokens_per_s) for measurement in measurements)
     if points:
         axis.plot(*zip(*points), marker="o", markersize=3)
     axis.set_ylabel("tokens/s, all streams")

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from bench.engine.bandwidth import Reader, limit_ms, step_bytes
-from specdec.engine.block_table import BlockTable
+from specdec.bench.engine.bandwidth import Reader, limit_ms, step_bytes
 from specdec.engine.cpu_backend import CpuBackend
-from specdec.engine.interface import RaggedBatch, Segment
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.row_widths import RowWidths
+from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.tile_sizes import TileSizes
 from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64
@@ -30,13 +29,13 @@ SEQUENCES = (1, 2, 4, 8, 16, 32)
 SEQUENCE_ROWS = (1, 5)  # rows of each sequence where the number of sequences is the question
 INDEPENDENCE = ((1, 1), (1, 5), (1, 8), (8, 5))  # sequences, rows each
 CONTEXT = 256  # where one context stands for all
-UNPADDED = RowWidths(tuple(range(1, 129)), row_multiple=1)
+UNPADDED = TileSizes(tuple(range(1, 129)), row_multiple=1)
 ANY_TILE = tuple(range(1, 65))
 PREFILL_ROWS = 64
 
 
 class Shape(NamedTuple):
-    """One step: so many sequences, each with `rows` tokens to run after `context` cached ones."""
+    """One step: `sequences` sequences, each with `rows` tokens to run after `context` cached ones."""
 
     sequences: int
     rows: int
@@ -44,7 +43,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigure:
+class StepMeasurement:
     """Medians of one shape. `limit_ms`: in which what the step must read can be read; `unpadded_ms`: None where the
     step was not run unpadded."""
 
@@ -90,7 +89,7 @@ class CachedTexts:
         first, *others = self._tables
         for start in range(0, length, PREFILL_ROWS):
             token_ids = self.token_ids[start : start + PREFILL_ROWS]
-            model.forward(RaggedBatch((Segment(first.block_ids, start, token_ids, 0),)))
+            model.forward(RaggedBatch((SequenceChunk(first.block_ids, start, token_ids, 0),)))
         for table in others:
             for source, destination in zip(first.block_ids, table.block_ids):
                 storage.copy_block(source, destination)
@@ -99,7 +98,9 @@ class CachedTexts:
         """The step: its tokens are those of the text, so it writes what is there and may be repeated."""
         token_ids = self.token_ids[shape.context : shape.context + shape.rows]
         tables = self._tables[: shape.sequences]
-        return RaggedBatch(tuple(Segment(table.block_ids, shape.context, token_ids, shape.rows) for table in tables))
+        return RaggedBatch(
+            tuple(SequenceChunk(table.block_ids, shape.context, token_ids, shape.rows) for table in tables)
+        )
 
 
 def time_step(model: TransformersModel, batch: RaggedBatch) -> float:
@@ -119,15 +120,15 @@ def step_times(
     batches = {shape: texts.batch(shape) for shape in every}
     backend = model.backend
     assert isinstance(backend, CpuBackend), "widths are measured on a CPU"
-    measured = backend.families
+    measured = backend.stable_tiles
     for _ in range(rounds):
-        backend.use_families(*measured)
+        backend.use_stable_tiles(*measured)
         model.forward(batches[every[0]])
         padded_ms = {shape: time_step(model, batches[shape]) for shape in dict.fromkeys(every)}
-        backend.use_families(UNPADDED, ANY_TILE)
+        backend.use_stable_tiles(UNPADDED, ANY_TILE)
         model.forward(batches[every[0]])
         yield padded_ms, {shape: time_step(model, batches[shape]) for shape in unpadded}
-    backend.use_families(*measured)
+    backend.use_stable_tiles(*measured)
 
 
 def measure_steps(
@@ -137,8 +138,8 @@ def measure_steps(
     unpadded: Sequence[Shape],
     rounds: int,
     advance: Callable[[], None] = lambda: None,
-) -> list[StepFigure]:
-    """One figure a shape. Memory is read in every round; `advance` is called after each."""
+) -> list[StepMeasurement]:
+    """Returns one measurement per shape. Memory is read in every round; `advance` is called after each."""
     reader = Reader(model.product_bytes)
     padded_ms: dict[Shape, list[float]] = {}
     unpadded_ms: dict[Shape, list[float]] = {}
@@ -151,7 +152,7 @@ def measure_steps(
         advance()
     bandwidth = statistics.median(gb_per_s)
     return [
-        StepFigure(
+        StepMeasurement(
             name,
             model.description.dtype,
             *shape,

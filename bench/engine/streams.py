@@ -1,8 +1,8 @@
-"""Plain decoding of many streams by the engine in its own thread: throughput, and where the time of a step goes.
+"""Plain decoding of many streams by the engine in its own thread: throughput, and the parts of a step's time.
 
-Every stream submits its next token from within the callback of the last one, as the target service does, and evidence
-is the target's own; nothing else is there. What a step takes beside forward and evidence is scheduling, preparing the
-cache and handing results back.
+Every stream submits its next token from within the callback of the last one, as the target service does, with the
+target's sampler and nothing else. The time of a step beside forward pass and sampler is scheduling, preparing the cache
+and delivering results.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.engine.steps import BLOCK_SIZE
-from specdec.decoding.evidence import EvidenceRequest, evidence
-from specdec.engine.block_table import BlockTable
+from specdec.bench.engine.steps import BLOCK_SIZE
+from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.feed import Feed, StepTiming
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.scheduler import Engine
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import SpecdecError
-from specdec.protocol.types import Evidence, Law, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 
 STREAMS = (1, 4, 16, 32)
 CONTEXT = 128  # tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)
-class StreamFigure:
-    """Medians over blocks of so many streams at once, all together; times are of one step."""
+class StreamMeasurement:
+    """Medians over blocks of `streams` concurrent streams, all together; times are of one step."""
 
     model: str
     dtype: str
@@ -38,13 +38,13 @@ class StreamFigure:
     tokens_per_s: float
     step_ms: float
     forward_ms: float
-    evidence_ms: float
+    sampling_ms: float
     outside_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of decoding: seconds of it, and (seconds, forward, evidence) of every step but the first."""
+    """One block of decoding: its rate, and (seconds, forward, sampler) of every step but the first."""
 
     tokens_per_s: float
     steps_s: tuple[tuple[float, float, float], ...]
@@ -61,7 +61,7 @@ class Streams:
             1, model.description.vocabulary_size, (stream_count_max, CONTEXT), generator=generator
         ).tolist()
         block_count = 1 + stream_count_max * -(-self._capacity // BLOCK_SIZE)
-        self._engine = Engine(model, block_count, BLOCK_SIZE, evidence)
+        self._engine = Engine(model, block_count, BLOCK_SIZE, verify)
         self.texts: list[list[int]] = []  # of the last block
         self._engine.start()
 
@@ -86,7 +86,7 @@ class Streams:
 class _Run:
     """The streams of one block; everything but `result` happens on the engine's thread."""
 
-    def __init__(self, engine: Engine[EvidenceRequest, Evidence], token_count: int, stream_count: int) -> None:
+    def __init__(self, engine: Engine[VerificationRequest, SamplerOutput], token_count: int, stream_count: int) -> None:
         self._engine = engine
         self._token_count = token_count
         self._waiting_count = stream_count  # streams whose prompt, and later whose last token, is still to come
@@ -114,16 +114,16 @@ class _Run:
         """Prompt and decoded tokens of every stream."""
         return list(self._texts.values())
 
-    def _submit(self, table: BlockTable, done: Callable[[BlockTable, Evidence, StepTiming], None]) -> None:
+    def _submit(self, table: BlockTable, done: Callable[[BlockTable, SamplerOutput, StepTiming], None]) -> None:
         text = self._texts[table]
-        law = Law(Rule.GREEDY, 0, CONTEXT, temperature=0)
+        params = ResolvedSamplingParams(Rule.GREEDY, 0, CONTEXT, temperature=0)
         self._engine.submit(
             Feed(
                 table=table,
                 start_position=table.length,
                 token_ids=text[table.length :],
                 logit_count=1,
-                payload=EvidenceRequest(law, len(text) - CONTEXT, text),
+                payload=VerificationRequest(params, len(text) - CONTEXT, text),
                 done=lambda answer, timing: done(table, answer, timing),
                 failed=self._fail,
             )
@@ -133,7 +133,7 @@ class _Run:
         self._error = error
         self._finished.set()
 
-    def _prompt_done(self, table: BlockTable, answer: Evidence, timing: StepTiming) -> None:
+    def _prompt_done(self, table: BlockTable, answer: SamplerOutput, timing: StepTiming) -> None:
         self._take(table, answer)
         self._waiting_count -= 1
         if self._waiting_count == 0:
@@ -142,11 +142,11 @@ class _Run:
             for waiting in self._texts:
                 self._submit(waiting, self._token_done)
 
-    def _token_done(self, table: BlockTable, answer: Evidence, timing: StepTiming) -> None:
+    def _token_done(self, table: BlockTable, answer: SamplerOutput, timing: StepTiming) -> None:
         if table is next(iter(self._texts)):
             before_s, self._step_s = self._step_s, time.perf_counter()
             if before_s:
-                self._steps_s.append((self._step_s - before_s, timing.forward_s, timing.evidence_s))
+                self._steps_s.append((self._step_s - before_s, timing.forward_s, timing.sampling_s))
         self._take(table, answer)
         if len(self._texts[table]) <= CONTEXT + self._token_count:
             self._submit(table, self._token_done)
@@ -158,8 +158,8 @@ class _Run:
                 self._engine.cache.release(finished)
             self._finished.set()
 
-    def _take(self, table: BlockTable, answer: Evidence) -> None:
-        self._texts[table].append(answer.replacement_token_ids[0])
+    def _take(self, table: BlockTable, answer: SamplerOutput) -> None:
+        self._texts[table].append(answer.recovered_token_ids[0])
 
 
 def measure_streams(
@@ -169,8 +169,8 @@ def measure_streams(
     token_count: int,
     rounds: int,
     advance: Callable[[], None] = lambda: None,
-) -> list[StreamFigure]:
-    """One figure a count; counts take turns, once a round. `advance` is called after each round."""
+) -> list[StreamMeasurement]:
+    """Returns one measurement per count; counts take turns, once a round. `advance` is called after each round."""
     streams = Streams(model, max(stream_counts), token_count)
     blocks: dict[int, list[Block]] = {count: [] for count in stream_counts}
     try:
@@ -180,21 +180,23 @@ def measure_streams(
             advance()
     finally:
         streams.stop()
-    return [figure_of(name, model.description.dtype, count, found) for count, found in blocks.items()]
+    return [measurement_of(name, model.description.dtype, count, found) for count, found in blocks.items()]
 
 
-def figure_of(name: str, dtype: str, stream_count: int, blocks: Sequence[Block]) -> StreamFigure:
+def measurement_of(name: str, dtype: str, stream_count: int, blocks: Sequence[Block]) -> StreamMeasurement:
     """The medians of some blocks."""
     steps_s = [step for block in blocks for step in block.steps_s]
-    step_ms, forward_ms, evidence_ms = (statistics.median(part) * 1e3 for part in zip(*steps_s))
+    step_ms, forward_ms, sampling_ms = (statistics.median(part) * 1e3 for part in zip(*steps_s))
     outside_ms = statistics.median(step_s - forward_s - own_s for step_s, forward_s, own_s in steps_s) * 1e3
     rate = statistics.median(block.tokens_per_s for block in blocks)
-    return StreamFigure(name, dtype, stream_count, rate, step_ms, forward_ms, evidence_ms, outside_ms)
+    return StreamMeasurement(name, dtype, stream_count, rate, step_ms, forward_ms, sampling_ms, outside_ms)
 
 
-def gain(figures: Sequence[StreamFigure], model: str, dtype: str, streams: int) -> float | None:
-    """Tokens per second of so many streams over those of one; None where either was not measured."""
+def gain(measurements: Sequence[StreamMeasurement], model: str, dtype: str, streams: int) -> float | None:
+    """Tokens per second of `streams` streams over those of one; None if either was not measured."""
     rates = {
-        figure.streams: figure.tokens_per_s for figure in figures if (figure.model, figure.dtype) == (model, dtype)
+        measurement.streams: measurement.tokens_per_s
+        for measurement in measurements
+        if (measurement.model, measurement.dtype) == (model, dtype)
     }
     return rates[streams] / rates[1] if streams in rates and 1 in rates else None

@@ -1,4 +1,4 @@
-"""The figures of the engine as tables."""
+"""The measurements of the engine as tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bench.engine.evidence import EvidenceFigure
-from bench.engine.steps import StepFigure
-from bench.engine.streams import StreamFigure, gain
+from specdec.bench.engine.sampler import SamplerMeasurement
+from specdec.bench.engine.steps import StepMeasurement
+from specdec.bench.engine.streams import StreamMeasurement, gain
 
 LEFT = ("model", "type", "rule", "context")
 
@@ -21,14 +21,14 @@ def table_of(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def row_table(steps: Sequence[StepFigure]) -> Table:
+def row_table(steps: Sequence[StepMeasurement]) -> Table:
     """One sequence: milliseconds by rows and context, and the share of the memory limit."""
     return _grid(
         "One sequence, ms of a step by rows (share of the memory limit)", [s for s in steps if s.sequences == 1]
     )
 
 
-def sequence_table(steps: Sequence[StepFigure], rows: int) -> Table:
+def sequence_table(steps: Sequence[StepMeasurement], rows: int) -> Table:
     """Several sequences of `rows` rows each."""
     title = (
         f"{rows} row{'s' if rows > 1 else ''} of each sequence, ms of a step by sequences (share of the memory limit)"
@@ -36,11 +36,11 @@ def sequence_table(steps: Sequence[StepFigure], rows: int) -> Table:
     return _grid(title, [step for step in steps if step.rows == rows], by_rows=False)
 
 
-def _grid(title: str, steps: Sequence[StepFigure], by_rows: bool = True) -> Table:
+def _grid(title: str, steps: Sequence[StepMeasurement], by_rows: bool = True) -> Table:
     """A line per model, type and context; a column per row count, or per sequence count."""
     counts = sorted({step.rows if by_rows else step.sequences for step in steps})
     table = table_of(title, ("model", "type", "context", *map(str, counts)))
-    lines: dict[tuple[str, str, int], dict[int, StepFigure]] = {}
+    lines: dict[tuple[str, str, int], dict[int, StepMeasurement]] = {}
     for step in steps:
         line = lines.setdefault((step.model, step.dtype, step.context), {})
         line[step.rows if by_rows else step.sequences] = step
@@ -50,8 +50,8 @@ def _grid(title: str, steps: Sequence[StepFigure], by_rows: bool = True) -> Tabl
     return table
 
 
-def independence_table(steps: Sequence[StepFigure]) -> Table:
-    """What neighbour-independence costs, where it was measured."""
+def independence_table(steps: Sequence[StepMeasurement]) -> Table:
+    """Returns the cost of stable rows, where it was measured."""
     table = table_of("Neighbour-independence, ms", ("model", "type", "sequences × rows", "step", "unpadded", "costs"))
     for step in steps:
         if step.unpadded_ms is not None:
@@ -62,32 +62,36 @@ def independence_table(steps: Sequence[StepFigure]) -> Table:
     return table
 
 
-def stream_table(figures: Sequence[StreamFigure]) -> Table:
-    """Throughput by streams, and where the time of a step goes."""
-    columns = ("model", "type", "streams", "tokens/s", "over one", "step ms", "forward", "evidence", "outside")
+def stream_table(measurements: Sequence[StreamMeasurement]) -> Table:
+    """Returns the throughput by streams, and the parts of a step's time."""
+    columns = ("model", "type", "streams", "tokens/s", "over one", "step ms", "forward", "sampler", "outside")
     table = table_of("Plain decoding by the engine alone, GREEDY", columns)
-    for figure in figures:
-        over_one = gain(figures, figure.model, figure.dtype, figure.streams)
+    for measurement in measurements:
+        over_one = gain(measurements, measurement.model, measurement.dtype, measurement.streams)
         table.add_row(
-            figure.model,
-            figure.dtype,
-            str(figure.streams),
-            f"{figure.tokens_per_s:.0f}",
+            measurement.model,
+            measurement.dtype,
+            str(measurement.streams),
+            f"{measurement.tokens_per_s:.0f}",
             "" if over_one is None else f"{over_one:.2f}",
-            f"{figure.step_ms:.2f}",
-            f"{figure.forward_ms:.2f}",
-            f"{figure.evidence_ms:.2f}",
-            f"{figure.outside_ms:.3f}",
+            f"{measurement.step_ms:.2f}",
+            f"{measurement.forward_ms:.2f}",
+            f"{measurement.sampling_ms:.2f}",
+            f"{measurement.outside_ms:.3f}",
         )
     return table
 
 
-def evidence_table(figures: Sequence[EvidenceFigure]) -> Table:
-    """Evidence and noise apart, milliseconds by vocabulary and rows."""
-    columns = sorted({(figure.vocabulary, figure.rows) for figure in figures})
+def sampler_table(measurements: Sequence[SamplerMeasurement]) -> Table:
+    """SamplerOutput and noise apart, milliseconds by vocabulary and rows."""
+    columns = sorted({(measurement.vocabulary, measurement.rows) for measurement in measurements})
     names = (f"{size} × {rows}" for size, rows in columns)
-    table = table_of("Evidence, of which noise, ms by vocabulary × rows", ("rule", *names))
-    for rule in dict.fromkeys(figure.rule for figure in figures):
-        own = {(figure.vocabulary, figure.rows): figure for figure in figures if figure.rule == rule}
-        table.add_row(rule, *(f"{own[c].evidence_ms:.2f}, {own[c].noise_ms:.2f}" for c in columns))
+    table = table_of("SamplerOutput, of which noise, ms by vocabulary × rows", ("rule", *names))
+    for rule in dict.fromkeys(measurement.rule for measurement in measurements):
+        own = {
+            (measurement.vocabulary, measurement.rows): measurement
+            for measurement in measurements
+            if measurement.rule == rule
+        }
+        table.add_row(rule, *(f"{own[c].sampling_ms:.2f}, {own[c].noise_ms:.2f}" for c in columns))
     return table

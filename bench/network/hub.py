@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from bench.network import namespaces
-from bench.network.namespaces import Tun
-from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_told_to_stop
+from specdec.bench.network import namespaces
+from specdec.bench.network.namespaces import Tun
+from specdec.bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 MTU_DEFAULT = 1500
 PACKET_COUNT_MAX = 64  # read from one machine before the others get their turn
@@ -47,7 +47,7 @@ class Hub:
         self._delays_s[first, second] = self._delays_s[second, first] = delay_s
 
     def take(self, source: str) -> None:
-        """Takes what a machine has sent. Packets to nobody, and all that is not IPv4, are dropped."""
+        """Takes the packets that a machine has sent. Packets to unknown machines, and all but IPv4, are dropped."""
         for _ in range(PACKET_COUNT_MAX):
             packet = self._tuns[source].read()
             if packet is None:
@@ -85,11 +85,11 @@ class Hub:
 
 
 def serve(addresses: Mapping[str, str], delays: Iterable[str], mtu: int) -> None:
-    """Builds the machines, forwards until told to stop, removes them. Raises ValueError for a delay of nobody."""
+    """Builds the machines, forwards until stopped, removes them. Raises ValueError for a delay of unknown machines."""
     owned = {name: namespaces.namespace_of(os.getpid(), name) for name in addresses}
     tuns: dict[str, Tun] = {}
     try:
-        with until_told_to_stop():
+        with until_stop_requested():
             for name, namespace in owned.items():
                 namespaces.create(namespace)
                 tuns[name] = namespaces.make_tun(namespace, addresses[name], mtu)

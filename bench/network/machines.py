@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.network import namespaces
-from bench.processes import cpu_seconds
+import specdec
+from specdec.bench.network import namespaces
+from specdec.bench.processes import cpu_seconds
 from specdec.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(specdec.__file__).resolve().parents[1]  # of the checkout, or the folder of installed packages
 LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 5.0
 
@@ -37,7 +38,7 @@ class Machine:
 
     @property
     def run_prefix(self) -> list[str]:
-        """What to put before a command so that it runs on this machine."""
+        """Returns the prefix of a command that runs it on this machine."""
         pinned = ["taskset", "-c", ",".join(map(str, self.cores))] if self.cores else []
         return [*(namespaces.run_prefix(self.namespace) if self.namespace else []), *pinned]
 
@@ -58,7 +59,7 @@ class Network(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is made of, for people."""
+        """The kind of emulation in words."""
 
     @property
     def machines(self) -> Mapping[str, Machine]:
@@ -71,10 +72,10 @@ class Network(Protocol):
         """Where a process on `source` reaches what listens at `address` on `destination`."""
 
     def cut(self) -> None:
-        """From now on nothing passes; connections stay open and know nothing of it."""
+        """Stops all traffic from now on; connections stay open without an error."""
 
     def heal(self) -> None:
-        """What was sent meanwhile passes, and so does all that follows."""
+        """Resumes the traffic, with the data sent meanwhile."""
 
     def cpu_seconds(self) -> float:
         """CPU time the emulation itself has used so far."""
@@ -188,7 +189,7 @@ class ProxyNetwork:
         if (pair, address) not in self._proxies:
             delay = f"{self._delays_ms.get(pair, 0.0):.6f}"
             arguments = ["--to", address, "--delay", delay]
-            self._proxies[pair, address] = Emulator("bench.network.proxy", arguments, self._own_cores)
+            self._proxies[pair, address] = Emulator("specdec.bench.network.proxy", arguments, self._own_cores)
         return self._proxies[pair, address].ready.split()[1]
 
     def _pair(self, first: str, second: str) -> frozenset[str]:

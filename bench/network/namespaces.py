@@ -1,7 +1,7 @@
 """Network namespaces of emulated machines: made, entered, removed, and told apart from those of a run that still lives.
 
-A namespace is named after the process that owns it and the machine it stands for, so that what a killed run left
-behind is recognised and nobody else's is touched. Root only. Packets and delays are not known here.
+A namespace is named after its owner process and its machine, so that those left by a killed run are recognised and no
+others are touched. Root only. This module knows neither packets nor delays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 PREFIX = "specdec-"
 DEVICE = "eth0"
-OWNER_MODULE = "bench.network.hub"  # the command line of a process that owns namespaces names it
+OWNER_MODULE = "specdec.bench.network.hub"  # the command line of a process that owns namespaces names it
 NODE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 
 _NAMED = Path("/run/netns")
@@ -36,7 +36,7 @@ def namespace_of(owner_pid: int, node: str) -> str:
 
 
 def run_prefix(namespace: str) -> list[str]:
-    """What to put before a command so that it runs inside."""
+    """Returns the prefix of a command that runs it inside."""
     return ["ip", "netns", "exec", namespace]
 
 
@@ -116,7 +116,7 @@ class Tun:
             return None
 
     def write(self, packet: bytes) -> None:
-        """Hands a packet to the programs inside; one that finds no room is lost, as on any network."""
+        """Delivers a packet to the programs inside; with a full buffer it is lost, as on any network."""
         with contextlib.suppress(OSError):
             os.write(self._descriptor, packet)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 
-from bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_told_to_stop
+from specdec.bench.network.waiting import CpuShare, Orders, parse_delay, run_precisely, until_stop_requested
 
 READ_BYTES = 1 << 16
 UNDER_WAY_BYTES_MAX = 16 << 20  # of one direction: 100 ms at more than a gigabit, then the sender is held back
@@ -94,7 +94,7 @@ class Proxy:
         _, _, self._delay_s = parse_delay(text)
 
     def accept(self) -> None:
-        """Opens the way onward for a new connection; one that nobody answers is closed at once."""
+        """Opens the onward connection for a new one; closes the new one at once if it is refused."""
         near, _ = self._listener.accept()
         try:
             far = socket.create_connection(self._to, timeout=5)
@@ -145,7 +145,7 @@ def main() -> int:
     except ValueError as error:
         print(f"proxy: {error}", file=sys.stderr)
         return 1
-    with until_told_to_stop():
+    with until_stop_requested():
         run_precisely()
         print("READY", proxy.address, flush=True)
         share = CpuShare()

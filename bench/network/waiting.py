@@ -1,4 +1,4 @@
-"""What hub and proxy share: sleeping until a moment precisely, lines that change a delay, an orderly end.
+"""Shared by hub and proxy: precise sleeping until a moment, lines that change a delay, an orderly end.
 
 Timers of an event loop round to milliseconds; a delay of 0.1 ms needs `select` with the kernel's timer slack off and a
 process that is run as soon as it wakes, before any other on its core.
@@ -23,7 +23,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Stopped(BaseException):
-    """The process was told to stop; raised by the signal's handler, so that no wait outlasts it."""
+    """A stop of the process was requested; raised by the signal's handler, so that every wait ends."""
 
 
 def parse_delay(text: str) -> tuple[str, str, float]:
@@ -45,7 +45,7 @@ def run_precisely() -> None:
 
 
 @contextlib.contextmanager
-def until_told_to_stop() -> Iterator[None]:
+def until_stop_requested() -> Iterator[None]:
     """SIGTERM and SIGINT end the body quietly. Once it has ended they are ignored, so that cleaning up is not cut."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -1,1 +1,1 @@
-"""The benchmark of the pipeline: `python -m bench.pipeline`. What is measured and how is said in `__main__`."""
+"""The benchmark of the pipeline: `python -m bench.pipeline`. `__main__` describes the measurements."""

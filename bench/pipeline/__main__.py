@@ -23,22 +23,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench import deepened, plot
-from bench.bars import add_check_flag, conclude
-from bench.bars import as_json as bars_as_json
-from bench.harness import heldout_prompts
-from bench.pipeline import ranks, simulated
-from bench.pipeline.bars import bars_of
-from bench.pipeline.placement import OTHERS, description, placed
-from bench.pipeline.sweep import Cell, Effort, Sweep, cells
-from bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
-from bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
+from specdec.bench import deepened, plot
+from specdec.bench.bars import add_check_flag, conclude
+from specdec.bench.bars import as_json as bars_as_json
+from specdec.bench.harness import heldout_prompts
+from specdec.bench.pipeline import ranks, simulated
+from specdec.bench.pipeline.bars import bars_of
+from specdec.bench.pipeline.placement import OTHERS, description, placed
+from specdec.bench.pipeline.sweep import Cell, Effort, Sweep, cells
+from specdec.bench.pipeline.tables import rate_table, share_table, simulator_table, speculation_table, step_table
+from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES, RULES_DEFAULT, TREE, Variant, variants_of
 from specdec.errors import SpecdecError
 
 RTTS_MS = (0.0, 1.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 WARM_UPS = 2
-OTHERS_MAX = 0.1  # of a core; more disturbs what is measured
+OTHERS_MAX = 0.1  # of a core; more disturbs the measurement
 RANK_PROMPTS, RANK_TOKENS = 6, 64
 QUICK = {  # instead of the defaults; flags that are given count all the same
     "rtt_ms": [0.0, 20.0],
@@ -145,7 +145,7 @@ def measure(asked: argparse.Namespace, variants: list[Variant], model: Path, con
 
 def line_of(cell: Cell) -> str:
     """One cell in one line, as it is made."""
-    rates = "  ".join(f"{name} {own.tokens_per_s:.0f}" for name, own in cell.figures.items())
+    rates = "  ".join(f"{name} {own.tokens_per_s:.0f}" for name, own in cell.measurements.items())
     ratio = f"  auto/off {cell.ratio}" if cell.ratio else ""
     differing = f"  DIFFERENT TEXTS, prompts {cell.differing_prompts}: a defect" if cell.differing_prompts else ""
     others = cell.cpu_shares[OTHERS]
@@ -174,7 +174,7 @@ def as_json(run: dict[str, Any]) -> dict[str, Any]:
             "over_best_fixed": asdict(cell.over_best_fixed) if cell.over_best_fixed else None,
             "differing_prompts": cell.differing_prompts,
             "cpu_shares": cell.cpu_shares,
-            "figures": {name: asdict(own) for name, own in cell.figures.items()},
+            "measurements": {name: asdict(own) for name, own in cell.measurements.items()},
             "gain_over_off": {name: cell.gain(name, OFF.name) for name in cell.comparable},
             "best_synchronous": cell.best_synchronous(),
             "auto_over_best_synchronous": over_best(cell, AUTO.name),

@@ -1,6 +1,6 @@
-"""What the pipeline is to reach, of the cells of a run: against off, the best fixed variant, the simulator, the policy.
+"""The bars of the pipeline from the cells of a run: against off, the best fixed variant, the simulator, the policy.
 
-Pure: it sees cells and answers with bars.
+Pure: cells in, bars out.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.bars import Bar, worst_of
-from bench.pipeline.figures import Ratio, geometric_mean
-from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import AUTO, OFF, TREE
+from specdec.bench.bars import Bar, worst_of
+from specdec.bench.pipeline.measurements import Ratio, geometric_mean
+from specdec.bench.pipeline.sweep import Cell
+from specdec.bench.pipeline.variants import AUTO, OFF, TREE
 
 OF_OFF, OF_BEST_FIXED = 0.98, 0.97
 
@@ -48,7 +48,7 @@ def against_fixed(ratios: Mapping[str, Ratio]) -> list[Bar]:
 
 
 def name_of(cell: Cell) -> str:
-    """A cell in a bar's words."""
+    """Returns the name of a cell in a bar."""
     far = f", target at {cell.target_rtt_ms:g} ms" if cell.target_rtt_ms >= 1 else ""
     return f"{cell.rule} at {cell.rtt_ms:g} ms{far}"
 
@@ -81,11 +81,11 @@ def predictions(cells: Sequence[Cell], simulated: Sequence[Mapping[str, float]])
         return {rule: statistics.median(values) for rule, values in found.items()}
 
     def over_simulated(cell: Cell, rates: Mapping[str, float]) -> float | None:
-        own = cell.figures
+        own = cell.measurements
         return own[TREE.name].tokens_per_s / rates[TREE.name] if TREE.name in own else None
 
     def over_predicted(cell: Cell, _rates: Mapping[str, float]) -> float | None:
-        auto = cell.figures.get(AUTO.name)
+        auto = cell.measurements.get(AUTO.name)
         return auto.tokens_per_s / auto.predicted_tokens_per_s if auto and auto.predicted_tokens_per_s else None
 
     return [

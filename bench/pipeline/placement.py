@@ -1,8 +1,8 @@
-"""Where everything runs while it is measured: the services on three emulated machines, pinned, and a client.
+"""The placement of a measurement: the services on three emulated machines, pinned to cores, and a client.
 
 Core 0 is the target's; core 1 has the coordinators, with priority, the draft, the network and the client. With fewer
-than two cores all share one, and the figures say so. `auto` runs on a coordinator of its own: what it knows it has
-learned from its own rounds, never from those of fixed variants.
+than two cores all share one, and the results record it. `auto` runs on a coordinator of its own: it learns from its own
+rounds, never from those of fixed variants.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 import grpc
 
-from bench.harness import DRAFT_MODEL, Services, running
-from bench.network.echo import median_rtt_ms
-from bench.network.machines import Network, emulated
-from bench.pipeline.variants import AUTO, Variant
-from bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
+from specdec.bench.harness import DRAFT_MODEL, Services, running
+from specdec.bench.network.echo import median_rtt_ms
+from specdec.bench.network.machines import Network, emulated
+from specdec.bench.pipeline.variants import AUTO, Variant
+from specdec.bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
 from specdec.cli.processes import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2
 OTHERS = "others"
-SETTLE_S = 0.2  # after a change of delay: what was under way arrives, and a ping or two have measured the new one
+SETTLE_S = 0.2  # after a change of delay: messages under way arrive, and pings measure the new delay
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How busy each process was since a moment; `others` is all that this benchmark did not start."""
+    """The CPU use of each process since a moment; `others`: all processes that this benchmark did not start."""
 
     read: Callable[[], dict[str, float]]
     began_s: float
@@ -58,7 +58,7 @@ class Placed:
         return 0 if variant == AUTO else len(self.stubs) - 1
 
     def stub_of(self, variant: Variant) -> pb_grpc.CoordinatorServiceStub:
-        """Where a variant is asked for."""
+        """Returns the stub for requests of a variant."""
         return self.stubs[self._place_of(variant)]
 
     def coordinator_of(self, variant: Variant) -> Child:

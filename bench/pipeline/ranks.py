@@ -1,7 +1,7 @@
-"""How often the target's token is the draft's first, second or third guess: what the simulated ceiling is fed with.
+"""How often the target's token is the draft's first, second or third guess: the input of the simulated ceiling.
 
-Measured with the functions that serve, on texts the target writes, outside the services: the rate of the first guess is
-compared with the acceptance they report.
+Measured with the functions of the services, on texts of the target, outside the services: the rate of the first guess
+is compared with the acceptance that the services report.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL
-from bench.pipeline.variants import rule_of
-from models.agreement import Text, draft_logits, law_at, write_text
-from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.bench.pipeline.variants import rule_of
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
+from specdec.decoding.verification import VerificationRequest, verify
+from specdec.models.agreement import Text, draft_logits, params_at, write_text
 from specdec.protocol.noise import UNIFORM_BITS
-from specdec.protocol.types import Law, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 BRANCH_COUNT = 2
 
@@ -45,42 +45,42 @@ def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int
     for seed, prompt in enumerate(prompts):
         ids = tuple(tokenizer.encode(prompt).ids)
         for temperature in sorted(set(temperatures.values())):
-            law = law_at(temperature, seed, len(ids))
-            text = write_text(target, ids, law, token_count)
+            params = params_at(temperature, seed, len(ids))
+            text = write_text(target, ids, params, token_count)
             logits = draft_logits(draft, text)
             for rule in (rule for rule in rules if temperatures[rule] == temperature):
-                outcomes[rule] += outcomes_along(text, logits, replace(law, rule=rule_of(rule)[0]))
+                outcomes[rule] += outcomes_along(text, logits, replace(params, rule=rule_of(rule)[0]))
     return {rule: shares(found) for rule, found in outcomes.items()}
 
 
-def outcomes_along(text: Text, logits: Tensor, law: Law) -> list[tuple[int | None, bool]]:
+def outcomes_along(text: Text, logits: Tensor, params: ResolvedSamplingParams) -> list[tuple[int | None, bool]]:
     """Per output position: which guess came true, None for none, and whether the first equals an independent draw."""
-    chance = random.Random(law.seed)
+    chance = random.Random(params.seed)
     width = text.logits.shape[1]
     requests = [
-        ProposalRequest(law, text.before(index), width, chance.getrandbits(UNIFORM_BITS), BRANCH_COUNT)
+        ProposalRequest(params, text.before(index), width, chance.getrandbits(UNIFORM_BITS), BRANCH_COUNT)
         for index in range(len(text.output))
     ]
     proposals = propose(requests, logits)
     found: list[tuple[int | None, bool]] = []
     for index, (proposal, written) in enumerate(zip(proposals, text.output, strict=True)):
-        came = written if law.rule is not Rule.REJECTION else None
+        came = written if params.rule is not Rule.REJECTION else None
         if came is None:
-            came = token_by_rejection(law, text, index, proposal, chance.random())
+            came = token_by_rejection(params, text, index, proposal, chance.random())
         guesses = [token_id for token_id, _ in proposal.guesses]
         found.append((guesses.index(came) if came in guesses else None, guesses[0] == written))
     return found
 
 
-def token_by_rejection(law: Law, text: Text, index: int, proposal: Proposal, draw: float) -> int:
+def token_by_rejection(params: ResolvedSamplingParams, text: Text, index: int, proposal: Proposal, draw: float) -> int:
     """The token REJECTION commits at an output position when the proposal is offered there."""
-    assert proposal.row is not None
-    request = EvidenceRequest(law, index, text.before(index), (proposal.token_id,), (proposal.row,))
-    rows = torch.stack([text.logits[index]] * 2)  # the second is of a position nobody asks about
-    answer = evidence([request], [2], rows)[0]
-    weights = dict(zip(proposal.row.token_ids, proposal.row.weights))
-    draft_prob = weights[proposal.token_id] / proposal.row.total
-    return proposal.token_id if draw * draft_prob < answer.target_probs[0] else answer.replacement_token_ids[0]
+    assert proposal.draft_probs is not None
+    request = VerificationRequest(params, index, text.before(index), (proposal.token_id,), (proposal.draft_probs,))
+    rows = torch.stack([text.logits[index]] * 2)  # the second position is unused
+    answer = verify([request], [2], rows)[0]
+    weights = dict(zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights))
+    draft_prob = weights[proposal.token_id] / proposal.draft_probs.total
+    return proposal.token_id if draw * draft_prob < answer.target_probs[0] else answer.recovered_token_ids[0]
 
 
 def shares(found: Sequence[tuple[int | None, bool]]) -> Ranks:

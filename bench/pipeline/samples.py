@@ -1,4 +1,4 @@
-"""One generation, as measured: where its time went, how speculation did, and a digest of its text."""
+"""One measured generation: the parts of its time, its speculation statistics, and a digest of its text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.pipeline.variants import Variant, request_of
+from specdec.bench.pipeline.variants import Variant, request_of
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -35,14 +35,14 @@ class Sample:
     accepted_tokens: int
     acceptance_histogram: tuple[int, ...]
     forward_ms: float
-    evidence_ms: float
+    sampling_ms: float
     queue_ms: float
     link_ms: float
     wait_ms: float
     draft_bytes: int
     target_bytes: int
-    leaves: int
-    branch_leaves: int
+    evaluated_nodes: int
+    branch_nodes: int
     lookups: int
     hits: int
     branch_tokens: int
@@ -91,7 +91,7 @@ def measure(
 def sample_of(
     finished: pb.Finished, variant: str, rule: str, rtt_ms: float, prompt_id: int, token_ids: list[int]
 ) -> Sample:
-    """The figures of a generation that has finished."""
+    """Returns the sample of a finished generation."""
     counts, time = finished.statistics, finished.statistics.time
     seconds = time.total_s - time.time_to_first_token_s
     per_round_ms = 1e3 / max(1, counts.rounds)
@@ -109,16 +109,16 @@ def sample_of(
         accepted_tokens=counts.num_accepted_draft_tokens,
         acceptance_histogram=tuple(counts.acceptance_histogram),
         forward_ms=time.target_forward_s * per_round_ms,
-        evidence_ms=time.target_evidence_s * per_round_ms,
+        sampling_ms=time.target_sampling_s * per_round_ms,
         queue_ms=time.target_queue_s * per_round_ms,
         link_ms=time.target_link_s * per_round_ms,
         wait_ms=time.draft_wait_s * per_round_ms,
         draft_bytes=counts.draft_link_bytes,
         target_bytes=counts.target_link_bytes,
-        leaves=counts.num_evaluated_leaves,
-        branch_leaves=counts.num_branch_leaves,
-        lookups=counts.num_correction_lookups + counts.num_bonus_lookups,
-        hits=counts.num_correction_hits + counts.num_bonus_hits,
+        evaluated_nodes=counts.num_evaluated_nodes,
+        branch_nodes=counts.num_branch_nodes,
+        lookups=counts.num_recovered_lookups + counts.num_bonus_lookups,
+        hits=counts.num_recovered_hits + counts.num_bonus_hits,
         branch_tokens=counts.num_branch_tokens_accepted,
         rounds_off=counts.num_rounds_off,
         predicted_tokens_per_s=counts.predicted_tokens_per_s,

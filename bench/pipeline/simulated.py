@@ -1,4 +1,4 @@
-"""What the simulator says one stream could reach, fed with what was measured here: steps, acceptance, overhead."""
+"""The simulator's estimate of one stream's rate, from the steps, acceptance and overhead measured here."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 import torch
 
-from bench.deepened import load, step_times_ms
-from bench.draft.alone import draft_steps_ms
-from bench.event_simulation import Scenario, simulate
-from bench.harness import DRAFT_MODEL
-from bench.pipeline.figures import by_variant, hazards
-from bench.pipeline.ranks import Ranks
-from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
-from specdec.policy.policy import PLAIN, Plan
-from specdec.protocol.types import Law
+from specdec.bench.deepened import load, step_times_ms
+from specdec.bench.draft.alone import draft_steps_ms
+from specdec.bench.event_simulation import Scenario, simulate
+from specdec.bench.harness import DRAFT_MODEL
+from specdec.bench.pipeline.measurements import by_variant, hazards
+from specdec.bench.pipeline.ranks import Ranks
+from specdec.bench.pipeline.sweep import Cell
+from specdec.bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
+from specdec.policy.policy import OFF_PLAN, Plan
+from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 17)
-LEAF_COUNTS = (1, 2, 4, 8)
+NODE_COUNTS_PER_STEP = (1, 2, 4, 8)
 DRAFT_CONTEXT = 128  # about a held-out prompt and half its text
 SIMULATED_TOKENS = 3000
-CEILING_WINDOWS, CEILING_LEAVES, CEILING_WAITS = (4, 8, 16, 32), (1, 8), (1, 2, 3)
+CEILING_WINDOWS, CEILING_NODES_PER_STEP, CEILING_WAITS = (4, 8, 16, 32), (1, 8), (1, 2, 3)
 CEILING_SYNCHRONOUS, CEILING_WAIT_S = (1, 2, 3, 4, 6, 8), 2.0
 CEILING = "ceiling"
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Milliseconds of a step measured with nothing else running: a forward of the target by rows and of the draft by
-    leaves, and by rule what a step takes the draft's service, which also makes guesses and keeps the tree."""
+    """Milliseconds of a step with nothing else running: a forward pass of the target by rows and of the draft by nodes,
+    and by rule a step of the draft's service, which also makes guesses and keeps the tree."""
 
     target_ms: Mapping[int, float]
     draft_forward_ms: Mapping[int, float]
@@ -44,8 +44,8 @@ class Steps:
     def as_json(self) -> dict[str, Any]:
         return {
             "target_ms_by_rows": dict(self.target_ms),
-            "draft_forward_ms_by_leaves": dict(self.draft_forward_ms),
-            "draft_ms_by_leaves": {rule: dict(own) for rule, own in self.draft_ms.items()},
+            "draft_forward_ms_by_nodes": dict(self.draft_forward_ms),
+            "draft_ms_by_nodes": {rule: dict(own) for rule, own in self.draft_ms.items()},
         }
 
 
@@ -54,17 +54,21 @@ def measure_steps(target_model: Path, dtype: str, draft_dtype: str, rules: Seque
     torch.set_num_threads(1)
     target = step_times_ms(load(target_model, dtype), [(1, rows) for rows in ROW_COUNTS], repeats)
     set_startup_objects_aside()  # as services do
-    laws = [Law(rule, 1, DRAFT_CONTEXT, temperature) for rule, temperature in map(rule_of, rules)]
-    forward = step_times_ms(load(DRAFT_MODEL, draft_dtype), [(leaves, 1) for leaves in LEAF_COUNTS], repeats)
+    all_params = [
+        ResolvedSamplingParams(rule, 1, DRAFT_CONTEXT, temperature) for rule, temperature in map(rule_of, rules)
+    ]
+    forward = step_times_ms(
+        load(DRAFT_MODEL, draft_dtype), [(nodes_per_step, 1) for nodes_per_step in NODE_COUNTS_PER_STEP], repeats
+    )
     return Steps(
         {rows: ms for (_, rows), ms in target.items()},
-        {leaves: ms for (leaves, _), ms in forward.items()},
-        dict(zip(rules, draft_steps_ms(DRAFT_MODEL, draft_dtype, laws, LEAF_COUNTS), strict=True)),
+        {nodes_per_step: ms for (nodes_per_step, _), ms in forward.items()},
+        dict(zip(rules, draft_steps_ms(DRAFT_MODEL, draft_dtype, all_params, NODE_COUNTS_PER_STEP), strict=True)),
     )
 
 
 def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
-    """Seconds by count: straight lines between what was measured, the last one carried on."""
+    """Returns seconds by count: linear interpolation between measurements, the last slope continued."""
     counts = sorted(points_ms)
 
     def seconds(count: int) -> float:
@@ -77,7 +81,7 @@ def between(points_ms: Mapping[int, float]) -> Callable[[int], float]:
 
 
 def acceptance_of(cell: Cell) -> tuple[float, ...]:
-    """Acceptance by place as a cell's longest synchronous rounds saw it; empty where it has none."""
+    """Returns the acceptance by position of a cell's longest synchronous rounds; empty if it has none."""
     longest = max(
         (variant for variant in by_variant(cell.samples) if variant.startswith("sync")),
         key=lambda name: int(name.split()[1]),
@@ -91,14 +95,14 @@ def acceptance_of(cell: Cell) -> tuple[float, ...]:
 def scenario_of(cell: Cell, steps: Steps, ranks: Ranks | None, acceptance: tuple[float, ...]) -> Scenario:
     """A stream in a cell: its round trip, the acceptance on its prompts if that is known, its own pace.
 
-    Steps of both models are scaled by what plain decoding's forward took in the same cell, for a slower hour; what its
-    rounds took beyond that is the overhead of every round.
+    Steps of both models are scaled by the forward time of plain decoding in the same cell, for a slower hour; the time
+    of its rounds beyond that is the overhead of every round.
     """
-    off = cell.figures[OFF.name]
+    off = cell.measurements[OFF.name]
     scale = off.forward_ms / steps.target_ms[1]
     return Scenario(
         target_step_s=between({rows: ms * scale for rows, ms in steps.target_ms.items()}),
-        draft_step_s=between({leaves: ms * scale for leaves, ms in steps.draft_ms[cell.rule].items()}),
+        draft_step_s=between({nodes_per_step: ms * scale for nodes_per_step, ms in steps.draft_ms[cell.rule].items()}),
         network_s=cell.measured_rtt_ms["draft"] / 1e3,
         acceptance=acceptance or (ranks.acceptance if ranks else 0.6,),
         branch_probabilities=ranks.branches if ranks else (0.45, 0.15),
@@ -119,7 +123,7 @@ def simulate_all(
     results = []
     for cell in cells:
         scenario = scenario_of(cell, steps, ranks.get(cell.rule), known.get((cell.rule, cell.rtt_ms), ()))
-        fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.figures]
+        fixed = [variant for variant in variants if variant.draft_length and variant.name in cell.measurements]
         rates = {variant.name: simulated_rate(scenario, variant) for variant in fixed}
         results.append(rates | {CEILING: ceiling(scenario)})
     return results
@@ -128,19 +132,22 @@ def simulate_all(
 def simulated_rate(scenario: Scenario, variant: Variant) -> float:
     """Tokens per second of a fixed variant."""
     if not variant.draft_length:
-        return simulate(scenario, PLAIN, SIMULATED_TOKENS)
+        return simulate(scenario, OFF_PLAN, SIMULATED_TOKENS)
     wait_length = variant.draft_length if variant.is_synchronous else 0
-    plan = Plan(variant.draft_length, variant.window, variant.leaves, wait_length, variant.wait_ms / 1e3)
+    plan = Plan(variant.draft_length, variant.window, variant.nodes_per_step, wait_length, variant.wait_ms / 1e3)
     return simulate(scenario, plan, SIMULATED_TOKENS)
 
 
 def ceiling(scenario: Scenario) -> float:
     """Tokens per second of the best plan in the simulator: plain decoding, streamed ones, ones that wait for some draft
     tokens, and synchronous rounds."""
-    plans = [PLAIN, *(Plan(STREAMED_LENGTH_MAX, *shape) for shape in product(CEILING_WINDOWS, CEILING_LEAVES))]
+    plans = [
+        OFF_PLAN,
+        *(Plan(STREAMED_LENGTH_MAX, *shape) for shape in product(CEILING_WINDOWS, CEILING_NODES_PER_STEP)),
+    ]
     plans += [
-        Plan(STREAMED_LENGTH_MAX, STREAMED_WINDOW, leaves, length, CEILING_WAIT_S)
-        for leaves, length in product(CEILING_LEAVES, CEILING_WAITS)
+        Plan(STREAMED_LENGTH_MAX, STREAMED_WINDOW, nodes_per_step, length, CEILING_WAIT_S)
+        for nodes_per_step, length in product(CEILING_NODES_PER_STEP, CEILING_WAITS)
     ]
     plans += [Plan(length, length, 1, length, CEILING_WAIT_S) for length in CEILING_SYNCHRONOUS]
     return max(simulate(scenario, plan, SIMULATED_TOKENS) for plan in plans)

@@ -10,10 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from bench.pipeline.figures import Figures, Ratio, by_variant, figures_of, over_best_other, paired_gain, ratio_of
-from bench.pipeline.placement import Placed
-from bench.pipeline.samples import Sample, measure
-from bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
+from specdec.bench.pipeline.measurements import (
+    Measurements,
+    Ratio,
+    by_variant,
+    measurements_of,
+    over_best_other,
+    paired_gain,
+    ratio_of,
+)
+from specdec.bench.pipeline.placement import Placed
+from specdec.bench.pipeline.samples import Sample, measure
+from specdec.bench.pipeline.variants import AUTO, OFF, Variant, is_reproducible
 
 RATIO_SUSPECT = 0.98
 Advance = Callable[[float], None]
@@ -53,9 +61,9 @@ class Cell:
         return {name: [sample for sample in own if sample.prompt_id in common] for name, own in grouped.items()}
 
     @property
-    def figures(self) -> dict[str, Figures]:
+    def measurements(self) -> dict[str, Measurements]:
         """By variant, over the same prompts."""
-        return {name: figures_of(own) for name, own in self.comparable.items()}
+        return {name: measurements_of(own) for name, own in self.comparable.items()}
 
     def gain(self, variant: str, over: str) -> float:
         """Median over prompts of one variant's tokens/s over another's on the same prompt."""
@@ -79,7 +87,7 @@ class Sweep:
     def __init__(
         self, place: Placed, variants: Sequence[Variant], prompts: dict[int, str], effort: Effort, advance: Advance
     ) -> None:
-        """`advance(weight)` is told of every generation that ended; see `weight`."""
+        """`advance(weight)` is called after every generation; see `weight`."""
         self._place = place
         self._others = [variant for variant in variants if variant not in (OFF, AUTO)]
         self._has_auto = AUTO in variants
@@ -131,7 +139,7 @@ class Sweep:
         return sample
 
     def weights(self, rtts_ms: Sequence[float], rule_count: int) -> float:
-        """The weight of all that will be measured, nothing measured again."""
+        """The weight of all measurements, without repeated ones."""
         pair = (OFF, AUTO) if self._has_auto else (OFF,)
         warm_up = [*pair[1:], *self._others[:1]] * self._effort.warm_up_count
         own = [*pair] * self._effort.pair_count + self._others * self._effort.full_count + warm_up
@@ -156,7 +164,7 @@ def differing_prompts(cell: Cell) -> tuple[int, ...]:
 def cells(
     sweep: Sweep, rtts_ms: Sequence[float], rules: Sequence[str], target_rtt_ms: float, made: Callable[[Cell], None]
 ) -> list[Cell]:
-    """All cells, in turn; `made` is told of each at once, so that little is lost when a run is cut short."""
+    """Measures all cells in turn; `made` is called with each at once, so that an interrupted run loses little."""
     result = []
     for rtt_ms, rule in product(rtts_ms, rules):
         result.append(sweep.cell(rule, rtt_ms, target_rtt_ms))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bench.pipeline.figures import Figures
-from bench.pipeline.simulated import CEILING, Steps
-from bench.pipeline.sweep import Cell
-from bench.pipeline.variants import AUTO, OFF, TREE, Variant
+from specdec.bench.pipeline.measurements import Measurements
+from specdec.bench.pipeline.simulated import CEILING, Steps
+from specdec.bench.pipeline.sweep import Cell
+from specdec.bench.pipeline.variants import AUTO, OFF, TREE, Variant
 
 
 def rate_table(rule: str, cells: Sequence[Cell], variants: Sequence[Variant]) -> Table:
@@ -28,7 +28,7 @@ def rate_table(rule: str, cells: Sequence[Cell], variants: Sequence[Variant]) ->
     for name in ("RTT ms", *(variant.name for variant in variants), *headings):
         table.add_column(name, justify="right")
     for cell in cells:
-        own = cell.figures
+        own = cell.measurements
         rates = [f"{own[variant.name].tokens_per_s:.0f}" if variant.name in own else "" for variant in variants]
         table.add_row(f"{cell.rtt_ms:g}", *rates, *comparisons(cell, colocated))
     return table
@@ -60,12 +60,12 @@ def comparisons(cell: Cell, colocated: float | None) -> list[str]:
 def speculation_table(cells: Sequence[Cell], variants: Sequence[Variant]) -> Table:
     """One line per cell and streamed variant: acceptance, hits, work, bytes, and what the policy predicted."""
     table = Table(title="how speculation went; ms a round; off's forward is a target step while the draft rests")
-    numbers = ("accept", "length", "hits", "leaves/tok", "B/tok", "rows", "off rounds", "predicted/observed")
-    parts = ("forward", "evidence", "link", "wait")
+    numbers = ("accept", "length", "hits", "nodes/tok", "B/tok", "rows", "off rounds", "predicted/observed")
+    parts = ("forward", "sampler", "link", "wait")
     for name in ("rule", "RTT ms", "variant", *numbers, *parts):
         table.add_column(name, justify="left" if name in ("rule", "variant") else "right")
     for cell in cells:
-        own = cell.figures
+        own = cell.measurements
         for variant in variants:
             if variant.name in own:
                 table.add_row(cell.rule, f"{cell.rtt_ms:g}", variant.name, *speculation_columns(own[variant.name]))
@@ -73,18 +73,18 @@ def speculation_table(cells: Sequence[Cell], variants: Sequence[Variant]) -> Tab
     return table
 
 
-def speculation_columns(own: Figures) -> list[str]:
+def speculation_columns(own: Measurements) -> list[str]:
     predicted = own.predicted_tokens_per_s / own.tokens_per_s
     return [
         f"{own.acceptance:.2f}",
         f"{own.mean_length:.2f}",
         f"{own.hit_rate:.2f}",
-        f"{own.leaves_per_token:.1f}",
+        f"{own.nodes_per_token:.1f}",
         f"{own.draft_bytes_per_token:.0f}",
         f"{own.rows:.1f}",
         f"{own.rounds_off:.2f}",
         f"{predicted:.2f}" if predicted else "",
-        *(f"{value:.2f}" for value in (own.forward_ms, own.evidence_ms, own.link_ms, own.wait_ms)),
+        *(f"{value:.2f}" for value in (own.forward_ms, own.sampling_ms, own.link_ms, own.wait_ms)),
     ]
 
 
@@ -95,7 +95,7 @@ def simulator_table(cells: Sequence[Cell], simulated: Sequence[dict[str, float]]
     for name in ("rule", "RTT ms", *names, "ceiling tok/s", "auto/ceiling"):
         table.add_column(name, justify="left" if name == "rule" else "right")
     for cell, rates in zip(cells, simulated, strict=True):
-        own = cell.figures
+        own = cell.measurements
         ratios = [f"{own[name].tokens_per_s / rates[name]:.2f}" if name in rates else "" for name in names]
         reached = f"{own[AUTO.name].tokens_per_s / rates[CEILING]:.2f}" if AUTO.name in own else ""
         table.add_row(cell.rule, f"{cell.rtt_ms:g}", *ratios, f"{rates[CEILING]:.0f}", reached)

@@ -1,4 +1,4 @@
-"""What is compared: ways to speculate, and the rules they run under, as requests to a coordinator.
+"""The compared variants: ways to speculate, and the rules they run under, as requests to a coordinator.
 
 `speculative_policy` is the one place that says a variant in the words of the wire.
 """
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import rounds
+from specdec.bench import rounds
 from specdec.protocol.types import Rule
 from specdec.v1 import coordinator_service_pb2 as pb
 
 WAIT_MS = 2000.0  # a synchronous round waits for its draft tokens however far the draft is
 CHAIN_WINDOW = 8  # further ahead a chain is wrong nearly always
-STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES = 16, 16, 8
+STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_NODES_PER_STEP = 16, 16, 8
 RULES_DEFAULT = tuple(rounds.RULES)
 NUCLEUS = "REJECTION, temperature 0.7, top-p 0.95"
 RULES: dict[str, dict[str, Any]] = {**rounds.RULES, NUCLEUS: {"temperature": 0.7, "top_p": 0.95}}
@@ -28,7 +28,7 @@ class Variant:
     name: str
     draft_length: int | None
     window: int = 0
-    leaves: int = 1
+    nodes_per_step: int = 1
     wait_ms: float = 0.0
 
     @property
@@ -39,11 +39,11 @@ class Variant:
 OFF = Variant("off", 0)
 AUTO = Variant("auto", None)
 CHAIN = Variant("chain", CHAIN_WINDOW, CHAIN_WINDOW)
-TREE = Variant("tree", STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_LEAVES)
+TREE = Variant("tree", STREAMED_LENGTH_MAX, STREAMED_WINDOW, TREE_NODES_PER_STEP)
 
 
 def synchronous(draft_length: int) -> Variant:
-    """Rounds that wait for exactly so many draft tokens, which the draft makes for that round alone."""
+    """Returns rounds that wait for exactly `draft_length` draft tokens, made for that round alone."""
     return Variant(f"sync {draft_length}", draft_length, draft_length, wait_ms=WAIT_MS)
 
 
@@ -62,14 +62,14 @@ def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
         policy=pb.POLICY_FIXED,
         num_speculative_tokens=variant.draft_length,
         draft_window=variant.window,
-        draft_leaves=variant.leaves,
+        draft_nodes_per_step=variant.nodes_per_step,
         draft_wait_ms=variant.wait_ms,
     )
 
 
 def request_of(variant: Variant, rule: str, prompt: str, max_tokens: int) -> pb.GenerateRequest:
     """A generation of exactly `max_tokens` tokens."""
-    sampling = pb.SamplingPolicy(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
+    sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **RULES[rule])
     speculative = speculative_policy(variant)
     speculative.rule = rounds.named_rule(RULES[rule])
     return pb.GenerateRequest(text=prompt, sampling=sampling, speculative=speculative)

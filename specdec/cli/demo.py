@@ -1,7 +1,7 @@
-"""`specdec demo`: three texts by the embedded pair, each with speculation and then without, and a table of both.
+"""`specdec demo`: three texts of the embedded pair, each with speculation and then without, and a table of both.
 
 It starts the three services on free loopback ports, and stops them. Texts stream to the terminal as they are committed;
-with --json nothing but one object is printed. Times are the client's: a text's rate counts from its first message on.
+with --json only one object is printed. Times are the client's: a text's rate counts from its first message on.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for texts that are worth reading, not for their speed
-RATIO_MEDIAN_MIN, RATIO_MIN = 1.25, 1.0  # of --check: the median of the texts, and each of them
+PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed
+RATIO_MEDIAN_MIN, RATIO_MIN = 1.25, 1.0  # of --check: the median of the texts, and each text
 TIMEOUT_S = 120.0
 
 
 class DemoSettings(Settings):
-    """How the texts are drawn, and what is printed."""
+    """Sampling parameters of the texts, and the output format."""
 
     max_tokens: int = setting(40, SAMPLING, "Output tokens of each text.", ge=2, le=1024)
-    temperature: float = setting(0.7, SAMPLING, "0 takes the likeliest token, with which this target repeats itself.")
+    temperature: float = setting(0.7, SAMPLING, "0 selects the likeliest token, and this target repeats itself.")
     seed: int = setting(4, SAMPLING, "Decides the texts, with speculation and without.", ge=0, le=(1 << 64) - 1)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", MODEL, "Element type of weights and activations; auto takes the models' own."
+        "auto", MODEL, "Element type of weights and activations; auto selects the models' own."
     )
-    as_json: bool = setting(False, OUTPUT, "Print one JSON object of texts and statistics, and nothing else.")
+    as_json: bool = setting(False, OUTPUT, "Print only one JSON object of texts and statistics.")
     check: bool = setting(
         False,
         OUTPUT,
@@ -55,12 +55,12 @@ class Run:
     token_ids: list[int] = field(default_factory=list)
     pieces: list[tuple[str, coordinator_pb.TokenKind]] = field(default_factory=list)
     statistics: coordinator_pb.Statistics | None = None
-    first_count: int = 0  # tokens of the first message, which came before the clock started
+    first_count: int = 0  # tokens of the first message, before the clock started
     first_s: float = 0.0
     last_s: float = 0.0
 
     def add(self, delta: coordinator_pb.Delta, now_s: float) -> None:
-        """Takes in what was committed; `now_s` is when it arrived."""
+        """Adds committed tokens, received at `now_s`."""
         from specdec.cli.generate import pieces_of
 
         if not self.token_ids:
@@ -71,17 +71,17 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What was generated so far."""
+        """The text generated so far."""
         return "".join(piece for piece, _ in self.pieces)
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first message; 0 before the second."""
+        """Rate after the first message; 0 before the second."""
         return rate_of([self])
 
 
 def rate_of(runs: Sequence[Run]) -> float:
-    """Tokens per second of all runs together, each counted from its first message on; 0 before any has a second."""
+    """Returns tokens per second of all runs, each counted from its first message on; 0 before any has a second."""
     seconds = sum(run.last_s - run.first_s for run in runs)
     return sum(len(run.token_ids) - run.first_count for run in runs) / seconds if seconds > 0 else 0.0
 
@@ -97,17 +97,17 @@ class DemoText:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast speculation was; 0 before both have a rate."""
+        """Speedup by speculation; 0 before both have a rate."""
         return statistics_of([self])["ratio"]
 
     @property
     def is_equal(self) -> bool:
-        """Whether both have the same tokens, as they must."""
+        """Whether both have the same tokens, as required."""
         return self.on.token_ids == self.off.token_ids
 
 
 def heldout_prompts() -> dict[int, str]:
-    """The prompts shipped with the embedded pair, which it was not trained on, by id. ConfigError without the file."""
+    """Returns the held-out prompts of the embedded pair by id. Raises ConfigError without the file."""
     file = EMBEDDED_MODELS / "heldout_prompts.jsonl"
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -117,7 +117,7 @@ def heldout_prompts() -> dict[int, str]:
 
 
 def demo(settings: DemoSettings) -> int:
-    """Runs the command; returns 1 where texts differ or --check finds speculation too slow. Raises SpecdecError."""
+    """Runs the command; returns 1 if texts differ or --check fails. Raises SpecdecError."""
     from specdec.cli import demo_view, serve
 
     prompts = heldout_prompts()
@@ -144,7 +144,7 @@ async def measure(
     texts: Sequence[DemoText],
     shown: Callable[[DemoText], AbstractContextManager[Any]],
 ) -> None:
-    """Fills the texts in turn, each within `shown` of it. Raises SpecdecError."""
+    """Generates the texts in turn, each within its `shown` context. Raises SpecdecError."""
     from specdec.rpc.client import open_channel
 
     channel = open_channel(address, TlsSettings())
@@ -176,7 +176,7 @@ async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSett
 
 
 def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
-    """Of the texts together; acceptance, length and bytes are those of the generations with speculation."""
+    """Returns statistics of the texts together; acceptance, length and bytes are of generations with speculation."""
     on, off = rate_of([text.on for text in texts]), rate_of([text.off for text in texts])
     totals = [text.on.statistics for text in texts if text.on.statistics]
     drafted = sum(entry.num_draft_tokens for entry in totals)
@@ -194,7 +194,7 @@ def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
 
 
 def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, Any]:
-    """What --json prints."""
+    """Returns the object that --json prints."""
     own = [
         {
             "prompt_id": text.prompt_id,
@@ -212,7 +212,7 @@ def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, An
 
 
 def misses_of(texts: Sequence[DemoText]) -> list[str]:
-    """A sentence for each bar of --check that was missed."""
+    """Returns a message for each missed limit of --check."""
     bars = {"the median of the texts": (median(text.ratio for text in texts), RATIO_MEDIAN_MIN)}
     bars |= {f"prompt {text.prompt_id}": (text.ratio, RATIO_MIN) for text in texts}
     return [

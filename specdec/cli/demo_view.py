@@ -1,6 +1,6 @@
 """The demo on the terminal: a text as it streams with a line of rates below it, and the closing table.
 
-Where standard output is no terminal, the same is printed in plain text, each text once it is complete.
+Without a terminal the same is printed as plain text, each text once it is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec.cli.generate import LEGEND
 from specdec.cli.processes import Child
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-REFRESHES_PER_S = 8  # few: drawing takes time from the services of the same machine
-STYLES = {coordinator_pb.TOKEN_KIND_ACCEPTED: "green", coordinator_pb.TOKEN_KIND_CORRECTION: "yellow"}
+REFRESHES_PER_S = 8  # few: drawing slows the services on the same machine
+STYLES = {coordinator_pb.TOKEN_KIND_ACCEPTED: "green", coordinator_pb.TOKEN_KIND_RECOVERED: "yellow"}
 COLUMNS = ("prompt", "on tok/s", "off tok/s", "on/off", "accepted", "mean length", "link B/tok")
 
 
@@ -30,7 +30,7 @@ class DemoView:
         self._console = Console(highlight=False)
 
     def begin(self, settings: DemoSettings, services: Sequence[Child]) -> None:
-        """The services, the sampling parameters, and the legend where there are colours."""
+        """Prints the services, the sampling parameters, and the legend of colours."""
         self._console.print("   ".join(f"{child.command} {child.address}" for child in services))
         self._console.print(
             f"temperature {settings.temperature:g}, seed {settings.seed}, {settings.max_tokens} tokens a text; "
@@ -41,7 +41,7 @@ class DemoView:
 
     @contextmanager
     def streaming(self, text: DemoText) -> Iterator[None]:
-        """Shows a text while it is generated inside."""
+        """Shows a text while it is generated."""
         self._console.rule(f"held-out prompt {text.prompt_id}", align="left")
         self._console.print(text.prompt, style="dim", end="", markup=False)
         live = Live(
@@ -55,14 +55,14 @@ class DemoView:
             self._console.print(live.get_renderable())
 
     def conclude(self, texts: Sequence[DemoText]) -> None:
-        """The sentence, the table, and whether the texts were equal."""
+        """Prints the summary, the table, and whether the texts were equal."""
         self._console.print(f"\n{sentence(texts)}")
         self._console.print(table_of(texts))
         self._console.print(closing_line(texts))
 
 
 def colored_text(text: DemoText) -> Text:
-    """Tokens in the colours of their kinds; while it comes a second time, without speculation, dim beyond there."""
+    """Returns tokens in the colours of their kinds; in the second generation, later tokens are dim."""
     shown = Text.assemble(*((piece, STYLES.get(kind, "")) for piece, kind in list(text.on.pieces)))
     if text.off.token_ids and text.off.statistics is None:
         shown.stylize("dim", len(text.off.text))
@@ -70,7 +70,7 @@ def colored_text(text: DemoText) -> Text:
 
 
 def rates_line(text: DemoText) -> Text:
-    """Tokens per second of both, as far as they are known."""
+    """Returns the known rates of both generations."""
 
     def rate(run: Run) -> str:
         return f"{run.tokens_per_s:.0f} tokens/s" if run.tokens_per_s else "..."
@@ -80,7 +80,7 @@ def rates_line(text: DemoText) -> Text:
 
 
 def sentence(texts: Sequence[DemoText]) -> str:
-    """What the table means."""
+    """Returns a summary of the table."""
     values = statistics_of(texts)
     return (
         f"The same texts came {values['ratio']:.2f} times as fast with speculation, {values['on_tokens_per_s']:.0f} "
@@ -91,7 +91,7 @@ def sentence(texts: Sequence[DemoText]) -> str:
 
 
 def closing_line(texts: Sequence[DemoText]) -> str:
-    """Whether the texts were equal."""
+    """Returns whether the texts were equal, as text."""
     differing = ", ".join(str(text.prompt_id) for text in texts if not text.is_equal)
     if not differing:
         return "Each text had the same tokens with speculation and without."
@@ -99,7 +99,7 @@ def closing_line(texts: Sequence[DemoText]) -> str:
 
 
 def table_of(texts: Sequence[DemoText]) -> Table:
-    """A line for each prompt, and one for all together."""
+    """Returns a table with a line for each prompt, and one for all."""
     table = Table(title="with speculation (on) and without (off), in turn, on the same services")
     for name in COLUMNS:
         table.add_column(name, justify="right")

@@ -1,7 +1,7 @@
-"""What a child process tells the process that started it, over a pipe nobody else writes to.
+"""Events from a child process to its supervisor, over a pipe of their own.
 
-One line of JSON per event: ready with the address, failed with the sentence a person should read. A supervised process
-also dies with its parent, however that one ends, so nothing is left running.
+One line of JSON per event: ready with the address, failed with an error message for the user. A supervised process also
+dies with its parent, even if the parent crashes, so no process is left running.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def report(**event: Any) -> bool:
-    """Sends an event to the supervisor; False when there is none."""
+    """Sends an event to the supervisor; returns False without a supervisor."""
     number = os.environ.get(EVENTS_VARIABLE)
     if number is None:
         return False
     try:
         os.write(int(number), json.dumps(event).encode() + b"\n")
-    except OSError:  # the supervisor is gone or listens no more; this process has work all the same
+    except OSError:  # the supervisor has ended or no longer reads; this process continues
         pass
     return True
 
 
 def die_with_parent() -> None:
-    """From here on this process is killed when its supervisor ends. Nothing without a supervisor."""
+    """Has the kernel kill this process when its supervisor ends. No effect without a supervisor."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None:
         return

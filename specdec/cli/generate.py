@@ -1,7 +1,7 @@
 """`specdec generate`: one request, its text printed as it is committed.
 
-Text goes to standard output and nothing else does, so it can be piped; figures and errors go to standard error.
-On a terminal the tokens' kinds are told apart by colour.
+Only text goes to standard output, so it can be piped; statistics and errors go to standard error. On a terminal the
+kinds of tokens differ in colour.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 METHOD = "/specdec.v1.CoordinatorService/Generate"
 RESET = "\x1b[0m"
-COLORS = {coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m", coordinator_pb.TOKEN_KIND_CORRECTION: "\x1b[33m"}
+COLORS = {coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m", coordinator_pb.TOKEN_KIND_RECOVERED: "\x1b[33m"}
 LEGEND = f"{COLORS[coordinator_pb.TOKEN_KIND_ACCEPTED]}accepted draft tokens{RESET}, \
-{COLORS[coordinator_pb.TOKEN_KIND_CORRECTION]}corrections{RESET}, bonus tokens"
+{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}, bonus tokens"
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Runs the command; returns the exit code. Raises SpecdecError for what the server refuses."""
+    """Runs the command; returns the exit code. Raises SpecdecError for a refused request."""
     request = build_request(settings, read_prompt(settings))
     asyncio.run(_stream(settings, request))
     return 0
 
 
 def read_prompt(settings: GenerateSettings) -> str | None:
-    """The prompt's text, from standard input if so asked; None with --prompt-ids."""
+    """Returns the prompt's text, from standard input for "-"; None with --prompt-ids."""
     if (settings.prompt is None) == (not settings.prompt_ids):
         raise UsageError("give a prompt or --prompt-ids, one of the two; see specdec generate --help")
     if settings.prompt != "-":
@@ -64,14 +64,14 @@ async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRe
     except ReplicaUnavailable as error:
         if not str(error).startswith(("ipv4:", "ipv6:")):
             raise
-        hint = "" if settings.has_tls else ", and whether it wants TLS (--ssl-certfile …)"
+        hint = "" if settings.has_tls else ", and whether it requires TLS (--ssl-certfile …)"
         raise ReplicaUnavailable(f"no connection to {error}; check --address{hint}") from error
     finally:
         await channel.close()
 
 
 def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
-    """Prints one message for a reader: text to standard output, the closing figures to standard error on a terminal."""
+    """Prints one message as text: tokens to standard output, statistics to standard error on a terminal."""
     if response.HasField("delta"):
         print(colored(response.delta) if is_colored else response.delta.text, end="", flush=True)
     elif response.HasField("finished"):
@@ -81,20 +81,20 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
 
 
 def colored(delta: coordinator_pb.Delta) -> str:
-    """The delta's text, each token's part in the token's colour."""
+    """Returns the delta's text, each token's part in the token's colour."""
     return "".join(
         f"{COLORS[kind]}{piece}{RESET}" if kind in COLORS and piece else piece for piece, kind in pieces_of(delta)
     )
 
 
 def pieces_of(delta: coordinator_pb.Delta) -> list[tuple[str, coordinator_pb.TokenKind]]:
-    """Each token's part of the delta's text, and its kind."""
+    """Returns each token's part of the delta's text, and its kind."""
     ends = list(itertools.accumulate(delta.text_lengths, initial=0))
     return [(delta.text[start:end], kind) for kind, start, end in zip(delta.kinds, ends, ends[1:])]
 
 
 def summary(finished: coordinator_pb.Finished) -> str:
-    """How it went, in one line."""
+    """Returns the statistics of the generation in one line."""
     statistics = finished.statistics
     count = sum(statistics.acceptance_histogram) and statistics.draft_acceptance_rate
     seconds = statistics.time.total_s

@@ -1,7 +1,7 @@
-"""Entry of the `specdec` command: finds the command, reads its settings, runs it, turns errors into one line.
+"""Entry point of the `specdec` command: finds the command, reads its settings, runs it, prints an error as one line.
 
-Exit codes: 0 done; 1 it failed; 2 it was asked wrongly; 130 interrupted. Nothing heavy is imported before the settings
-are read, so help and refusals are immediate.
+Exit codes: 0 done; 1 failed; 2 usage error; 130 interrupted. Heavy packages are imported after the settings are read,
+so help and usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.errors import SpecdecError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command: what it is for, its settings, and "module:function" to run, which returns the exit code."""
+    """One sub-command: its summary, its settings, and "module:function" to run, which returns the exit code."""
 
     summary: str
     settings: type[config.Settings]
@@ -34,18 +34,22 @@ class Command:
 
 COMMANDS = {
     "serve": Command(
-        "Runs draft, target and coordinator on this machine and prints where to reach them.",
+        "Runs draft, target and coordinator on this machine and prints their addresses.",
         config.ServeSettings,
         "specdec.cli.serve:serve",
     ),
     "target": Command(
-        "Runs the target service: the model whose law is kept.", config.TargetSettings, "specdec.cli.service:run_target"
+        "Runs the target service: the model that defines the distribution of the text.",
+        config.TargetSettings,
+        "specdec.cli.service:run_target",
     ),
     "draft": Command(
-        "Runs the draft service: the small model that guesses.", config.DraftSettings, "specdec.cli.service:run_draft"
+        "Runs the draft service: the small model that proposes tokens.",
+        config.DraftSettings,
+        "specdec.cli.service:run_draft",
     ),
     "coordinator": Command(
-        "Runs the coordinator: takes requests, lets the draft guess and the target decide.",
+        "Runs the coordinator: accepts requests, collects draft tokens, has the target verify them.",
         config.CoordinatorSettings,
         "specdec.cli.service:run_coordinator",
     ),
@@ -59,24 +63,22 @@ COMMANDS = {
         DemoSettings,
         "specdec.cli.demo:demo",
     ),
-    "trace": Command(
-        "Shows where the time of a generation went, from its trace.", TraceSettings, "specdec.cli.trace:trace"
-    ),
+    "trace": Command("Shows the times of a generation from its trace.", TraceSettings, "specdec.cli.trace:trace"),
 }
 KNOWN_FIELDS = frozenset(name for command in COMMANDS.values() for name in command.settings.model_fields)
 
 
 def overview() -> str:
-    """The help of `specdec` itself."""
+    """Returns the help of `specdec` itself."""
     lines = ["usage: specdec COMMAND [FLAGS]", "", "Exact speculative decoding across machines.", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
-    lines += ["  ray          Runs the three as actors of a Ray cluster: ray up, ray status, ray down."]
+    lines += ["  ray          Runs the three services as actors of a Ray cluster: ray up, ray status, ray down."]
     lines += ["  bench        Runs a benchmark; bench --help lists them."]
     return "\n".join([*lines, "", "specdec COMMAND --help lists the flags of a command; --version prints the version."])
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Runs the command named first. Raises SpecdecError for what the user can mend."""
+    """Runs the command named first. Raises SpecdecError for errors of the user or the environment."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -97,19 +99,19 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _function(name: str) -> Callable[[Any], int]:
-    """The function of "module:function", which returns the exit code."""
+    """Returns the function of "module:function", which returns the exit code."""
     module_name, _, function_name = name.partition(":")
     function: Callable[[Any], int] = getattr(importlib.import_module(module_name), function_name)
     return function
 
 
 def main(command: str | None = None) -> None:
-    """Runs this process's command line and exits; `command` names the command where the line does not."""
+    """Runs this process's command line and exits; `command`: the command, if the line has none."""
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
-    if os.getpid() == 1:  # of a container, where the kernel ignores what would end another process
+    if os.getpid() == 1:  # of a container: the kernel ignores SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     events.die_with_parent()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines say less than our errors, and are not ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors report the same with more detail
     try:
         code = run_command(arguments)
     except SpecdecError as error:
@@ -117,7 +119,7 @@ def main(command: str | None = None) -> None:
         if not events.report(event="failed", message=sentence):
             print(f"specdec: {sentence}", file=sys.stderr)
         code = 2 if isinstance(error, UsageError) else 1
-    except BrokenPipeError:  # the reader of our output went away, which is its right
+    except BrokenPipeError:  # the reader closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """Settings from flags, environment and a YAML file: one reader for every schema of `specdec.config`.
 
-A flag beats an environment variable, which beats the file, which beats the default. Every key must be known, and
-whatever is wrong is told in one line that names where the value came from. The help is made from the schema, so each
-flag has its sentence there or nowhere.
+A flag overrides an environment variable, which overrides the file, which overrides the default. Unknown keys are
+errors, and every error is one line with the source of the value. The help is generated from the schema, the only place
+with a text for each flag.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting; `as_json` is --json, for its plain name is taken in pydantic."""
+    """Returns the flag of a setting; `as_json` is --json, because pydantic uses the name `json`."""
     return "--" + name.removeprefix("as_").replace("_", "-")
 
 
 def plain_type(annotation: Any) -> Any:
-    """The type a field has when it is given: `int` of `int | None`."""
+    """Returns the type of a given value: `int` for `int | None`."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return next(part for part in typing.get_args(annotation) if part is not type(None))
     return annotation
@@ -62,7 +62,7 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def metavar_of(field: FieldInfo) -> str:
-    """What help shows for the value."""
+    """Returns the name of the value in the help."""
     kind = plain_type(field.annotation)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
@@ -70,7 +70,7 @@ def metavar_of(field: FieldInfo) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    """The field's sentence with its default, escaped for argparse."""
+    """Returns the field's help text with its default, escaped for argparse."""
     text = (field.description or "").replace("%", "%%")
     if field.is_required():
         return f"{text} Required."
@@ -80,13 +80,13 @@ def help_of(field: FieldInfo) -> str:
 
 
 def make_parser(command: str, summary: str, settings_class: type[Settings]) -> OneLineParser:
-    """The parser of one command; whatever is not given is absent from what it returns."""
+    """Returns the parser of one command; its result has given flags only."""
     width = min(shutil.get_terminal_size().columns, 110)
     parser = OneLineParser(
         prog=f"specdec {command}",
         description=summary,
         epilog=f"Every flag can be given as {ENVIRONMENT_PREFIX}<NAME> in the environment, or as <name> in the YAML "
-        "file of --config. A flag beats the environment, which beats the file.",
+        "file of --config. A flag overrides the environment, which overrides the file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=width),
@@ -116,7 +116,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
         group.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, help=help_of(field))
     else:
         action = "append" if is_list(field) else "store"
-        flags = [flag for flag in (flag_of(name), _extra(field).get("short_flag")) if flag]
+        flags = [flag for flag in (flag_of(name), _extra(field).get("missing_flag")) if flag]
         group.add_argument(*flags, dest=name, action=action, metavar=metavar_of(field), help=help_of(field))
 
 
@@ -127,8 +127,8 @@ def read_settings(
     environment: Mapping[str, str],
     known_fields: frozenset[str],
 ) -> AnySettings:
-    """The settings. UsageError, one line, for anything wrong. `known_fields`: those of all commands together, which an
-    environment shared by several may name."""
+    """Returns the settings. Raises UsageError, one line, for any error. `known_fields`: those of all commands, allowed
+    in an environment shared by several commands."""
     given, unknown = parser.parse_known_args(list(arguments))
     flags = vars(given)
     if unknown:
@@ -155,15 +155,15 @@ def _lowered_positionals(settings_class: type[Settings]) -> set[str]:
 
 
 def _unknown(key: str, known: Sequence[str], where: str) -> str:
-    """A sentence about a key nobody knows, with the one that was probably meant."""
+    """Returns an error message for an unknown key, with the closest known key."""
     close = difflib.get_close_matches(key.partition("=")[0], known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"see {where} --help"
     return f"{key} is not known; {hint}"
 
 
 def read_yaml(file: str) -> dict[Any, Any]:
-    """What a file of --config holds; {} where it is empty. UsageError, one line, where it holds no names and values."""
-    import yaml  # only for those who use a file
+    """Returns the content of a --config file; {} if empty. Raises UsageError unless it holds names and values."""
+    import yaml  # only needed for --config
 
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
@@ -204,7 +204,7 @@ def _from_environment(
 
 
 def _parse_list(text: str) -> list[Any]:
-    """A JSON list, or one entry."""
+    """Returns a JSON list, or a list of one entry."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -213,7 +213,7 @@ def _parse_list(text: str) -> list[Any]:
 
 
 def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], origins: Mapping[str, str]) -> str:
-    """The first thing wrong, as one line."""
+    """Returns the first validation error as one line."""
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable")[0]
     if not first["loc"]:
@@ -234,6 +234,6 @@ def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], o
 
 
 def _range(field: FieldInfo) -> str:
-    """ "from 0 to 65535" where the field has both ends."""
+    """Returns "from 0 to 65535" if the field has both limits."""
     bounds = {end: getattr(limit, end) for limit in field.metadata for end in ("ge", "le") if hasattr(limit, end)}
     return f"from {bounds['ge']} to {bounds['le']}" if {"ge", "le"} <= bounds.keys() else ""

@@ -1,8 +1,8 @@
-"""Services as child processes: started, waited for until ready, stopped, never left behind.
+"""Services as child processes: starts them, waits until they are ready, and stops them.
 
 Used by `specdec serve` and `demo`, the bench and the tests. Children have no terminal and a process group of their own,
-so an interrupt from the keyboard reaches the parent alone, which stops them in order. Start them from the main thread:
-Linux ends a child when the thread that started it ends.
+so a keyboard interrupt reaches only the parent, which stops them in order. Start them from the main thread: Linux ends
+a child when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specdec.config import Settings
 from specdec.errors import ConfigError
 
 POLL_S = 0.05
-KILL_GRACE_S = 5.0  # beyond the drain grace a service was given itself
+KILL_GRACE_S = 5.0  # beyond the drain grace of the service
 
 
 def arguments_of(settings: Settings) -> list[str]:
-    """The flags that give `settings` again."""
+    """Returns the flags that result in `settings`."""
     arguments = []
     for name, value in settings:
         if isinstance(value, bool):
@@ -47,11 +47,11 @@ class Child:
         environment: Mapping[str, str] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> None:
-        """Starts it. `environment` is added to this process's own less its settings; `stderr` is as for Popen."""
+        """Starts it. `environment` is added to this process's own without SPECDEC_ variables; `stderr` as for Popen."""
         self.command = command
         self.address = ""
         self._unread = b""
-        self._is_asked = False
+        self._is_requested = False
         self._events, writing = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
@@ -82,12 +82,12 @@ class Child:
         return self.process.poll() is None
 
     def wait_ready(self, timeout_s: float = 120.0) -> str:
-        """Its address, once it serves. ConfigError with its own sentence when it ends or is late."""
+        """Returns its address once it serves. Raises ConfigError with its own message when it ends or is late."""
         wait_all_ready([self], timeout_s)
         return self.address
 
     def check_ready(self, timeout_s: float) -> bool:
-        """Whether it serves; waits up to `timeout_s` to hear of it. ConfigError with its own sentence when it ended."""
+        """Whether it serves; waits up to `timeout_s`. Raises ConfigError with its own message when it has ended."""
         deadline_s = time.monotonic() + timeout_s
         while not self.address:
             event = self._next_event(deadline_s)
@@ -102,7 +102,7 @@ class Child:
         return True
 
     def _next_event(self, deadline_s: float) -> dict[str, Any] | None:
-        """The next event; None when time is up or the process has ended."""
+        """Returns the next event; None after the deadline or the end of the process."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
             while b"\n" not in self._unread:
@@ -118,20 +118,20 @@ class Child:
         return event
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended: SIGSTOP freezes it, SIGKILL is a crash."""
+        """Sends a signal to a running process: SIGSTOP freezes it, SIGKILL simulates a crash."""
         self.process.send_signal(number)
 
-    def ask_to_stop(self) -> None:
-        """SIGTERM, once; a frozen process hears it too."""
-        if self.is_running and not self._is_asked:
-            self._is_asked = True
+    def request_stop(self) -> None:
+        """Sends SIGTERM once; a frozen process receives it too."""
+        if self.is_running and not self._is_requested:
+            self._is_requested = True
             self.process.terminate()
             self.process.send_signal(signal.SIGCONT)
 
     def stop(self, grace_s: float = KILL_GRACE_S) -> int:
-        """SIGTERM, after `grace_s` SIGKILL; returns the exit code. Also ends a frozen process."""
+        """Sends SIGTERM, after `grace_s` SIGKILL; returns the exit code. Also ends a frozen process."""
         if self.is_running:
-            self.ask_to_stop()
+            self.request_stop()
             try:
                 self.process.wait(grace_s)
             except subprocess.TimeoutExpired:
@@ -144,12 +144,12 @@ class Child:
 
 
 def start(command: str, settings: Settings, stderr: int | IO[Any] | None = None) -> Child:
-    """Starts the service with these settings; `wait_ready` tells where it is."""
+    """Starts the service with these settings; `wait_ready` returns its address."""
     return Child(command, arguments_of(settings), stderr=stderr)
 
 
 def wait_all_ready(children: Sequence[Child], timeout_s: float = 120.0) -> None:
-    """Returns when all serve. ConfigError as soon as one has ended, with its own sentence, or when time is up."""
+    """Returns when all serve. Raises ConfigError when one has ended, with its own message, or after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while waiting := [child.command for child in children if not child.check_ready(POLL_S)]:
         if time.monotonic() > deadline_s:
@@ -157,13 +157,13 @@ def wait_all_ready(children: Sequence[Child], timeout_s: float = 120.0) -> None:
 
 
 def stop_all(children: Iterable[Child], grace_s: float = KILL_GRACE_S) -> None:
-    """Stops the first, which uses the others, then these together; kills all when interrupted."""
+    """Stops the first, which uses the others, then the others together; kills all when interrupted."""
     ordered = list(children)
     try:
         for child in ordered[:1]:
             child.stop(grace_s)
         for child in ordered[1:]:
-            child.ask_to_stop()
+            child.request_stop()
         for child in ordered[1:]:
             child.stop(grace_s)
     finally:

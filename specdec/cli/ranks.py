@@ -1,7 +1,7 @@
 """The ranks of one machine: this process is the first of them and starts the others as child processes.
 
-A child is a `specdec target` of its own, told to be a machine with one rank. It dies with its parent, however that
-ends; in peace it is sent home by rank 0 and waited for.
+A child is a `specdec target` with the settings of a machine with one rank. It dies with its parent; at a normal end
+rank 0 stops it and waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdec.cli.processes import Child, arguments_of
 from specdec.config import TargetSettings
 from specdec.engine.parallel.place import RankPlace, listen
 
-# What a child is told beside its settings, whose variables begin with SPECDEC_.
+# Variables for a child beside its settings, whose variables begin with SPECDEC_.
 PARENT_RANK_VARIABLE = "_SPECDEC_RANK_0_PID"
 LOCAL_RANK_VARIABLE = "_SPECDEC_LOCAL_RANK"
 PARTING_S = 2.0
@@ -25,7 +25,7 @@ PARTING_S = 2.0
 def ranks_of_machine(settings: TargetSettings) -> Iterator[tuple[TargetSettings, RankPlace]]:
     """Starts this machine's other ranks; yields the settings and the place of this process, the first of them.
 
-    All are gone when the context ends. Raises ConfigError when they cannot meet. Main thread only, as for `Child`.
+    All have ended when the context ends. Raises ConfigError when they cannot meet. Main thread only, as for `Child`.
     """
     rank_count = settings.tensor_parallel_size
     count_here = rank_count // settings.nnodes
@@ -61,7 +61,7 @@ def ranks_of_machine(settings: TargetSettings) -> Iterator[tuple[TargetSettings,
                 parent_pid=int(parent) if parent else None,
             ),
         )
-        with suppress(subprocess.TimeoutExpired):  # they were sent home
+        with suppress(subprocess.TimeoutExpired):  # rank 0 has stopped them
             for child in children:
                 child.process.wait(PARTING_S)
     finally:

@@ -1,7 +1,7 @@
 """`specdec serve`: the three services on this machine, started in order and stopped together.
 
-Target and draft load at the same time, are held against each other, and only then the coordinator starts. A lost draft
-costs speed: it is reported and started again, a bounded number of times. Losing one of the others ends all.
+Target and draft load at the same time, their tokenizers are compared, then the coordinator starts. A lost draft costs
+only speed: it is reported and restarted, a limited number of times. A lost target or coordinator ends all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specdec.protocol.types import Description
 POLL_S = 0.2
 LOADING_S_MAX = 3600.0  # the largest models come over a network
 DESCRIBE_TIMEOUT_S = 10.0
-RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost draft is started again: doubled each time
-RESTART_COUNT_MAX = 6  # in a row: some two minutes, in which a passing lack of memory may pass
+RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost draft is restarted: doubled each time
+RESTART_COUNT_MAX = 6  # in a row: about two minutes, for a temporary lack of memory
 STEADY_S = 300.0
-PLAIN = TlsSettings(insecure=True)
+INSECURE = TlsSettings(insecure=True)
 
 
 def serve(settings: ServeSettings) -> int:
@@ -46,11 +46,11 @@ def serve(settings: ServeSettings) -> int:
 
 @contextmanager
 def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child, list[str]]]:
-    """Coordinator, target, draft, and a sentence on the size of each cache. At the end whatever is in `children`, which
-    this fills, is stopped. Raises SpecdecError when a service cannot start."""
+    """Yields coordinator, target, draft, and the size of each cache as text. At the end it stops all `children`, a list
+    that it fills. Raises SpecdecError when a service cannot start."""
     try:
         waiting = Console(stderr=True).status("loading target and draft") if sys.stderr.isatty() else nullcontext()
-        with waiting:  # shows that something is going on, to people only
+        with waiting:  # shows activity, on a terminal only
             started = _start(settings, children)
         yield started
     finally:
@@ -58,11 +58,11 @@ def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Ch
 
 
 def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child, list[str]]:
-    """Starts all three; each is in `children` as soon as it exists, so that whoever stops them sees it. Says with them
-    how large their caches are."""
+    """Starts all three; each is in `children` as soon as it exists, so that `running` can stop it. Returns them and the
+    sizes of their caches."""
     from specdec.rpc.ports import check_port
 
-    check_port(settings.host, settings.port)  # before two models are loaded in vain
+    check_port(settings.host, settings.port)  # before two models are loaded
     target = start("target", settings.target_settings())
     children.append(target)
     draft = start("draft", settings.draft_settings())
@@ -77,7 +77,7 @@ def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child
 
 
 async def check_match(settings: ServeSettings, target_address: str, draft_address: str) -> dict[str, Description]:
-    """What the two say they serve, by name. Raises Mismatch, naming both models, unless they have one tokenizer."""
+    """Returns both descriptions by name. Raises Mismatch with both models unless their tokenizers are equal."""
     from specdec.rpc.client import call_unary, open_channel
     from specdec.rpc.convert import description_from_message
     from specdec.v1 import types_pb2 as types_pb
@@ -87,7 +87,7 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
         ("target", "TargetService", target_address),
         ("draft", "DraftService", draft_address),
     ):
-        async with open_channel(address, PLAIN) as channel:
+        async with open_channel(address, INSECURE) as channel:
             method = f"/specdec.v1.{service}/Describe"
             request = types_pb.DescribeRequest()
             answer = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
@@ -102,7 +102,7 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
 
 
 def _watch(settings: ServeSettings, coordinator: Child, target: Child, children: list[Child]) -> None:
-    """Returns never: raises ReplicaUnavailable when target or coordinator ended. A lost draft is started again."""
+    """Never returns: raises ReplicaUnavailable when target or coordinator ended. Restarts a lost draft."""
     keeper = DraftKeeper(settings.draft_settings(), children)
     while True:
         time.sleep(POLL_S)
@@ -113,10 +113,10 @@ def _watch(settings: ServeSettings, coordinator: Child, target: Child, children:
 
 
 class DraftKeeper:
-    """Starts a lost draft again, on its port, where the coordinator finds it by itself.
+    """Restarts a lost draft on its port, where the coordinator reconnects.
 
-    It waits longer each time and gives up after RESTART_COUNT_MAX times; a draft that then ran for STEADY_S is taken
-    for sound, and the count begins anew. `children` always holds the draft of now at its place.
+    The wait grows with each restart, and it gives up after RESTART_COUNT_MAX restarts; the count is reset once a draft
+    has run for STEADY_S. `children` always holds the current draft at the same index.
     """
 
     def __init__(self, settings: DraftSettings, children: list[Child]) -> None:
@@ -125,7 +125,7 @@ class DraftKeeper:
         port = split_address(self._draft.address)[1]
         self._settings = settings.model_copy(update={"port": port})
         self._restart_count = 0
-        self._due_s: float | None = None  # when it is started again; None: it runs, or was given up
+        self._due_s: float | None = None  # time of the restart; None: it runs, or was given up
         self._started_s = time.monotonic()
         self._is_given_up = False
 
@@ -134,7 +134,7 @@ class DraftKeeper:
         return self._children[self._place]
 
     def look(self, now_s: float) -> None:
-        """Does what is due. Call it often, in the thread that started the children; it does not block."""
+        """Checks and restarts the draft. Call it often, in the thread that started the children; it does not block."""
         if self._is_given_up:
             return
         if self._due_s is not None:
@@ -148,7 +148,7 @@ class DraftKeeper:
     def _hears(self) -> bool:
         try:
             return self._draft.check_ready(0.0)
-        except ConfigError as error:  # it ended, which the next look sees too
+        except ConfigError as error:  # it ended; the next check detects that too
             _say(str(error))
             return False
 

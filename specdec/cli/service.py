@@ -1,6 +1,6 @@
-"""`specdec target`, `draft` and `coordinator`: one service in this process, until it is told to stop.
+"""`specdec target`, `draft` and `coordinator`: one service in this process, until a stop signal.
 
-The service's package, and with it torch or grpc, is imported only here, after the settings were found right.
+The service's package, and with it torch or grpc, is imported only here, after the settings passed validation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 
 def run_target(settings: TargetSettings) -> int:
     """Serves the target model, or runs ranks of it on this machine."""
-    from target_service.service import run, run_rank
+    from specdec.target_service.service import run, run_rank
 
     if settings.tensor_parallel_size == 1:
         return _serve(run(settings, on_ready("target")))
@@ -26,20 +26,20 @@ def run_target(settings: TargetSettings) -> int:
 
 def run_draft(settings: DraftSettings) -> int:
     """Serves the draft model."""
-    from draft_service.service import run
+    from specdec.draft_service.service import run
 
     return _serve(run(settings, on_ready("draft")))
 
 
 def run_coordinator(settings: CoordinatorSettings) -> int:
     """Serves requests."""
-    from coordinator.service import run
+    from specdec.coordinator.service import run
 
     return _serve(run(settings, on_ready("coordinator")))
 
 
 def on_ready(name: str) -> Callable[[str], None]:
-    """Tells the supervisor, or a person, where the service is."""
+    """Returns a function that reports the service's address to the supervisor, or prints it."""
 
     def tell(address: str) -> None:
         if not events.report(event="ready", address=address):
@@ -49,10 +49,10 @@ def on_ready(name: str) -> Callable[[str], None]:
 
 
 def _serve(service: Coroutine[Any, Any, None]) -> int:
-    """Runs a service to its end, on the faster event loop where there is one: less CPU for every message."""
+    """Runs a service to its end, on uvloop if installed: less CPU for every message."""
     try:
         import uvloop
-    except ImportError:  # no such thing for this platform
+    except ImportError:  # not available on this platform
         asyncio.run(service)
     else:
         uvloop.run(service)

@@ -1,6 +1,6 @@
-"""`specdec trace ID`: a generation's trace in the terminal, and where its time went.
+"""`specdec trace ID`: a generation's trace and its times on the terminal.
 
-It reads Jaeger's API or a file, and writes the file that Jaeger's upload page takes.
+It reads Jaeger's API or a file, and writes files for Jaeger's upload page.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def check_trace_id(text: str) -> str:
 
 
 class TraceSettings(Settings):
-    """Which trace to show, and how."""
+    """The trace to show, and its output format."""
 
     request_or_trace_id: Annotated[str, AfterValidator(check_trace_id)] | None = setting(
         None, CONNECTION, "Request id (`started`) or trace id (`finished`) of a generation.", positional=True
     )
-    jaeger: str = setting("http://localhost:16686", CONNECTION, "Where Jaeger's API is.")
+    jaeger: str = setting("http://localhost:16686", CONNECTION, "URL of Jaeger's API.")
     file: Path | None = setting(None, CONNECTION, "Read the trace from this file instead of Jaeger.")
     export: Path | None = setting(None, OUTPUT, "Write the trace to this file, for Jaeger's upload page.")
-    all: bool = setting(False, OUTPUT, "Show every span; otherwise some of each kind.")
+    all: bool = setting(False, OUTPUT, "Show every span; otherwise 12 of each kind.")
 
 
 def trace(settings: TraceSettings) -> int:
-    """Runs the command. Raises SpecdecError where there is no such trace, or nobody to ask."""
+    """Runs the command. Raises SpecdecError without such a trace, or if Jaeger does not answer."""
     if (settings.request_or_trace_id is None) == (settings.file is None):
         raise UsageError("give a trace id or --file, one of the two; see specdec trace --help")
     found = read(settings)
@@ -56,7 +56,7 @@ def trace(settings: TraceSettings) -> int:
 
 
 def read(settings: TraceSettings) -> list[dict[str, Any]]:
-    """The resource spans that were asked for. Raises SpecdecError."""
+    """Returns the resource spans of the trace. Raises SpecdecError."""
     if settings.file is not None:
         try:
             return resource_spans(settings.file.read_bytes())

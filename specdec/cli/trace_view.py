@@ -1,4 +1,4 @@
-"""A trace on the terminal: a waterfall of its spans, and a table of where the time went."""
+"""A trace on the terminal: a waterfall of its spans, and a table of its times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.text import Text
 
 from specdec.telemetry.trace_reader import Line, ReadSpan, TraceTree
 
-LINES_OF_A_KIND_MAX = 12  # of one name below one parent, unless all are asked for
+LINES_OF_A_KIND_MAX = 12  # of one name below one parent, without --all
 BAR_WIDTH_MIN, BAR_WIDTH_MAX = 20, 80
-COLUMNS_WIDTH = 62  # of everything beside the bars
+COLUMNS_WIDTH = 62  # of all columns except the bars
 COLORS = {"coordinator": "cyan", "target": "green", "draft": "yellow"}
 EIGHTHS = "▏▎▍▌▋▊▉█"
 
@@ -27,7 +27,7 @@ def show(tree: TraceTree, console: Console, is_all: bool = False) -> None:
 
 
 def waterfall(tree: TraceTree, root: ReadSpan, width: int, is_all: bool) -> Table:
-    """One line per span: name below its parent, service, start, duration, and a bar."""
+    """Returns one line per span: name below its parent, service, start, duration, and a bar."""
     bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - COLUMNS_WIDTH))
     table = Table(box=None, padding=(0, 1), title=title(root), title_justify="left")
     for name in ("span", "service"):
@@ -63,7 +63,7 @@ def title(root: ReadSpan) -> str:
 
 
 def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str, str, Text]:
-    """One row of the waterfall."""
+    """Returns one row of the waterfall."""
     span = line.span
     service = span.service.removeprefix("specdec-")
     color = "red" if span.is_failed else COLORS.get(service, "white")
@@ -73,7 +73,7 @@ def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str,
 
 
 def bar_of(start_share: float, share: float, width: int) -> str:
-    """A bar from `start_share` on, in eighths of a character; never empty."""
+    """Returns a bar from `start_share` on, in eighths of a character; never empty."""
     first = min(width - 1, max(0, int(start_share * width)))
     eighths = max(1, round(min(share, 1.0) * width * 8))
     whole, rest = divmod(eighths, 8)
@@ -82,7 +82,7 @@ def bar_of(start_share: float, share: float, width: int) -> str:
 
 
 def where_time_went(tree: TraceTree) -> Table:
-    """The kinds of time with their shares of the call."""
+    """Returns the kinds of time with their shares of the call."""
     table = Table(box=None, padding=(0, 1), title="Where the time went", title_justify="left")
     columns: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("ms", "right"), ("share", "right"))
     for name, justify in (*columns, ("", "left"), ("", "left")):
@@ -94,7 +94,7 @@ def where_time_went(tree: TraceTree) -> Table:
 
 
 def remarks(tree: TraceTree) -> list[str]:
-    """What a reader should know beside it."""
+    """Returns notes on drafting time and clock offsets."""
     sentences = [f"Beside the rounds the draft worked {tree.drafting_ms():.1f} ms in the steps recorded here."]
     for service, offset_ms in sorted(tree.clock_offsets_ms().items()):
         sentences.append(f"The {service}'s clock is {offset_ms:+.2f} ms from the coordinator's; its spans are moved.")

@@ -1,4 +1,5 @@
-"""From logits to tokens: the sampled law, the target's evidence, the draft's proposals. Pure functions on tensors.
+"""From logits to tokens: distributions, the target's sampler output, the draft's proposals. Pure functions on tensors.
 
-Nothing here knows of sessions, caches or messages. The bits of a row's result never depend on the other rows of a call.
+Nothing here depends on sessions, caches or messages. On the target's side the bits of a row's result never depend on
+the other rows of a call.
 """

@@ -1,4 +1,4 @@
-"""The first steps of the sampled law: what is done to single logits because of the request and of the path before.
+"""Logit edits, the first steps of the target distribution: bias, masks and penalties by request and path.
 
 In order: `min_tokens` masks the stop ids, `logit_bias` is added, the repetition penalty divides positive and multiplies
 negative logits of tokens in prompt or output, presence and frequency penalties are subtracted for tokens in the output.
@@ -8,25 +8,25 @@ Draft tokens before a position count as output. Rows without any edit pass throu
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.decoding.crossing import sent
-from specdec.protocol.types import Law
+from specdec.decoding.host_copy import sent
+from specdec.decoding.paths import TokenCounts, TokenPath
+from specdec.protocol.types import ResolvedSamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class PathContext:
-    """Consecutive rows along one path: row i is the law at position len(committed) + i, after draft_token_ids[:i].
+    """Consecutive rows along one path: row i is for position len(committed) + i, after draft_token_ids[:i].
 
     `committed` holds every token before the first row; it is read during the call only and never changed.
     """
 
-    law: Law
+    params: ResolvedSamplingParams
     committed: Sequence[int]
     draft_token_ids: tuple[int, ...] = ()
 
@@ -40,20 +40,20 @@ class PathContext:
 
     @property
     def masked_row_count(self) -> int:
-        """Rows, from the first on, at which fewer than min_tokens output tokens have come."""
-        missing = self.law.prompt_length + self.law.min_tokens - self.base_position
-        return max(0, min(self.row_count, missing)) if self.law.stop_token_ids else 0
+        """Number of rows, from the first on, with fewer than min_tokens output tokens before them."""
+        missing = self.params.prompt_length + self.params.min_tokens - self.base_position
+        return max(0, min(self.row_count, missing)) if self.params.stop_token_ids else 0
 
     @property
     def is_edited(self) -> bool:
-        """Whether any row of the path is changed at all."""
-        return bool(self.masked_row_count or self.law.logit_bias or self.law.has_penalties)
+        """Whether any row of the path is edited."""
+        return bool(self.masked_row_count or self.params.logit_bias or self.params.has_penalties)
 
 
 def edited_logits(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
-    """The logits after all edits: the argument itself when there are none, else a float64 copy.
+    """Returns the logits after all edits: the argument itself without edits, else a float64 copy.
 
-    Float32 becomes float64 without rounding, so which of the two a row is held in does not change its law.
+    Float32 becomes float64 without rounding, so the type of a row does not change its distribution.
     # logits: [rows, vocabulary] float32
     """
     if not any(context.is_edited for context in contexts):
@@ -68,19 +68,19 @@ def edited_logits(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
 
 
 def edit_path(values: Tensor, context: PathContext) -> None:
-    """Edits the rows of one path in place, touching only the columns concerned.  # values: [row_count, vocabulary]"""
-    law, width = context.law, values.shape[1]
-    mask_stop_tokens(values[: context.masked_row_count], [t for t in law.stop_token_ids if t < width])
-    bias = [(token_id, number) for token_id, number in law.logit_bias if token_id < width]
+    """Edits the rows of one path in place, only in the columns concerned.  # values: [row_count, vocabulary]"""
+    params, width = context.params, values.shape[1]
+    mask_stop_tokens(values[: context.masked_row_count], [t for t in params.stop_token_ids if t < width])
+    bias = [(token_id, number) for token_id, number in params.logit_bias if token_id < width]
     if bias:
         columns = sent([token_id for token_id, _ in bias], values.device)
         values[:, columns] += sent([number for _, number in bias], values.device, values.dtype)
-    if law.has_penalties:
+    if params.has_penalties:
         penalise(values, context)
 
 
 def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
-    """-inf for stop ids, except in a row that would be left without any token: a law never has empty support."""
+    """Sets stop ids to -inf, except in a row without other tokens: the support is never empty."""
     if not len(values) or not stop_token_ids:
         return
     columns = sent(stop_token_ids, values.device)
@@ -91,27 +91,38 @@ def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
 
 
 def penalise(values: Tensor, context: PathContext) -> None:
-    """Repetition, presence and frequency penalties on the columns of tokens that occur in the path."""
-    law, width = context.law, values.shape[1]
-    first_counts = Counter(context.committed[law.prompt_length :])
-    first_seen = first_counts.keys() if law.repetition_penalty == 1 else set(context.committed)
+    """Applies repetition, presence and frequency penalties to the columns of tokens that occur in the path."""
+    params, width = context.params, values.shape[1]
+    counted = committed_counts(context)
+    first_counts = counted.output
+    first_seen = first_counts.keys() if params.repetition_penalty == 1 else first_counts.keys() | counted.prompt.keys()
     token_ids = [token_id for token_id in {*first_seen, *context.draft_token_ids} if token_id < width]
     columns = sent(token_ids, values.device, torch.int64)
     draft_counts = sent(draft_counts_before(context, token_ids), values.device)
     chosen = values[:, columns]
-    if law.repetition_penalty != 1:
-        repeated = torch.where(chosen > 0, chosen / law.repetition_penalty, chosen * law.repetition_penalty)
+    if params.repetition_penalty != 1:
+        repeated = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
         seen_at_first = sent([token_id in first_seen for token_id in token_ids], values.device, torch.bool)
         chosen = torch.where(seen_at_first | (draft_counts > 0), repeated, chosen)
-    if law.presence_penalty or law.frequency_penalty:
+    if params.presence_penalty or params.frequency_penalty:
         counts = sent([first_counts[token_id] for token_id in token_ids], values.device, torch.int64) + draft_counts
-        chosen -= law.presence_penalty * (counts > 0).to(values.dtype)
-        chosen -= law.frequency_penalty * counts.to(values.dtype)
+        chosen -= params.presence_penalty * (counts > 0).to(values.dtype)
+        chosen -= params.frequency_penalty * counts.to(values.dtype)
     values[:, columns] = chosen
 
 
+def committed_counts(context: PathContext) -> TokenCounts:
+    """Returns the counts of the committed tokens: those that their owner keeps, or new ones."""
+    committed = context.committed
+    counts = committed.kept_counts() if isinstance(committed, TokenPath) else None
+    if counts is None:
+        counts = TokenCounts(context.params)
+        counts.move(committed, len(committed))
+    return counts
+
+
 def draft_counts_before(context: PathContext, token_ids: list[int]) -> Tensor:
-    """How often each token occurs in the draft tokens before each row.  # [row_count, len(token_ids)] int64"""
+    """Counts each token in the draft tokens before each row.  # [row_count, len(token_ids)] int64"""
     counts = torch.zeros(context.row_count, len(token_ids), dtype=torch.int64)
     if context.draft_token_ids:
         column_of = {token_id: column for column, token_id in enumerate(token_ids)}

@@ -1,4 +1,4 @@
-"""The noise of `specdec.protocol.noise`, vectorised: the same integers, bit for bit, on every device torch runs on.
+"""The noise of `specdec.protocol.noise`, vectorised: the same integers, bit for bit, on every torch device.
 
 Torch has no unsigned 64-bit arithmetic, so states are int64 of equal bits: sums and products wrap alike, and a logical
 right shift is an arithmetic one with the copied sign bits masked off.
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.decoding.crossing import sent
+from specdec.decoding.host_copy import sent
 from specdec.protocol.noise import GUMBEL_BITS, INCREMENT, MULTIPLIER_1, MULTIPLIER_2, Lane, stream_key
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit integer."""
+    """Returns the int64 with the bits of an unsigned 64-bit integer."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def xor_shifted(state: Tensor, count: int) -> Tensor:
-    """state ^ (state >>> count), in place on int64."""
+    """Returns state ^ (state >>> count), in place on int64."""
     return state.bitwise_xor_((state >> count).bitwise_and_((1 << (64 - count)) - 1))
 
 
 def gumbel_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
-    """One stream key per row: what the noise of all token ids at (seed, position) shares.  # [rows, 1] int64"""
+    """Returns one stream key per row, shared by the noise of all token ids at (seed, position).  # [rows, 1] int64"""
     keys = [signed(stream_key(seed, Lane.GUMBEL, position)) for seed, position in zip(seeds, positions, strict=True)]
     return sent(keys, device, torch.int64).unsqueeze(1)
 
 
 def gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """52 bits of hash64 for keys [rows, 1] and token ids [rows or 1, columns].  # [rows, columns] int64"""
+    """Returns 52 bits of hash64 for keys [rows, 1] and token ids [rows or 1, columns].  # [rows, columns] int64"""
     state = (token_ids + 1) * signed(INCREMENT) + keys
     xor_shifted(state, 30).mul_(signed(MULTIPLIER_1))
     xor_shifted(state, 27).mul_(signed(MULTIPLIER_2))
@@ -41,9 +41,9 @@ def gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise G = -log(-log((h + 1/2) * 2**-52)), finite.  # [rows, columns] float64
+    """Returns standard Gumbel noise G = -log(-log((h + 1/2) * 2**-52)), finite.  # [rows, columns] float64
 
-    It depends on seed, position and token id alone, never on context or logits: it can be made before they are known.
+    It depends on seed, position and token id only, not on context or logits.
     """
     fraction = gumbel_bits(keys, token_ids).to(torch.float64).add_(0.5).mul_(2.0**-GUMBEL_BITS)
     return fraction.log_().neg_().log_().neg_()

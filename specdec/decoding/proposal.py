@@ -1,9 +1,9 @@
-"""The draft's side: from logits to one proposal per place.
+"""The draft's side: from logits to one proposal per node.
 
-A draft only has to guess: numbers are float32, of a large vocabulary the likeliest few hundred tokens are looked at,
-and a row may depend on its neighbours. Under REJECTION the distribution is encoded first, and the token is drawn from
-what the encoding says, by integer arithmetic, so the row that travels is exactly the law the token came from. Under
-GREEDY and COUPLED the proposal is the token the target would take if it had these logits.
+A draft's numbers decide no text: they are float32, of a large vocabulary only the likeliest few hundred tokens are
+used, and a row may depend on its neighbours. Under REJECTION the draft distribution is encoded first, and the token is
+drawn from the encoding by integer arithmetic, so the distribution sent is exactly the one the token was drawn from.
+Under GREEDY and COUPLED the proposal is the token the target would choose with these logits.
 """
 
 from __future__ import annotations
@@ -18,33 +18,39 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from specdec.decoding.crossing import Crossing, crossed, sent
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.evidence import in_order
+from specdec.decoding.host_copy import HostCopy, crossed, sent
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
+from specdec.decoding.verification import in_order
 from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS
-from specdec.protocol.types import ROW_STEPS_PER_OCTAVE, ROW_WEIGHTS, Law, Row, Rule
+from specdec.protocol.types import (
+    DRAFT_PROBS_STEPS_PER_OCTAVE,
+    DRAFT_PROBS_WEIGHTS,
+    DraftProbs,
+    ResolvedSamplingParams,
+    Rule,
+)
 
 Guesses: TypeAlias = tuple[tuple[int, float], ...]  # (token id, confidence)
 
-PROPOSAL_ROW_TOKENS_MAX = 96  # 2 to 3 bytes each: the rows of 4 draft tokens stay near 1 KiB
-# Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens have a part; of
-# more than these the likeliest few hundred do, which for a model of many tokens are nearly all of its law.
+PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 4 draft tokens stay near 1 KiB
+# Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens get noise; in a
+# larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
-CODE_SCALE = -ROW_STEPS_PER_OCTAVE / math.log(2)
+CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
-    """One place to propose a token for.
+    """One node to propose a token for.
 
-    `path`: every token before the position, committed and draft; it is not kept. `vocabulary_size`: ids from there on
-    are the target's to miss and are never proposed. `draw_bits`: uniform_bits(secret, Lane.DRAFT, epoch, node), an
-    integer of 53 bits; read under REJECTION only.
+    `path`: every token before the position, committed and draft; not stored. `vocabulary_size`: the target's; higher
+    ids are never proposed. `draw_bits`: uniform_bits(secret, Lane.DRAFT, epoch, node), an integer of 53 bits; used
+    under REJECTION only.
     """
 
-    law: Law
+    params: ResolvedSamplingParams
     path: Sequence[int]
     vocabulary_size: int
     draw_bits: int = 0
@@ -53,16 +59,16 @@ class ProposalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the draft says of a place: tokens it thinks of and its confidence in each, the proposed token first.
+    """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
 
-    The others are the likeliest beside it, best first, at most as many as were asked for. `row` under REJECTION: what
-    the proposed token was drawn from. Confidences are probabilities of the softmax (GREEDY), of the law after the noise
-    (COUPLED) or of the law (REJECTION). They may order which places are evaluated next; they may not decide whether a
-    token already drawn is offered.
+    The others are the likeliest after it, best first, at most `branch_count`. `draft_probs` under REJECTION: the draft
+    distribution of the proposed token. Confidences are probabilities of the softmax (GREEDY), of the distribution after
+    the noise (COUPLED) or of the draft distribution (REJECTION). They may choose the nodes evaluated next; they may not
+    decide whether a drawn token is sent.
     """
 
     guesses: Guesses
-    row: Row | None = None
+    draft_probs: DraftProbs | None = None
 
     @property
     def token_id(self) -> int:
@@ -73,9 +79,9 @@ class Proposal:
 def proposals(
     payloads: Sequence[Sequence[ProposalRequest]], row_counts: Sequence[int], logits: Tensor
 ) -> list[list[Proposal]]:
-    """`propose` for payloads of several requests each: one list for each payload, in order.
+    """Runs `propose` for payloads of several requests each; returns one list per payload, in order.
 
-    logits: [sum(row_counts), vocabulary] float32. Raises ValueError where a payload's requests are not its rows.
+    logits: [sum(row_counts), vocabulary] float32. Raises ValueError unless each payload has one request per row.
     """
     if [len(requests) for requests in payloads] != list(row_counts):
         raise ValueError(f"{list(row_counts)} rows for {[len(requests) for requests in payloads]} proposals")
@@ -84,82 +90,86 @@ def proposals(
 
 
 def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposal]:
-    """One proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
+    """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
     groups: dict[tuple[Rule, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
-        groups.setdefault((request.law.rule, width), []).append(index)
+        groups.setdefault((request.params.rule, width), []).append(index)
 
-    def compute(crossing: Crossing) -> Callable[[], list[Proposal]]:
+    def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
         finishes = []
         for (rule, width), indices in groups.items():
             chosen = [requests[index] for index in indices]
-            finishes.append((indices, WAYS[rule](chosen, taken(logits, indices)[:, :width], crossing)))
+            finishes.append((indices, WAYS[rule](chosen, taken(logits, indices)[:, :width], host_copy)))
         return lambda: in_order(finishes)
 
     return crossed(logits.device, compute)
 
 
 def greedy_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
-    """The likeliest tokens, and their shares of the softmax; once crossed."""
-    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+    """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
+    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
     values, token_ids = edited.topk(guess_count(requests, edited.shape[1]), dim=1)
     shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
-    return guesses_of(requests, crossing.bring(token_ids), crossing.bring(shares))
+    return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
 
 
 def coupled_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
-    """The tokens of highest score log law + noise, and their shares of the softmax of these scores; once crossed.
+    """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores.
 
-    With u the uniform number behind the noise G = -log(-log u), exp(score) is law / -log u: no score is ever made.
+    With u the uniform number of the noise G = -log(-log u), exp(score) is p / -log u: scores are never computed.
     """
-    laws = [request.law for request in requests]
-    if logits.shape[1] > NOISED_TOKENS_MAX or any(law.top_k or law.top_p < 1 for law in laws):
-        scores, token_ids = likeliest_of_law(requests, logits, NOISED_LIKELIEST)
+    all_params = [request.params for request in requests]
+    if logits.shape[1] > NOISED_TOKENS_MAX or any(params.top_k or params.top_p < 1 for params in all_params):
+        scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
     else:
-        scores, token_ids = tempered_law(requests, logits), None
+        scores, token_ids = tempered_distribution(requests, logits), None
     ids = every_token_id(scores) if token_ids is None else token_ids
     positions = [len(request.path) for request in requests]
-    raced = scores.exp_().div_(waits(gumbel_keys([law.seed for law in laws], positions, logits.device), ids))
+    raced = scores.exp_().div_(
+        waits(gumbel_keys([params.seed for params in all_params], positions, logits.device), ids)
+    )
     values, columns = raced.topk(guess_count(requests, raced.shape[1]), dim=1)
     shares = values / raced.sum(dim=1, keepdim=True)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
-    return guesses_of(requests, crossing.bring(chosen), crossing.bring(shares))
+    return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
 
 
 def waits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """-log u of the noise, as -log1p(u - 1): u near 1, which is what wins, keeps its digits.  # [n, columns] float32"""
+    """Returns -log u of the noise, as -log1p(u - 1): the winning u, near 1, stay precise.  # [n, columns] float32"""
     rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
     return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_()
 
 
-def tempered_law(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
-    """Log-probabilities up to a constant, the likeliest at 0, of laws without top_k and top_p.  # [n, vocab] float32"""
-    laws = [request.law for request in requests]
-    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
+    """Returns log-probabilities without top_k and top_p, up to a constant, the likeliest at 0.  # [n, vocab] float32"""
+    all_params = [request.params for request in requests]
+    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
     shifted = edited - edited.amax(dim=1, keepdim=True)
-    return without_improbable(shifted.div_(column([law.temperature for law in laws], shifted)).float(), laws)
+    return without_improbable(
+        shifted.div_(column([params.temperature for params in all_params], shifted)).float(), all_params
+    )
 
 
 def rejection_proposals(
-    requests: Sequence[ProposalRequest], logits: Tensor, crossing: Crossing
+    requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
-    """The law as it will be sent, its likeliest tokens with the nearest of the weights a row can carry, and a draw from
-    it; once crossed.
+    """Returns a function for the draft distribution as sent, its likeliest tokens with the nearest of the encodable
+    weights, and a draw from it.
 
-    The likeliest weighs 65535. A token less likely than 1 in 65535 beside it is left out, of the row and so of what can
-    be drawn.
+    The likeliest token has weight 65535. A token less likely than 1/65535 of it is left out of the draft distribution
+    and is never drawn.
     """
-    scores, token_ids = likeliest_of_law(requests, logits, PROPOSAL_ROW_TOKENS_MAX)
-    codes = scores.mul_(CODE_SCALE).clamp_(max=len(ROW_WEIGHTS)).round_().to(torch.int64)
-    its_ids, its_codes = crossing.bring(token_ids), crossing.bring(codes)
-    return lambda: [proposal_of_row(*line) for line in zip(requests, its_ids(), its_codes())]
+    scores, token_ids = likeliest_of_distribution(requests, logits, PROPOSAL_PROBS_TOKENS_MAX)
+    codes = scores.mul_(CODE_SCALE).clamp_(max=len(DRAFT_PROBS_WEIGHTS)).round_().to(torch.int64)
+    its_ids, its_codes = host_copy.bring(token_ids), host_copy.bring(codes)
+    return lambda: [proposal_of_codes(*line) for line in zip(requests, its_ids(), its_codes())]
 
 
 WAYS = {
@@ -170,7 +180,7 @@ WAYS = {
 
 
 def guess_count(requests: Sequence[ProposalRequest], width: int) -> int:
-    """Tokens to look for in each row: the proposal, and the most branches that any request asks for."""
+    """Returns the number of tokens to find in each row: the proposal and the most branches of any request."""
     return min(1 + max(request.branch_count for request in requests), width)
 
 
@@ -179,7 +189,7 @@ def guesses_of(
     token_ids: Callable[[], list[list[int]]],
     shares: Callable[[], list[list[float]]],
 ) -> Callable[[], list[Proposal]]:
-    """Proposals of lines of tokens, best first, and their shares; those without any are left out. Once crossed."""
+    """Returns a function for proposals from tokens, best first, and shares; branches with share 0 are left out."""
 
     def finish() -> list[Proposal]:
         made = []
@@ -191,29 +201,29 @@ def guesses_of(
     return finish
 
 
-def likeliest_of_law(requests: Sequence[ProposalRequest], logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each request's law, likeliest first: log-probabilities up to a constant, the first at 0,
-    and ids.  # [n, columns] float32, -inf outside the law; [n, columns] int64
+def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the likeliest tokens of each request's distribution, likeliest first: log-probabilities up to a constant,
+    the first at 0, and ids.  # [n, columns] float32, -inf outside the support; [n, columns] int64
 
-    The steps are those of the sampled law (decoding/distribution.py): edits, temperature, min_p, top_k, top_p.
+    The steps are those of decoding/distribution.py: edits, temperature, min_p, top_k, top_p.
     """
-    laws = [request.law for request in requests]
-    edited = edited_logits(logits, [PathContext(request.law, request.path) for request in requests])
+    all_params = [request.params for request in requests]
+    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
     values, token_ids = edited.topk(min(count, edited.shape[1]), dim=1)
-    temperatures = column([law.temperature for law in laws], edited)
+    temperatures = column([params.temperature for params in all_params], edited)
     scores = ((values - values[:, :1]) / temperatures).float()
-    without_improbable(scores, laws)
-    if any(law.top_k for law in laws):
+    without_improbable(scores, all_params)
+    if any(params.top_k for params in all_params):
         ranks = torch.arange(scores.shape[1], device=scores.device)
-        kept = column([float(law.top_k or scores.shape[1]) for law in laws], scores)
+        kept = column([float(params.top_k or scores.shape[1]) for params in all_params], scores)
         scores.masked_fill_(ranks >= kept, -math.inf)
-    if any(law.top_p < 1 for law in laws):
+    if any(params.top_p < 1 for params in all_params):
         weights = scores.exp()
         every = ((edited - values[:, :1]) / temperatures).exp_().sum(dim=1, keepdim=True)
-        is_cut = column([float(bool(law.min_p or law.top_k)) for law in laws], scores) > 0
+        is_cut = column([float(bool(params.min_p or params.top_k)) for params in all_params], scores) > 0
         totals = torch.where(is_cut, weights.sum(dim=1, keepdim=True), every)
         before = weights.cumsum(dim=1) - weights
-        limits = column([law.top_p if law.top_p < 1 else math.inf for law in laws], scores)
+        limits = column([params.top_p if params.top_p < 1 else math.inf for params in all_params], scores)
         outside = before >= limits * totals
         outside[:, 0] = False
         scores.masked_fill_(outside, -math.inf)
@@ -221,24 +231,24 @@ def likeliest_of_law(requests: Sequence[ProposalRequest], logits: Tensor, count:
 
 
 def column(numbers: list[float], like: Tensor) -> Tensor:
-    """One number per row.  # [n, 1], of the type of `like`"""
+    """Returns one number per row.  # [n, 1], of the type of `like`"""
     return sent(numbers, like.device, like.dtype).unsqueeze(1)
 
 
-def proposal_of_row(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
-    """The row of those tokens, likeliest first, whose code stands for a weight; its draw, and the likeliest others."""
-    code_count = len(ROW_WEIGHTS)
-    ranked = [(token_id, ROW_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
-    row = Row(*zip(*sorted(ranked)))
-    drawn = draw(row, request.draw_bits)
-    total = row.total
+def proposal_of_codes(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
+    """Draws from the tokens whose code has a weight, likeliest first; adds the likeliest others as branches."""
+    code_count = len(DRAFT_PROBS_WEIGHTS)
+    ranked = [(token_id, DRAFT_PROBS_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
+    probs = DraftProbs(*zip(*sorted(ranked)))
+    drawn = draw(probs, request.draw_bits)
+    total = probs.total
     others = itertools.islice((one for one in ranked if one[0] != drawn), request.branch_count)
     weight = next(weight for token_id, weight in ranked if token_id == drawn)
     guesses = ((drawn, weight / total), *((token_id, weight / total) for token_id, weight in others))
-    return Proposal(guesses, row)
+    return Proposal(guesses, probs)
 
 
-def draw(row: Row, draw_bits: int) -> int:
-    """The token of `row` that a 53-bit integer picks: exact integer arithmetic, no rounding anywhere."""
-    index = draw_bits * row.total >> UNIFORM_BITS
-    return row.token_ids[bisect.bisect_right(list(itertools.accumulate(row.weights)), index)]
+def draw(probs: DraftProbs, draw_bits: int) -> int:
+    """Returns the token of `probs` chosen by a 53-bit integer: exact integer arithmetic, without rounding."""
+    index = draw_bits * probs.total >> UNIFORM_BITS
+    return probs.token_ids[bisect.bisect_right(list(itertools.accumulate(probs.weights)), index)]

@@ -1,5 +1,5 @@
 """Models, their cache, and the one thread that owns both.
 
-Draft and target run the same engine; what they make of logits is given to it as a function. Nothing here knows gRPC,
-asyncio or the rules of verification.
+Draft and target run the same engine with different sampler functions. Nothing here depends on gRPC, asyncio or the
+verification rules.
 """

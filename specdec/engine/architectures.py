@@ -1,9 +1,9 @@
-"""Which `transformers` architectures are proven here, and with which features.
+"""The supported `transformers` architectures and their supported features.
 
-Proven means: tests compare logits at every position, greedy text in ragged batches and text after rollbacks with
-`transformers` itself. Whatever is not on the list is refused by name before any weight is read: a model that runs but
-answers differently would be worse than one that does not run. A new architecture is one record here and one entry of
-those tests; how a layer attends is not written here but found by calling it (`attention.measure_shape`).
+Supported means: tests compare logits at every position, greedy text in ragged batches and text after rollbacks with
+`transformers` itself. Every other architecture is refused by name before any weight is read: a model that runs with
+different results is worse than one that does not run. A new architecture is one record here and one entry in those
+tests; the attention of its layers is measured by calling them (`attention.measure_shape`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from specdec.errors import ModelRefused
 
-# Angles that depend on the position alone can be tabled: "dynamic" and "longrope" change with the text's length.
-PROVEN_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-PROVEN_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-PROVEN_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Only angles that depend on the position alone fit a table; "dynamic" and "longrope" change with the text's length.
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 REFUSED = {
     "quantization_config": "weights that are quantized",
     "add_cross_attention": "cross attention",
@@ -26,10 +26,10 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One proven class of `transformers`: its name, where its config says what, and what it makes of logits.
+    """One supported class of `transformers`: its name, its config keys, and its scaling of logits.
 
     Logits are multiplied by the value of `logit_factor_key`, divided by that of `logit_divisor_key` and capped at that
-    of `logit_softcap_key`, where there are such keys.
+    of `logit_softcap_key`, where these keys are set.
     """
 
     class_name: str
@@ -43,7 +43,7 @@ class Architecture:
 
 
 GELU_TANH = "gelu_pytorch_tanh"
-PROVEN = (
+SUPPORTED = (
     Architecture("LlamaForCausalLM"),
     Architecture("Qwen2ForCausalLM"),
     Architecture("Qwen3ForCausalLM"),
@@ -63,53 +63,53 @@ PROVEN = (
 )
 
 
-def check_proven(name: str, config: dict[str, Any]) -> None:
-    """Raises ModelRefused unless the architecture and every feature the config asks for are proven."""
+def check_supported(name: str, config: dict[str, Any]) -> None:
+    """Raises ModelRefused unless the architecture and every feature of the config are supported."""
     architecture = architecture_of(name, config)
     for key, what in REFUSED.items():
         if config.get(key):
-            raise ModelRefused(f"{name} asks for {what} ({key}), which is not proven yet")
+            raise ModelRefused(f"{name} asks for {what} ({key}), which is not supported")
     for key in architecture.refused_keys:
         if config.get(key):
-            raise ModelRefused(f"{name}: {key} {config[key]!r} is not proven yet")
+            raise ModelRefused(f"{name}: {key} {config[key]!r} is not supported")
     if config.get("is_causal") is False:
-        raise ModelRefused(f"{name}: is_causal false is not proven yet")
+        raise ModelRefused(f"{name}: is_causal false is not supported")
     _check_value(
         name,
         architecture.activation_key,
         config.get(architecture.activation_key, architecture.activation_default),
-        PROVEN_ACTIVATIONS,
+        SUPPORTED_ACTIVATIONS,
     )
     for layer_type in config.get("layer_types") or ():
-        _check_value(name, "layer type", layer_type, PROVEN_LAYER_TYPES)
+        _check_value(name, "layer type", layer_type, SUPPORTED_LAYER_TYPES)
     _check_rope(name, config, architecture.may_rotate_partly)
 
 
 def architecture_of(name: str, config: dict[str, Any]) -> Architecture:
-    """The record of a config's architecture. Raises ModelRefused where there is none."""
+    """Returns the record of a config's architecture. Raises ModelRefused if it is not supported."""
     asked = config.get("architectures")
     if not isinstance(asked, list) or len(asked) != 1:
         raise ModelRefused(f"{name}: config.json names architectures {asked!r}; exactly one is needed")
-    for architecture in PROVEN:
+    for architecture in SUPPORTED:
         if architecture.class_name == asked[0]:
             return architecture
-    proven = ", ".join(architecture.class_name for architecture in PROVEN)
+    supported = ", ".join(architecture.class_name for architecture in SUPPORTED)
     own_code = " (its auto_map asks for code from the folder, which is never run)" if "auto_map" in config else ""
-    raise ModelRefused(f"{name}: architecture {asked[0]} is not proven yet{own_code}; proven: {proven}")
+    raise ModelRefused(f"{name}: architecture {asked[0]} is not supported{own_code}; supported: {supported}")
 
 
-def _check_value(name: str, key: str, value: object, proven: tuple[str, ...]) -> None:
-    if value not in proven:
-        raise ModelRefused(f"{name}: {key} {value!r} is not proven yet; proven: {', '.join(proven)}")
+def _check_value(name: str, key: str, value: object, supported: tuple[str, ...]) -> None:
+    if value not in supported:
+        raise ModelRefused(f"{name}: {key} {value!r} is not supported; supported: {', '.join(supported)}")
 
 
 def _check_rope(name: str, config: dict[str, Any], may_rotate_partly: bool) -> None:
-    """Of one set of rotary parameters, or of one for each layer type."""
+    """Checks one set of rotary parameters, or one for each layer type."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [value or {} for key, value in rope.items() if key in PROVEN_LAYER_TYPES]
+    nested = [value or {} for key, value in rope.items() if key in SUPPORTED_LAYER_TYPES]
     for parameters in nested or [rope]:
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        _check_value(name, "rope type", rope_type, PROVEN_ROPE_TYPES)
+        _check_value(name, "rope type", rope_type, SUPPORTED_ROPE_TYPES)
         factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
         if factor != 1 and not may_rotate_partly:
-            raise ModelRefused(f"{name}: a partial_rotary_factor is not proven yet")
+            raise ModelRefused(f"{name}: a partial_rotary_factor is not supported")

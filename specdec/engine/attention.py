@@ -1,12 +1,12 @@
-"""Paged attention on a CPU, batched over sequences, in which a row's result depends on its own past only.
+"""Paged attention on a CPU, batched over sequences; a row's result depends on its own past only.
 
 Every product has one of a few fixed shapes: query tiles of measured widths against splits of KEY_SPLIT cached
 positions, accumulated split by split in order. Padding to a longer neighbour adds splits that are masked, that is,
-exact zeros. All arithmetic is float32, whatever the model's type; the cache holds float32. A layer says what it wants
-by a `ScoreRule`; which rows may look where is the plan's.
+exact zeros. All arithmetic is float32, whatever the model's type; the cache holds float32. A layer passes a
+`ScoreRule`; the plan holds the rows and the positions they attend to.
 
-What the layers of a model ask is found by calling them once instead of reading their classes: a recorder stands in for
-a step's plan. A layer that asks for what is not known here is refused then, when the model is loaded.
+The attention parameters of a model's layers are measured by calling the layers once with a recorder in place of a
+step's plan. A layer with an unknown parameter is refused then, when the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from specdec.engine.row_widths import ROW_MULTIPLE, aligned, probe
 from specdec.engine.storage import PagedStorage
+from specdec.engine.tile_sizes import ROW_MULTIPLE, aligned, probe
 from specdec.errors import ModelRefused
 
 NAME = "specdec_paged"
-KEY_SPLIT = 128  # cached positions per product; longer ones would be divided by the library as it sees fit
+KEY_SPLIT = 128  # cached positions per product; the library would split longer products by rules of its own
 CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_COUNTS = (1, 2, 3, 8)
-# What models pass along to an attention function that changes nothing here: positions are the plan's.
+# Arguments of models to an attention function without effect here: positions are the plan's.
 WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "cache_position"})
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What one layer makes of q k^T: times `scaling`, then softcap * tanh(score / softcap), within `window` positions.
+    """One layer's rule for q k^T: times `scaling`, then softcap * tanh(score / softcap), within `window` positions.
 
     A row sees the last `window` positions, its own included; None is all of its past. `softcap` None leaves scores.
     """
@@ -50,7 +50,7 @@ class QueryGroup:
     `query_rows` [tiles * kv heads * splits * group size * width] int64: rows of the queries seen as [rows * heads,
     head size], in the order (tile, kv head, split, query head of it, row): repeated for every split. `cells`
     [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask` [tiles * kv heads * splits, group size
-    * width, KEY_SPLIT] float32: 0 where a row may look, minus infinity elsewhere.
+    * width, KEY_SPLIT] float32: 0 where a row may attend, minus infinity elsewhere.
     """
 
     split_count: int
@@ -62,11 +62,11 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where one step's rows are written, what they read and where results go; the same for every layer of a window.
+    """Indices of one step: writes, reads and results; the same for every layer of a window.
 
     `written` [2 * rows * kv heads] int64: cache positions of the step's keys, then values. `groups`: by the window of a
-    layer. `output_rows` [padded rows * heads] int64: where each (row, head) lies in the groups' results, one after
-    another.
+    layer. `output_rows` [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated
+    results.
     """
 
     storage: PagedStorage
@@ -113,15 +113,15 @@ def paged_attention(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function `transformers` calls: query [1, heads, rows, head size], key and value [1, kv heads, ...].
+    """The attention function for `transformers`: query [1, heads, rows, head size], key and value [1, kv heads, ...].
 
-    Returns [1, rows, heads, head size]. Raises ModelRefused for an argument that would change the result and is not
-    known here: attention sinks, position biases, whatever comes next.
+    Returns [1, rows, heads, head size]. Raises ModelRefused for an unknown argument that would change the result, such
+    as attention sinks or position biases.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT]
     if unknown or attention_mask is not None:
         asked = ", ".join(sorted(unknown)) or "attention_mask"
-        raise ModelRefused(f"{type(module).__name__} asks for {asked} in its attention, which is not proven yet")
+        raise ModelRefused(f"{type(module).__name__} asks for {asked} in its attention, which is not supported")
     layer: Any = module.layer_idx
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
     rule = ScoreRule(scaling, sliding_window, softcap)
@@ -151,18 +151,20 @@ def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule:
     return output.view(-1, size)
 
 
-def probe_query_tiles(group_size: int, head_size: int, rules: Collection[ScoreRule]) -> tuple[int, ...]:
-    """Rows per query tile at which attention gives every row the same bits, whatever is computed beside it.
+def probe_query_tiles(
+    group_size: int, head_size: int, rules: Collection[ScoreRule], tiles: Collection[int] = CANDIDATE_QUERY_TILES
+) -> tuple[int, ...]:
+    """Returns those of `tiles`, row counts per query tile, at which a row's attention has the same bits in every batch.
 
     `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width
-    is tried with several tiles at once, with neighbours one and two splits longer and, where one of the model's rules
-    has a window, with a split before the one that a row sees; at the model's own scales, because a scale that is no
-    power of two is rounded where the kernel applies it.
+    is tried with several tiles at once, with neighbours one and two splits longer and, if one of the model's rules has
+    a window, with a split before the visible one; at the model's own scales, because a kernel rounds at the point
+    where it applies a scale that is no power of two.
     """
     generator = torch.Generator().manual_seed(head_size)
     cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values
     cells[0] = 0
-    # What a row sees, as positions of cells 1 and 2, and the cells it may be computed over.
+    # Visible positions, those of cells 1 and 2, and the cells the row may be computed over.
     texts = [((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0])), ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0]))]
     if any(rule.window is not None for rule in rules):
         texts.append(((KEY_SPLIT + 20, 2 * KEY_SPLIT - 28), ([2], [1, 2], [2, 0], [1, 2, 0])))
@@ -189,7 +191,7 @@ def probe_query_tiles(group_size: int, head_size: int, rules: Collection[ScoreRu
                 outputs.append(every[0] if agrees else torch.full_like(every[0], torch.nan))
         return torch.cat(outputs, -1)
 
-    candidates = [tile for tile in CANDIDATE_QUERY_TILES if group_size * tile % ROW_MULTIPLE == 0]
+    candidates = [tile for tile in tiles if group_size * tile % ROW_MULTIPLE == 0]
     agreed = probe(product, head_size, torch.float32, [group_size * tile for tile in candidates])
     return tuple(tile for tile in candidates if group_size * tile in agreed)
 
@@ -206,7 +208,7 @@ class AttentionCall:
 
 
 class CallRecorder:
-    """Stands where modules expect an AttentionPlan; the result of attention is the queries themselves."""
+    """Records attention calls in place of an AttentionPlan; returns the queries as the result of attention."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -214,14 +216,14 @@ class CallRecorder:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
     ) -> torch.Tensor:
-        """Notes the call. See `AttentionPlan.attend`."""
+        """Records the call. See `AttentionPlan.attend`."""
         self.calls.append(AttentionCall(queries, keys, values, layer, rule))
         return queries
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What storage and planner need to know of a model, or of one rank's share of it: the same for all its layers."""
+    """Sizes of a model, or of one rank's share, for storage and planner: the same for all its layers."""
 
     layer_count: int
     head_count: int
@@ -244,10 +246,10 @@ def measure_shape(base: nn.Module, device: torch.device | None = None) -> Attent
     calls = recorder.calls
     shapes = {(call.queries.shape[1:], call.keys.shape[1:], call.values.shape[1:]) for call in calls}
     if [call.layer for call in calls] != list(range(len(calls))) or len(shapes) != 1:
-        raise ModelRefused(f"{type(base).__name__} does not attend once in every layer in one shape: not proven yet")
+        raise ModelRefused(f"{type(base).__name__} does not attend once in every layer in one shape: not supported")
     queries, keys, values = shapes.pop()
     if keys != values or queries[1] != keys[1] or queries[0] % keys[0]:
-        raise ModelRefused(f"{type(base).__name__} has queries {queries}, keys {keys}, values {values}: not proven yet")
+        raise ModelRefused(f"{type(base).__name__} has queries {queries}, keys {keys}, values {values}: not supported")
     rules = tuple(dict.fromkeys(call.rule for call in calls))
     return AttentionShape(len(calls), queries[0], keys[0], queries[1], rules)
 

@@ -1,43 +1,42 @@
-"""The parts of a model on a CPU: tiled products, paged attention in fixed shapes, plans for the widths measured.
+"""The CPU backend: tiled products, paged attention in fixed shapes, plans for the measured tile sizes.
 
-Rows get the same bits whatever else is in the batch, by construction: `row_widths` says how the widths are found. For a
-draft, whose bits decide no text, that is switched off: products of any width, and the library's attention.
+A target's rows have the same bits in every batch, by construction (`tile_sizes`). A draft, whose bits decide no text,
+runs without stable tile sizes: products of any width, and the library's attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from specdec.engine.attention import KEY_SPLIT, AttentionShape, probe_query_tiles
-from specdec.engine.backend import Compute, StepInput, finite_rows, segment_flags
+from specdec.engine.attention import KEY_SPLIT, AttentionShape
+from specdec.engine.backend import Compute, StepInput, chunk_flags, finite_rows
 from specdec.engine.interface import RaggedBatch, StepOutput
-from specdec.engine.row_widths import ALONE, RowWidths
 from specdec.engine.step_plan import StepPlanner
 from specdec.engine.storage import DeviceStorage, PagedStorage
-from specdec.engine.tiled_modules import OutputLayer, TiledLinear, probe_widths, replace_modules
+from specdec.engine.tile_memory import StableTiles, stable_tiles
+from specdec.engine.tile_sizes import TileSizes
+from specdec.engine.tiled_modules import OutputLayer, TiledLinear, replace_modules
 from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError
 
-Families: TypeAlias = tuple[RowWidths, tuple[int, ...]]  # row widths, query tiles
-ANY_WIDTH = RowWidths((1 << 30,))
+ANY_WIDTH = TileSizes((1 << 30,))
 
 
 class CpuBackend:
-    """A `Backend`. `agree`: what all ranks of a model measured in common; absent, what this one measured.
+    """A `Backend`. `agree` reduces measured tile sizes to those common to all ranks; absent: one rank.
 
-    `has_stable_rows`: a row's bits do not depend on its neighbours. Without it a model takes segments of trees.
+    `has_stable_rows`: a row's bits do not depend on its neighbours. Without it a model takes chunks of trees.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
         positions_max: int,
-        agree: Callable[[Families], Families] | None = None,
+        agree: Callable[[StableTiles], StableTiles] | None = None,
         has_stable_rows: bool = True,
     ):
         self.device = torch.device("cpu")
@@ -48,8 +47,8 @@ class CpuBackend:
         self._linears: list[TiledLinear] = []
         self._storage: PagedStorage | DeviceStorage | None = None
         self._planner: StepPlanner | TreePlanner | None = None
-        self._thread_count = 0  # the one the planner is for
-        self._families: dict[int, Families] = {}  # by thread count
+        self._thread_count = 0  # of the current planner
+        self._stable_tiles: dict[int, StableTiles] = {}  # by thread count
 
     def replace_modules(self, base: nn.Module) -> None:
         replace_modules(base, self._dtype, product_dtype(self._dtype), self._positions_max)
@@ -59,7 +58,7 @@ class CpuBackend:
     ) -> OutputLayer:
         return OutputLayer(weight.t().float().contiguous(), bias, scale, softcap)
 
-    def adopt(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
         self._linears = [
             module for part in (base, output) for module in part.modules() if isinstance(module, TiledLinear)
         ]
@@ -101,7 +100,7 @@ class CpuBackend:
     def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
         plan = self._plan(batch)
         result = compute(plan)
-        flags = segment_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
+        flags = chunk_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
         return StepOutput(result.logits[: batch.logit_count], flags)
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -113,36 +112,34 @@ class CpuBackend:
         return {}
 
     @property
-    def families(self) -> Families:
-        """The row widths and query tiles for the thread count in force, measured once for each count."""
+    def stable_tiles(self) -> StableTiles:
+        """The row widths and query tiles for the current thread count, measured once for each count."""
         thread_count = torch.get_num_threads()
-        if thread_count not in self._families:
-            shape = self._shape
-            tiles = probe_query_tiles(shape.head_count // shape.kv_head_count, shape.head_size, shape.rules)
-            measured = probe_widths(self._linears), tiles or ALONE
-            self._families[thread_count] = self._agree(measured) if self._agree else measured
-        return self._families[thread_count]
+        if thread_count not in self._stable_tiles:
+            measured = stable_tiles(self._linears, self._shape)
+            self._stable_tiles[thread_count] = self._agree(measured) if self._agree else measured
+        return self._stable_tiles[thread_count]
 
-    def use_families(self, row_widths: RowWidths, query_tiles: tuple[int, ...]) -> None:
-        """Replaces them by others, unmeasured: to measure what independence costs, or to try the last resort."""
-        self._families[torch.get_num_threads()] = (row_widths, query_tiles)
+    def use_stable_tiles(self, tile_sizes: TileSizes, query_tiles: tuple[int, ...]) -> None:
+        """Replaces the stable tile sizes without measuring: for benchmarks, and for tests of width 1."""
+        self._stable_tiles[torch.get_num_threads()] = (tile_sizes, query_tiles)
         self._planner = None
 
     def _planner_in_force(self) -> StepPlanner:
-        """Puts the families for the thread count in force: the library picks kernels by it."""
+        """Sets the stable tile sizes of the current thread count, by which the library picks kernels."""
         if not isinstance(self._storage, PagedStorage):
             raise RuntimeError("forward was called before allocate")
-        widths, query_tiles = self.families
+        widths, query_tiles = self.stable_tiles
         for linear in self._linears:
             linear.set_widths(widths)
         return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of matrix products: bfloat16 only where the processor multiplies it natively.
+    """Returns the type of matrix products: bfloat16 only where the processor multiplies it natively.
 
-    Elsewhere, and for float16, the weights are kept in float32, which holds them exactly, and each product is rounded
-    to the model's type once: emulated bfloat16 costs every row anew.
+    Elsewhere, and for float16, weights are held in float32, which is exact, and each product is rounded to the model's
+    type once: emulated bfloat16 converts the weights for every row.
     """
     if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16

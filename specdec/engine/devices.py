@@ -1,4 +1,4 @@
-"""Which devices there are: names as users write them, what to say when one is missing, how much memory is free."""
+"""Devices: their names on the command line, errors for missing ones, default block sizes, free memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
 
 
 def find_device(asked: str) -> torch.device:
-    """The device of a name: cpu, cuda (the first GPU), cuda:N, or auto, a GPU where there is one.
+    """Returns the device of a name: cpu, cuda (the first GPU), cuda:N, or auto, a GPU if there is one.
 
-    Raises ConfigError saying what is there instead and what to do.
+    Raises ConfigError, which names the available devices and the remedy.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,12 +37,12 @@ def find_device(asked: str) -> torch.device:
 
 
 def default_block_size(device: torch.device) -> int:
-    """Positions in a cache block where the operator does not say: attention on a GPU reads blocks of 256 in place."""
+    """Returns the default positions in a cache block: attention on a GPU reads blocks of 256 in place."""
     return 256 if device.type == "cuda" else 64
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that is free where the device keeps its tensors, in bytes."""
+    """Returns the free memory of the device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

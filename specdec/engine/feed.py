@@ -1,12 +1,14 @@
-"""What a service asks of the engine, and which rows of it the next step takes: a pure choice over the feeds that wait.
+"""Feeds, a service's requests to the engine, and the pure choice of their rows for the next step.
 
-Decodes and verifications come first, prompts fill up. Three promises, for any work that waits:
+Decodes and verifications come first, prompts fill the rest of a step. Four guarantees, for any waiting feeds:
 
-1. A decode is never behind a prompt, and a step that may keep one waiting carries one chunk of prompts at most: so
-   prompts delay a decode by one chunk in the step that runs when it comes, and one in its own.
-2. The oldest prompt goes on in every step, whatever else there is; so does the oldest decode.
-3. A step has at most `rows_max` rows. A verification wider than its share of them is run all the same, alone of its
-   kind: its rows cannot be divided.
+1. A decode never waits behind a prompt, and a step that may delay a decode has one chunk of prompts at most: prompts
+   delay a decode by one chunk in the step that runs when it arrives, and by one in its own.
+2. The oldest prompt advances in every step, and so does the oldest decode.
+3. Half of the rows of prompts go by age, so that none waits for more than twice the rows of older ones; the other
+   half by length, shortest first, so that a short prompt does not wait for long ones.
+4. A step has at most `rows_max` rows. A verification with more rows than prompts leave to it still runs, as the
+   only one of its step: its rows cannot be divided.
 """
 
 from __future__ import annotations
@@ -15,22 +17,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from specdec.engine.block_table import BlockTable
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Answer, Payload, Piece
 from specdec.errors import SpecdecError
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Where a feed's time went, in seconds: `forward_s` sums over its steps.
+    """Times of a feed, in seconds: `forward_s` sums over its steps.
 
-    `row_count` and `feed_count`, rows and feeds of all sequences together, are of its last step, and so are `started_s`
-    and `ended_s`, readings of the clock; its first step began at `first_started_s`.
+    `row_count` and `feed_count` (rows and feeds of all sequences together), `started_s` and `ended_s` (clock readings)
+    are of its last step; its first step began at `first_started_s`.
     """
 
     queue_s: float = 0.0
     forward_s: float = 0.0
-    evidence_s: float = 0.0
+    sampling_s: float = 0.0
     row_count: int = 0
     step_count: int = 0
     feed_count: int = 0
@@ -41,11 +43,11 @@ class StepTiming:
 
 @dataclass(slots=True, eq=False)
 class Feed(Generic[Payload, Answer]):
-    """Tokens to run through the model for one sequence, and what to do with the logits of the last `logit_count`.
+    """Tokens of one sequence to run through the model, and callbacks for the logits of the last `logit_count`.
 
     Rows are positions [start_position, start_position + len(token_ids)). The caller truncates the table to
-    `start_position` first; a feed that finds another length when its turn comes fails. Exactly one of `done` and
-    `failed` is called, on the engine thread, unless `is_current` says the feed no longer matters: then neither is.
+    `start_position` first; a feed whose table has another length when it runs fails. Exactly one of `done` and `failed`
+    is called, on the engine thread; neither if `is_current` returns False.
     """
 
     table: BlockTable
@@ -70,23 +72,28 @@ class Feed(Generic[Payload, Answer]):
 
     @property
     def row_count(self) -> int:
-        """Rows that are still to be run."""
+        """Rows not yet run."""
         return len(self.token_ids) - self.fed_count
 
     @property
     def context_count(self) -> int:
-        """Those of them whose logits nobody asked for: none in a decode or a verification, most of a prompt."""
+        """Remaining rows without logits: none in a decode or a verification, most of a prompt."""
         return self.row_count - self.logit_count
 
-    def piece(self, chunk_size: int, row_count_max: int) -> Piece[Payload]:
-        """The rows of the next step: all that remain, or up to an absolute multiple of the chunk size, at most so many.
+    def rows_within(self, row_count_max: int, chunk_size: int) -> int:
+        """Returns the number of rows of the next step: all remaining ones, or those up to the next multiple of the
+        chunk size.
 
-        Rows with logits are never divided between steps, so that evidence sees a request whole.
+        At most `row_count_max` rows of a prompt. Rows with logits share one step: the sampler needs a request whole.
         """
         count = self.row_count
-        if self.context_count and count > min(chunk_size, row_count_max):
-            to_boundary = chunk_size - self.next_position % chunk_size
-            count = min(to_boundary, row_count_max, self.context_count)
+        if not self.context_count or count <= min(chunk_size, row_count_max):
+            return count
+        to_boundary = chunk_size - self.next_position % chunk_size
+        return min(to_boundary, row_count_max, self.context_count)
+
+    def piece(self, count: int) -> Piece[Payload]:
+        """Returns the next `count` rows, a number from `rows_within`."""
         is_last = count == self.row_count
         token_ids = self.token_ids[self.fed_count : self.fed_count + count]
         return Piece(self.table, self.next_position, token_ids, self.logit_count if is_last else 0, self.payload)
@@ -95,10 +102,10 @@ class Feed(Generic[Payload, Answer]):
 def choose(
     feeds: Sequence[Feed[Payload, Answer]], chunk_size: int, rows_max: int, is_decoding: bool
 ) -> list[tuple[Feed[Payload, Answer], Piece[Payload]]]:
-    """The feeds of the next step, each with its rows of it.
+    """Returns the feeds of the next step, each with its rows.
 
-    `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: there are sequences past their
-    prompt, which may ask for a decode while this step runs; then prompts have a chunk in it and no more.
+    `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: some sequences are past their
+    prompt and may submit a decode while this step runs; then the step has at most one chunk of prompts.
     """
     prompts: list[Feed[Payload, Answer]] = []
     decodes: list[Feed[Payload, Answer]] = []
@@ -112,13 +119,26 @@ def choose(
         if chosen and row_count + rows > rows_max - share:
             break
         row_count += rows
-        chosen.append((feed, feed.piece(chunk_size, rows)))
+        chosen.append((feed, feed.piece(rows)))
     left = min(rows_max - row_count, chunk_size if is_decoding or chosen else rows_max)
-    left = max(left, share)
-    for feed in prompts:
-        if left <= 0:
-            break
-        piece = feed.piece(chunk_size, left)
-        left -= len(piece.token_ids)
-        chosen.append((feed, piece))
-    return chosen
+    counts = divide(max(left, share), prompts, chunk_size)
+    return chosen + [(feed, feed.piece(count)) for feed, count in counts.items() if count]
+
+
+def divide(
+    row_count: int, prompts: Sequence[Feed[Payload, Answer]], chunk_size: int
+) -> dict[Feed[Payload, Answer], int]:
+    """Returns the rows of each prompt in a step with `row_count` rows for all: half for the shortest, half for the
+    oldest. `prompts`: oldest first."""
+    counts = dict.fromkeys(prompts, 0)
+    shortest_first = sorted(prompts, key=lambda feed: feed.row_count)
+    left = 0
+    for half, ordered in ((row_count // 2, shortest_first), (row_count - row_count // 2, prompts)):
+        left += half
+        for feed in ordered:
+            if not left:
+                break
+            more = feed.rows_within(counts[feed] + left, chunk_size) - counts[feed]
+            counts[feed] += more
+            left -= more
+    return counts

@@ -1,7 +1,7 @@
-"""What the engine and a model say to each other: a ragged batch goes in, logits and a health flag per segment come out.
+"""The interface between engine and model: a ragged batch in, logits and one finite flag per chunk out.
 
-A segment is one sequence's tokens in this step, at absolute positions; a batch is any mix of segments. A model owns the
-storage of cached positions, in blocks it is told about through block ids; it knows nothing of sessions or scheduling.
+A sequence chunk is one sequence's tokens in this step, at absolute positions; a batch is any mix of chunks. A model
+owns the storage of cached positions, addressed by block ids; it has no sessions and no scheduling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What a service says about its model. `vocabulary_size` counts the ids that have a string; logits end there."""
+    """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row."""
 
     model_digest: str
     model_name: str
@@ -31,11 +31,11 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """Where the rows of a segment lie that are nodes of a tree, and what each of them sees.
+    """Cells, positions and visible cells of the rows of a chunk that are nodes of a tree.
 
-    A cell is one place in a sequence's blocks: cell c is offset c % block size of block_ids[c // block size]. Row i is
-    written to cell cells[i] and stands at position positions[i]; it attends to the cells of visible[i], its own
-    included, which stand at cell_positions. Cells that no row sees may hold anything.
+    A cell is one slot in a sequence's blocks: cell c is offset c % block size of block_ids[c // block size]. Row i is
+    written to cell cells[i] and has position positions[i]; it attends to the cells of visible[i], its own included,
+    whose positions are cell_positions. Cells invisible to every row may hold any values.
     """
 
     cells: Sequence[int]
@@ -45,12 +45,12 @@ class TreeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SequenceChunk:
     """Tokens of one sequence to run at positions [start, start + len(token_ids)); logits of the last `logit_count`.
 
     `block_ids` cover at least those positions, in order. Positions [0, start) are read from the cache, those of the
-    segment are written to it; what the blocks hold beyond is ignored. `logit_count` is 0 inside a long prompt. With
-    `tree` it says where the rows lie, and `start` has no meaning: for models whose rows may depend on each other.
+    chunk are written to it; later positions of the blocks are ignored. `logit_count` is 0 inside a long prompt. `tree`,
+    if given, holds the rows' cells, and `start` has no meaning: for models whose rows may depend on each other.
     """
 
     block_ids: Sequence[int]
@@ -64,7 +64,7 @@ class Segment:
         return self.start + len(self.token_ids)
 
     def rows_of_tree(self) -> TreeRows:
-        """Its rows as those of a tree: without one, a chain on the positions before it."""
+        """Returns its rows as those of a tree; without a tree, a chain on the positions before it."""
         if self.tree is not None:
             return self.tree
         places = numpy.arange(self.end)
@@ -74,48 +74,48 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The segments of one step; no sequence twice."""
+    """The chunks of one step; no sequence twice."""
 
-    segments: tuple[Segment, ...]
+    chunks: tuple[SequenceChunk, ...]
 
     @property
     def row_count(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments)
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
     def logit_count(self) -> int:
-        return sum(segment.logit_count for segment in self.segments)
+        return sum(chunk.logit_count for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Logits of the rows asked for, in segment order, and per segment whether everything it computed is finite."""
+    """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite."""
 
     logits: torch.Tensor  # [sum of logit counts, vocab] float32
-    is_finite: Sequence[bool]  # on a GPU reading it waits for the step
+    is_finite: Sequence[bool]  # on a GPU, reading a flag waits for the step
 
 
 class Storage(Protocol):
-    """Blocks of cached positions. Block 0 is all zero for ever: it stands where a table has no block."""
+    """Blocks of cached positions. Block 0 is always zero: it stands in block tables where a sequence has no block."""
 
     def copy_block(self, source: int, destination: int) -> None:
-        """Makes `destination` equal to `source`."""
+        """Copies block `source` to block `destination`."""
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
-        """Zeroes offsets [start, end) of one block, so that not-a-number left there cannot reach a later owner."""
+        """Zeroes offsets [start, end) of one block, so that not-a-number in it cannot reach a later owner."""
 
 
 class CausalModel(Protocol):
-    """A model the engine can step. One thread at a time. A target's rows do not depend on what else is in the batch."""
+    """A model the engine can step. One thread at a time. A target's rows do not depend on the rest of the batch."""
 
     description: ModelDescription
 
     @property
     def cache_bytes_per_position(self) -> int:
-        """Bytes of storage one cached position takes, all layers together."""
+        """Bytes of storage for one cached position, all layers together."""
 
     def allocate(self, block_count: int, block_size: int) -> Storage:
-        """Zeroed storage of `block_count` blocks, which later batches refer to. Called once, before any forward."""
+        """Returns zeroed storage of `block_count` blocks for later batches. Called once, before any forward."""
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch and writes its positions to the cache. Running it again writes the same values."""
+        """Runs the batch and writes its positions to the cache. A second run writes the same values."""

@@ -1,13 +1,13 @@
-"""Which cache block belongs to which sequence, and up to where its content is valid.
+"""The cache blocks of each sequence, and the length up to which they are valid.
 
-A sequence either reserves all blocks it may need at once, or is opened empty and takes blocks before it writes.
-Rollback is `truncate`: a length. Blocks of committed tokens can be published: a sequence that begins with the same
-tokens adopts them, and whoever writes into a shared block first gets a copy of it. When nobody holds them any more they
-stay until their room is needed, the least recently used first. The module moves block ids, not numbers: what a block
-holds is the model's storage. Not thread-safe: the engine thread owns it.
+A sequence either reserves all blocks of its capacity at once, or is opened empty and takes blocks before it writes.
+Rollback is `truncate`: a length. Blocks of committed tokens can be cached as a prefix: a sequence that begins with the
+same tokens shares them, and copies a shared block before it writes to it. Blocks without a holder are evictable: the
+least recently used one is taken when no block is free. The module moves block ids; the model's storage holds the
+values. Not thread-safe: the engine thread owns it.
 
-A published block is found by what it holds and by everything that came before it: its digest covers its parent's digest
-and its own token ids, and the salt at the root keeps texts of different tenants apart. Digests are SHA-256, since a
+A block of a cached prefix is found by its content and by all tokens before it: its digest covers its parent's digest
+and its own token ids, and the salt at the root separates the texts of different tenants. Digests are SHA-256, since a
 collision would give one text another's cache.
 """
 
@@ -16,29 +16,52 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from specdec.engine.block_table import BlockTable
 from specdec.engine.interface import Storage
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
-ZERO_BLOCK = 0  # all zero for ever, owned by nobody: stands in block tables where a sequence has no block
+ZERO_BLOCK = 0  # always zero, owned by no sequence: stands in block tables where a sequence has no block
 
 
 def root_digest(salt: str) -> bytes:
-    """The parent of every first block of texts with this salt; "" is the common one."""
+    """Returns the parent digest of the first block of every text with this salt; "" is the common salt."""
     return hashlib.sha256(b"specdec prefix " + salt.encode("utf-8")).digest()
 
 
 def chain_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """The digests of the full blocks in `token_ids`, which follow the block with digest `parent`; lazily, in order."""
+    """Yields the digests of the full blocks in `token_ids`, which follow the block with digest `parent`, in order."""
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = hashlib.sha256(parent + array("Q", token_ids[start : start + block_size]).tobytes()).digest()
         yield parent
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class BlockTable:
+    """The cache blocks of one sequence; made by `KVCache.open` and `reserve` only.
+
+    Cached tokens are valid in [0, length); it may grow to `capacity`. Block i holds positions
+    [i * block_size, (i + 1) * block_size). `digests` are those of its first blocks, matched or cached as a prefix,
+    below `root`, the digest of its salt. `is_decoding`: it has produced logits since it was last empty (set by the
+    scheduler).
+    """
+
+    capacity: int
+    root: bytes
+    length: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    is_decoding: bool = False
+    is_released: bool = False
+
+    def __repr__(self) -> str:
+        state = "released" if self.is_released else f"{self.length}/{self.capacity} tokens"
+        return f"BlockTable({state}, blocks {self.block_ids})"
+
+
 class PrefixIndex:
-    """Which block holds the text of a digest. A block has one digest at most and a digest one block: the first."""
+    """The index from digest to block. A block has one digest at most, a digest one block: the first added."""
 
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
@@ -48,27 +71,27 @@ class PrefixIndex:
         return block_id in self._digests
 
     def find(self, digest: bytes) -> int | None:
-        """The block of a digest; None where there is none."""
+        """Returns the block of a digest, or None."""
         return self._block_ids.get(digest)
 
     def name_of(self, block_id: int) -> bytes | None:
-        """The digest a block is found by; None where it is not published."""
+        """Returns the digest of a block; None if the block is not in the index."""
         return self._digests.get(block_id)
 
     def add(self, digest: bytes, block_id: int) -> None:
-        """Enters a block, unless the digest has one or the block another name: then nothing changes."""
+        """Adds a block. No effect if the digest has a block or the block a digest."""
         if digest not in self._block_ids and block_id not in self._digests:
             self._block_ids[digest] = block_id
             self._digests[block_id] = digest
 
     def remove(self, block_id: int) -> None:
-        """The block is found no more; idempotent."""
+        """Removes a block; idempotent."""
         digest = self._digests.pop(block_id, None)
         if digest is not None:
             del self._block_ids[digest]
 
     def check(self) -> None:
-        """Raises AssertionError unless both directions say the same."""
+        """Raises AssertionError unless both directions agree."""
         assert {block_id: digest for digest, block_id in self._block_ids.items()} == self._digests
 
 
@@ -76,11 +99,11 @@ class KVCache:
     """Allocator of fixed-size blocks over a model's storage.
 
     Invariants (`check_integrity`):
-    1. a block is free, kept (published, held by nobody) or held, one of the three; the zero block is none of them;
-    2. a block's holder count equals the number of tables that name it;
-    3. a table names at least the blocks its length needs and at most those of its capacity, none twice;
-    4. what is kept is published, what is free is not; a table has digests for whole blocks of valid tokens only, and a
-       block there that is published goes by the table's own digest: no text is found in another's blocks.
+    1. a block is free, evictable (in the prefix index, without a holder) or held; the zero block is none of these;
+    2. a block's holder count equals the number of tables that contain it;
+    3. a table contains at least the blocks of its length and at most those of its capacity, none twice;
+    4. evictable blocks are in the prefix index, free blocks are not; a table has digests for whole blocks of valid
+       tokens only, and an indexed block among them has the table's own digest: no text matches another's blocks.
     """
 
     def __init__(self, block_count: int, block_size: int, storage: Storage):
@@ -93,24 +116,24 @@ class KVCache:
         self.block_size = block_size
         self._storage = storage
         self._free = list(range(block_count - 1, ZERO_BLOCK, -1))  # popped from the end: lowest ids first
-        self._kept: dict[int, None] = {}  # published blocks that nobody holds, least recently used first
+        self._evictable: dict[int, None] = {}  # indexed blocks without a holder, least recently used first
         self._index = PrefixIndex()
         self._holders = [0] * block_count
         self._tables: set[BlockTable] = set()
 
     @property
     def free_block_count(self) -> int:
-        """Blocks to be had, those kept included."""
-        return len(self._free) + len(self._kept)
+        """Blocks that can be taken, evictable ones included."""
+        return len(self._free) + len(self._evictable)
 
     @property
-    def kept_block_count(self) -> int:
-        """Published blocks that nobody holds: what a later sequence may find, and anybody may take."""
-        return len(self._kept)
+    def evictable_block_count(self) -> int:
+        """Blocks in the prefix index without a holder: a later sequence may match them, any sequence may take them."""
+        return len(self._evictable)
 
     @property
     def usage(self) -> float:
-        """Share of usable blocks that is taken, 0 to 1."""
+        """Share of usable blocks in use, 0 to 1."""
         return 1 - self.free_block_count / (self.block_count - 1)
 
     @property
@@ -119,20 +142,20 @@ class KVCache:
 
     @property
     def position_count(self) -> int:
-        """Positions the whole cache holds."""
+        """Positions of the whole cache."""
         return (self.block_count - 1) * self.block_size
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any sequence has given logits and holds its tokens still, so that it may ask again any moment."""
+        """Whether any sequence has produced logits and still holds its tokens, so that it may decode again soon."""
         return any(table.is_decoding for table in self._tables)
 
     def blocks_for(self, capacity: int) -> int:
-        """Blocks that `capacity` positions need."""
+        """Returns the number of blocks for `capacity` positions."""
         return -(-capacity // self.block_size)
 
     def open(self, capacity: int, salt: str = "") -> BlockTable:
-        """An empty table that may grow to `capacity` and holds no block yet; it adopts from tables of its salt only."""
+        """Returns an empty table without blocks that may grow to `capacity`; it matches prefixes of its salt only."""
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
         table = BlockTable(capacity, root_digest(salt))
@@ -140,7 +163,7 @@ class KVCache:
         return table
 
     def reserve(self, capacity: int) -> BlockTable:
-        """An empty table with all blocks of its capacity. Raises CacheExhausted; then nothing was allocated."""
+        """Returns an empty table with all blocks of its capacity. Raises CacheExhausted and allocates nothing."""
         table = self.open(capacity)
         try:
             table.block_ids = self._take_run(self.blocks_for(capacity))
@@ -149,29 +172,29 @@ class KVCache:
             raise
         return table
 
-    def adopt(self, table: BlockTable, token_ids: Sequence[int]) -> int:
-        """Shares the longest chain of published blocks that the text `token_ids` begins with; the length it has then.
+    def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+        """Shares the longest cached prefix of the text `token_ids`; returns the table's new length.
 
-        The table must be empty: opened or vacated. What is adopted is in use again, and no other block is.
+        The table must be empty: opened or freed. Matched blocks are in use again; no other block is taken.
         """
         self._check_live(table)
         if table.block_ids or len(token_ids) > table.capacity:
-            raise ValueError(f"{table!r} cannot adopt {len(token_ids)} tokens")
+            raise ValueError(f"{table!r} cannot take up {len(token_ids)} tokens")
         for digest in chain_digests(table.root, token_ids, self.block_size):
             block_id = self._index.find(digest)
             if block_id is None:
                 break
-            self._kept.pop(block_id, None)
+            self._evictable.pop(block_id, None)
             self._holders[block_id] += 1
             table.block_ids.append(block_id)
             table.digests.append(digest)
         table.length = len(table.block_ids) * self.block_size
         return table.length
 
-    def publish(self, table: BlockTable, token_ids: Sequence[int], length: int) -> None:
-        """Lets others adopt the whole blocks of [0, length): valid, and holding the committed tokens `token_ids`.
+    def cache_prefix(self, table: BlockTable, token_ids: Sequence[int], length: int) -> None:
+        """Adds the whole blocks of [0, length) to the prefix index; they are valid and hold committed `token_ids`.
 
-        The caller answers for both; never for draft tokens. Idempotent, and cheap where nothing is new.
+        The caller guarantees both; never for draft tokens. Idempotent, and cheap without new blocks.
         """
         known = len(table.digests)
         if length // self.block_size <= known:
@@ -193,10 +216,10 @@ class KVCache:
         del table.digests[length // self.block_size :]
 
     def prepare_write(self, table: BlockTable, end: int) -> None:
-        """Makes the blocks of positions [table.length, end) this table's alone: takes those that it lacks, copies
-        shared ones, and nobody finds by its old name what is about to be overwritten.
+        """Makes the table the only holder of the blocks of positions [table.length, end): takes missing blocks, copies
+        shared ones, and removes blocks that are about to be overwritten from the prefix index.
 
-        Idempotent. Raises CacheExhausted when it lacks more blocks than are to be had; then nothing changed.
+        Idempotent. Raises CacheExhausted with too few free blocks, and changes nothing.
         """
         self._check_live(table)
         if not table.length <= end <= table.capacity:
@@ -215,59 +238,61 @@ class KVCache:
             self._index.remove(block_id)
 
     def advance(self, table: BlockTable, length: int) -> None:
-        """Declares [table.length, length) valid, after a forward wrote it."""
+        """Marks [table.length, length) as valid, after a forward wrote it."""
         self._check_live(table)
         if not table.length <= length <= table.capacity:
             raise ValueError(f"length is {length}; it must be from the length {table.length} to {table.capacity}")
         table.length = length
 
     def scrub(self, table: BlockTable, start: int, end: int) -> None:
-        """Zeroes positions [start, end), which must be this table's alone and not valid: see `prepare_write`."""
+        """Zeroes positions [start, end), which must be held by this table only and not valid: see `prepare_write`."""
         for index in range(start // self.block_size, self.blocks_for(end)):
             first = index * self.block_size
             self._storage.scrub(table.block_ids[index], max(start - first, 0), min(end - first, self.block_size))
 
-    def vacate(self, table: BlockTable) -> None:
-        """Gives the table's blocks back, those shared when their last holder goes; the table stays, empty. Idempotent.
+    def free(self, table: BlockTable) -> None:
+        """Frees the table's blocks, shared ones when their last holder frees them; the table stays, empty. Idempotent.
 
-        Published ones are kept. Of a chain the last blocks are given up first: without its beginning none is found.
+        Blocks in the prefix index become evictable, the last of a chain first: no block matches without those before.
         """
         for block_id in reversed(table.block_ids):
             self._drop(block_id)
         table.block_ids, table.length, table.digests, table.is_decoding = [], 0, [], False
 
     def release(self, table: BlockTable) -> None:
-        """Gives the table's blocks back as `vacate` does, and the table itself. Idempotent."""
+        """Frees the table's blocks as `free` does, and the table itself. Idempotent."""
         if table.is_released:
             return
-        self.vacate(table)
+        self.free(table)
         table.is_released = True
         self._tables.remove(table)
         table.capacity = 0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming the broken invariant (numbered in the class docstring)."""
+        """Raises AssertionError with the broken invariant (numbered in the class docstring)."""
         held = [block_id for table in self._tables for block_id in table.block_ids]
         counted = [0] * self.block_count
         for block_id in held:
             counted[block_id] += 1
         free = set(self._free)
         assert len(free) == len(self._free), "invariant 1: a block is free twice"
-        assert ZERO_BLOCK not in free | self._kept.keys() and counted[ZERO_BLOCK] == 0, "invariant 1: zero block"
+        assert ZERO_BLOCK not in free | self._evictable.keys() and counted[ZERO_BLOCK] == 0, "invariant 1: zero block"
         assert free.isdisjoint(held), f"invariant 1: blocks {sorted(free.intersection(held))} are free and held"
-        assert self._kept.keys().isdisjoint(free.union(held)), "invariant 1: a kept block is free or held"
-        assert len(free) + len(self._kept) + len(set(held)) == self.block_count - 1, "invariant 1: a block is lost"
+        assert self._evictable.keys().isdisjoint(free.union(held)), "invariant 1: an evictable block is free or held"
+        assert len(free) + len(self._evictable) + len(set(held)) == self.block_count - 1, "invariant 1: a block is lost"
         assert counted == self._holders, "invariant 2: holder counts differ from the tables"
         for table in self._tables:
             assert len(set(table.block_ids)) == len(table.block_ids), f"invariant 3: {table!r} names a block twice"
             assert 0 <= table.length <= table.capacity, f"invariant 3: {table!r} length"
             lowest, highest = self.blocks_for(table.length), self.blocks_for(table.capacity)
             assert lowest <= len(table.block_ids) <= highest, f"invariant 3: {table!r} block count"
-        self._check_published()
+        self._check_cached_prefix()
 
-    def _check_published(self) -> None:
+    def _check_cached_prefix(self) -> None:
         self._index.check()
-        assert all(block_id in self._index for block_id in self._kept), "invariant 4: a kept block has no name"
+        assert all(block_id in self._index for block_id in self._evictable), (
+            "invariant 4: an evictable block has no name"
+        )
         assert all(block_id not in self._index for block_id in self._free), "invariant 4: a free block has a name"
         for table in self._tables:
             assert len(table.digests) <= table.length // self.block_size, f"invariant 4: {table!r} digests"
@@ -276,16 +301,16 @@ class KVCache:
                 assert self._index.name_of(block_id) in (None, digest), f"invariant 4: block {block_id} of {table!r}"
 
     def _take(self, count: int) -> list[int]:
-        """Raises CacheExhausted before taking any."""
+        """Takes blocks. Raises CacheExhausted before it takes any."""
         if count > self.free_block_count:
             raise CacheExhausted(f"{count} cache blocks are needed, {self.free_block_count} are free")
-        taken = [self._free.pop() if self._free else self._take_kept() for _ in range(count)]
+        taken = [self._free.pop() if self._free else self._take_evictable() for _ in range(count)]
         for block_id in taken:
             self._holders[block_id] = 1
         return taken
 
     def _take_run(self, count: int) -> list[int]:
-        """`count` blocks, one after another where so many are, so that keys can be read where they lie."""
+        """Takes `count` blocks, adjacent ones if possible, so that keys can be read in place."""
         free = sorted(self._free)
         for start in range(len(free) - count + 1):
             if free[start + count - 1] - free[start] == count - 1:
@@ -293,10 +318,10 @@ class KVCache:
                 break
         return self._take(count)
 
-    def _take_kept(self) -> int:
-        """The least recently used block that is kept; nobody finds it from here on."""
-        block_id = next(iter(self._kept))
-        del self._kept[block_id]
+    def _take_evictable(self) -> int:
+        """Removes the least recently used evictable block from the prefix index and returns it."""
+        block_id = next(iter(self._evictable))
+        del self._evictable[block_id]
         self._index.remove(block_id)
         return block_id
 
@@ -305,7 +330,7 @@ class KVCache:
         if self._holders[block_id] > 0:
             return
         if block_id in self._index:
-            self._kept[block_id] = None
+            self._evictable[block_id] = None
         else:
             self._free.append(block_id)
 

@@ -1,7 +1,7 @@
 """`load_model`: from a folder or hub id to a model the engine can step.
 
-Decides which of the two kinds a folder holds, a `transformers` causal language model or the table model of the
-protocol tests, and loads it; both answer to the same interface.
+A folder holds one of two kinds, a `transformers` causal language model or the table model of the protocol tests; both
+have the same interface.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def load_model(
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
 ) -> CausalModel:
-    """Loads and describes a model; `progress(what, share)` is told how far it is.
+    """Loads and describes a model; calls `progress(what, share)` meanwhile.
 
-    Raises ModelRefused for the folder's faults and ConfigError for the settings', each in one line. "auto" keeps the
-    weights' own type, but for float16, which it widens to float32 on a CPU. `device`: see `find_device`; a table model
-    runs on a CPU wherever. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`: as a target's must be, a
-    row's bits do not depend on its neighbours on a CPU; a model without takes segments of trees (`TreeRows`).
+    Raises ModelRefused for an invalid folder and ConfigError for invalid settings, each in one line. "auto" keeps the
+    weights' own type, except float16, which becomes float32 on a CPU. `device`: see `find_device`; a table model always
+    runs on a CPU. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`, required of a target: on a CPU a
+    row's bits do not depend on its neighbours; a model without it takes chunks of trees (`TreeRows`).
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -37,9 +37,11 @@ def load_model(
     folder = open_model_folder(path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         return load_table_model(folder.path, folder.digest(progress))
+    if progress:
+        progress("importing transformers", 0.0)
     # Imported here so that protocol tests do not pay for loading transformers.
-    from specdec.engine.architectures import check_proven
+    from specdec.engine.architectures import check_supported
     from specdec.engine.transformers_model import load_transformers_model
 
-    check_proven(path_or_hub_id, folder.config)
+    check_supported(path_or_hub_id, folder.config)
     return load_transformers_model(path_or_hub_id, folder, dtype, progress, place, enforce_eager, has_stable_rows)

@@ -1,7 +1,7 @@
-"""A model folder before anything is loaded from it: where it is, whether it may be used, what it says of itself.
+"""A model folder before loading: its location, its checks, its configuration and digest.
 
-Everything that can be refused is refused here, by name and in one line, from the JSON files alone. Nothing in a model
-folder is ever run: no remote code, no pickle.
+A folder is refused here, by name and in one line, from its file names and JSON files alone. Nothing in a model folder
+is ever run: no remote code, no pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from specdec.errors import ModelRefused
 from specdec.protocol.fingerprint import vocabulary_size
 
-Progress = Callable[[str, float], None]  # (what is being done, share done 0 to 1)
+Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = [
@@ -32,7 +32,7 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "SHA256SUMS"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-JSON_BYTES_MAX = 256 << 20  # tokenizers of large vocabularies take tens of megabytes; more is no configuration
+JSON_BYTES_MAX = 256 << 20  # tokenizers of large vocabularies take tens of megabytes
 READ_BYTES = 1 << 22
 
 
@@ -46,7 +46,7 @@ class ModelFolder:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """End ids from generation_config.json, one or a list; else those of config.json; else none."""
+        """End token ids of generation_config.json, one or a list; else those of config.json; else none."""
         generation = self.path / "generation_config.json"
         value = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if value is None:
@@ -57,13 +57,13 @@ class ModelFolder:
 
     @property
     def token_string_count(self) -> int:
-        """Ids up to the last one that has a string in tokenizer.json; output layers are often wider."""
+        """Number of ids up to the last one with a string in tokenizer.json; output layers are often wider."""
         return vocabulary_size(read_json(self.path / "tokenizer.json"))
 
     def digest(self, progress: Progress | None = None) -> str:
-        """SHA-256 over config.json and the weights, names and lengths included: two models agree or they do not.
+        """Returns the SHA-256 over config.json and the weights, names and lengths included.
 
-        Raises ModelRefused for a file that differs from the folder's SHA256SUMS, where there is one.
+        Raises ModelRefused for a file that differs from the folder's SHA256SUMS, if there is one.
         """
         files = (self.path / "config.json", *self.weight_files)
         byte_count = sum(file.stat().st_size for file in files)
@@ -78,24 +78,24 @@ class ModelFolder:
                 own.update(chunk)
                 read += len(chunk)
                 if progress:
-                    progress("checking weights", read / byte_count)
+                    progress("loading weights", read / byte_count)
             if stated.get(file.name, own.hexdigest()) != own.hexdigest():
                 raise ModelRefused(f"{file} is not the file {MANIFEST_FILE} describes: fetch it again")
         return total.hexdigest()
 
     def _stated_digests(self) -> dict[str, str]:
-        """File name -> SHA-256 of the folder's SHA256SUMS, as sha256sum writes it; empty without one."""
+        """Returns file name -> SHA-256 from the folder's SHA256SUMS, in sha256sum's format; empty without one."""
         manifest = self.path / MANIFEST_FILE
         if not manifest.is_file():
             return {}
         lines = [line.split(maxsplit=1) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
         if any(len(line) != 2 for line in lines):
-            raise ModelRefused(f"{manifest} is not what sha256sum writes")
+            raise ModelRefused(f"{manifest} is not in the format of sha256sum")
         return {name.lstrip("*"): digest for digest, name in lines}
 
 
 def open_model_folder(path_or_hub_id: str) -> ModelFolder:
-    """The folder named, or a hub repository's snapshot. Raises ModelRefused in one line."""
+    """Returns the named folder, or a hub repository's snapshot. Raises ModelRefused in one line."""
     path = Path(path_or_hub_id).expanduser()
     if not path.is_dir():
         path = _download(path_or_hub_id)
@@ -107,7 +107,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelRefused for anything else."""
+    """Returns the object in a JSON file. Raises ModelRefused for any other content."""
     if file.stat().st_size > JSON_BYTES_MAX:
         raise ModelRefused(f"{file} has {file.stat().st_size} bytes; at most {JSON_BYTES_MAX} are read")
     try:
@@ -120,7 +120,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
-    """The safetensors files to load, sorted by name. Raises ModelRefused where there are none or one is missing."""
+    """Returns the safetensors files to load, sorted by name. Raises ModelRefused if one is missing or none exists."""
     if (path / WEIGHTS_FILE).is_file():
         return (path / WEIGHTS_FILE,)
     if (path / INDEX_FILE).is_file():
@@ -137,7 +137,7 @@ def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
 
 
 def _download(name: str) -> Path:
-    """A hub repository's files, from the local hub cache where they are there. Raises ModelRefused."""
+    """Returns the folder of a hub repository's files, from the local hub cache if present. Raises ModelRefused."""
     if not HUB_ID.fullmatch(name):
         raise ModelRefused(f"{name}: no such folder")
     from huggingface_hub import snapshot_download

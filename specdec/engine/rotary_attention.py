@@ -1,9 +1,8 @@
-"""Rotary attention in a third of the calls: a stand-in for most of `transformers`' attention modules.
+"""Rotary attention in a third of the calls: a replacement for most of `transformers`' attention modules.
 
-Queries, keys and values come from one product, and queries and keys are rotated together: on a small model most of a
-step is the cost of calls, not of arithmetic. A stand-in takes a module's place only where, tried on random rows, it
-hands attention what the module itself hands it. Modules it does not fit stay as they are and reach the cache through
-`attention.paged_attention`.
+One product gives queries, keys and values, and queries and keys are rotated together: on a small model most of a step
+is the cost of calls, not of arithmetic. A replacement is used only if, on random rows, it calls attention with the same
+arguments as the module. Other modules stay unchanged and reach the cache through `attention.paged_attention`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from torch import nn
 
 from specdec.engine.attention import AttentionCall, AttentionPlan, CallRecorder
 
-ROTARY_NAME = "rotary_emb"  # of the module that gives cosines and sines, in every architecture that has one
+ROTARY_NAME = "rotary_emb"  # the module that computes cosines and sines, in every architecture with one
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 TRIED_ROW_COUNT = 4
-# Roundings differ where a sum is done in another order; a wrong rotation or scale differs by the values' own size.
+# Sums in another order differ by roundings; a wrong rotation or scale differs by the size of the values.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position, computed once by the model's own module, which it stands in for.
+    """Cosines and sines of every position, computed once by the model's own module, which it replaces.
 
-    Models with several kinds of rotary layers ask by `layer_type`. For stand-ins tables are [positions, 1, size] and
-    the sines of the first half negated, so that rotating is x * cosines + (x with its halves swapped) * sines.
+    Models with several kinds of rotary layers pass `layer_type`. For replacements tables are [positions, 1, size] and
+    the sines of the first half are negated, so that a rotation is x * cosines + (x with its halves swapped) * sines.
     """
 
     def __init__(self, rotary: nn.Module, positions_max: int, dtype: torch.dtype, is_for_stand_ins: bool):
@@ -45,7 +44,7 @@ class RotaryTable(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [1, rows] int64 -> two of [1, rows, size], or of [rows, 1, size] for stand-ins."""
+        """position_ids [1, rows] int64 -> two of [1, rows, size], or of [rows, 1, size] for replacements."""
         cosines, sines = self.tables[layer_type]
         positions = position_ids[0]
         found = cosines.index_select(0, positions), sines.index_select(0, positions)
@@ -53,10 +52,10 @@ class RotaryTable(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """qkv product, norms of heads, rotation, paged attention, output product.
+    """The qkv product, norms of heads, rotation, paged attention, output product.
 
-    `qkv` gives all query heads, then keys, then values. Head counts come from the widths of the projections, which may
-    be one rank's share of the model's, and the output projection keeps its name in `transformers`.
+    `qkv` returns all query heads, then keys, then values. Head counts are computed from the widths of the projections,
+    which may be one rank's share, and the output projection keeps its name in `transformers`.
     """
 
     def __init__(self, module: nn.Module):
@@ -86,7 +85,7 @@ class RotaryAttention(nn.Module):
         values = heads[:, self.rotated_count :]
         heads = heads[:, : self.rotated_count]  # [rows, query and key heads, head size]
         if self.has_head_norms:
-            # Sums along a head in a view with gaps were seen to change with the number of rows.
+            # Measured: sums along a head in a view with gaps change with the number of rows.
             queries, keys = heads[:, : self.head_count].contiguous(), heads[:, self.head_count :].contiguous()
             heads = torch.cat((self.q_norm(queries), self.k_norm(keys)), 1)
         swapped = heads.roll(self.head_size // 2, -1)
@@ -98,8 +97,8 @@ class RotaryAttention(nn.Module):
 
 
 def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> bool:
-    """Puts a table in place of a base model's rotary module, if it has one; whether stand-ins are to take the places of
-    its attention modules: of all or none, because tables have one layout."""
+    """Replaces a base model's rotary module, if any, by a table. Returns whether to replace its attention modules: all
+    or none, because tables have one layout."""
     rotary = getattr(base, ROTARY_NAME, None)
     if rotary is None:
         return False
@@ -111,14 +110,14 @@ def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> boo
 
 
 def has_projections(module: nn.Module) -> bool:
-    """Whether a module has the four projections of the attention that a stand-in may replace."""
+    """Whether a module has the four projections of a replaceable attention module."""
     return _child_names(module) >= PROJECTIONS
 
 
 def fits(module: nn.Module, rotated_size: int) -> bool:
-    """Whether a stand-in does what an attention module does: tried on random rows, with random angles.
+    """Whether a replacement agrees with an attention module on random rows with random angles.
 
-    `rotated_size` elements of a head are rotated; a stand-in rotates all.
+    `rotated_size` elements of a head are rotated; a replacement rotates all.
     """
     names = _child_names(module)
     head_size = getattr(module, "head_dim", None)
@@ -135,7 +134,7 @@ def fits(module: nn.Module, rotated_size: int) -> bool:
 
 @torch.inference_mode()
 def _call(module: nn.Module, head_size: int) -> tuple[AttentionCall, torch.Tensor]:
-    """What an attention module, or its stand-in, asks of attention for random rows, and what it makes of the answer."""
+    """Returns the attention call of a module, or of its replacement, for random rows, and the module's output."""
     weight = module.get_submodule("o_proj").get_parameter("weight")
     generator = torch.Generator().manual_seed(head_size)
     angles = torch.randn(TRIED_ROW_COUNT, head_size // 2, generator=generator).repeat(1, 2)
@@ -152,7 +151,7 @@ def _call(module: nn.Module, head_size: int) -> tuple[AttentionCall, torch.Tenso
 
 
 def joined(parts: list[nn.Linear]) -> nn.Linear:
-    """One product that gives the results of all parts, one after another."""
+    """Returns one product whose output is the concatenation of all parts' outputs."""
     weight = torch.cat([part.weight.detach() for part in parts])
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -170,14 +169,14 @@ def _child_names(module: nn.Module) -> set[str]:
 
 
 def rotary_size(rotary: nn.Module) -> int:
-    """How many elements of a head a model's rotary module gives angles for."""
+    """The number of elements of a head that a model's rotary module rotates."""
     return _angles(rotary, 1, torch.float32, _layer_types(rotary)[0])[0].shape[-1]
 
 
 def _angles(
     rotary: nn.Module, positions_max: int, dtype: torch.dtype, layer_type: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position: two of [positions, size]."""
+    """Returns cosines and sines of every position, each [positions, size]."""
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     device = next((buffer.device for buffer in rotary.buffers()), None)
     like = torch.empty(0, dtype=dtype, device=device)

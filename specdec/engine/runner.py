@@ -1,8 +1,8 @@
 """One step of the engine: pieces of sequences in, one outcome per piece out.
 
-Runs one forward over all pieces, then the evidence function over those that asked for logits. What goes wrong for one
-piece costs that piece only: not-a-number is found per segment, and a step that raises is repeated piece by piece once.
-Positions become valid in the cache only after everything about them succeeded.
+Runs one forward over all pieces, then the sampler over those with logits. An error of one piece fails that piece only:
+not-a-number is detected per chunk, and a step that raises is repeated once, piece by piece. Positions become valid in
+the cache only after forward and sampler succeeded.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from typing import Generic, TypeVar
 
 import torch
 
-from specdec.engine.block_table import BlockTable
-from specdec.engine.interface import CausalModel, RaggedBatch, Segment, TreeRows
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import NumericsError, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-Payload = TypeVar("Payload")  # what evidence is made for
-Answer = TypeVar("Answer")  # that evidence
-Evidence = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
+Payload = TypeVar("Payload")  # input of the sampler for one piece
+Answer = TypeVar("Answer")  # the sampler output for one piece
+Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Payload]):
-    """Rows of one sequence for one step; `logit_count` 0 means that more rows of it follow in a later step.
+    """Rows of one sequence for one step; with `logit_count` 0 more of its rows follow in a later step.
 
-    With `tree` it says where the rows lie, in blocks that are the table's alone. The table's length is left as it is
-    then: which cells are valid is its owner's to know.
+    `tree`, if given, holds the rows' cells, in blocks held by this table only. The table's length then stays unchanged:
+    its owner tracks the valid cells.
     """
 
     table: BlockTable
@@ -49,9 +48,9 @@ class Piece(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What forwards left: per piece an error or None, its logits, and whether all it computed is finite.
+    """Results of the forwards: per piece an error or None, its logits, and whether all its values are finite.
 
-    `together` is all logits where one forward ran all pieces. On a GPU reading a flag waits for the forward.
+    `together` is all logits if one forward ran all pieces. On a GPU, reading a flag waits for the forward.
     """
 
     outcomes: list[SpecdecError | None]
@@ -62,48 +61,48 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class StepReport(Generic[Answer]):
-    """One outcome per piece, in order: a SpecdecError, the evidence, or None for a piece without logits."""
+    """One outcome per piece, in order: a SpecdecError, the sampler output, or None for a piece without logits."""
 
     outcomes: list[Answer | SpecdecError | None]
     forward_s: float
-    evidence_s: float
+    sampling_s: float
     row_count: int
 
 
 class StepRunner(Generic[Payload, Answer]):
     """Runs steps of one model on one cache. Engine thread only."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, evidence: Evidence[Payload, Answer]):
+    def __init__(self, model: CausalModel, cache: KVCache, sampler: Sampler[Payload, Answer]):
         self._model = model
         self._cache = cache
-        self._evidence = evidence
+        self._sampler = sampler
 
     @torch.inference_mode()
     def run(self, pieces: list[Piece[Payload]]) -> StepReport[Answer]:
-        """Runs every piece once. Never raises for what a piece did: its outcome says it."""
+        """Runs every piece once. An error of a piece is its outcome and is never raised."""
         started_s = time.perf_counter()
         computed = self._forward(pieces)
         forward_s = time.perf_counter() - started_s
         outcomes = self._judge(pieces, computed)
-        evidence_s = time.perf_counter() - started_s - forward_s
+        sampling_s = time.perf_counter() - started_s - forward_s
         for piece, outcome in zip(pieces, outcomes):
             if piece.tree is None and not isinstance(outcome, SpecdecError):
                 self._cache.advance(piece.table, piece.end)
         row_count = sum(len(piece.token_ids) for piece in pieces)
-        return StepReport(outcomes, forward_s, evidence_s, row_count)
+        return StepReport(outcomes, forward_s, sampling_s, row_count)
 
     def warm_up(self) -> None:
-        """One token through the model, so that the first request does not pay for it. Raises what the model raises."""
+        """Runs one token through the model before the first request. Raises the model's errors."""
         table = self._cache.reserve(1)
         try:
             with torch.inference_mode():
-                self._model.forward(RaggedBatch((Segment(table.block_ids, 0, (0,), 1),)))
+                self._model.forward(RaggedBatch((SequenceChunk(table.block_ids, 0, (0,), 1),)))
             self._cache.scrub(table, 0, 1)
         finally:
             self._cache.release(table)
 
     def _forward(self, pieces: list[Piece[Payload]]) -> Computed:
-        """Runs all pieces at once, or each alone where that raised."""
+        """Runs all pieces in one forward, or each alone if that forward raised."""
         try:
             return self._forward_together(pieces)
         except Exception as error:
@@ -120,27 +119,27 @@ class StepRunner(Generic[Payload, Answer]):
         for piece in pieces:
             if piece.tree is None:
                 self._cache.prepare_write(piece.table, piece.end)
-        segments = tuple(Segment(p.table.block_ids, p.start, p.token_ids, p.logit_count, p.tree) for p in pieces)
-        output = self._model.forward(RaggedBatch(segments))
+        chunks = tuple(SequenceChunk(p.table.block_ids, p.start, p.token_ids, p.logit_count, p.tree) for p in pieces)
+        output = self._model.forward(RaggedBatch(chunks))
         split = output.logits.split([piece.logit_count for piece in pieces])
         logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
         return Computed([None] * len(pieces), logits, output.is_finite, output.logits)
 
     def _judge(self, pieces: list[Piece[Payload]], computed: Computed) -> list[Answer | SpecdecError | None]:
-        """The outcomes: for every piece with logits its evidence, or the error of making it.
+        """Returns the outcomes: for every piece with logits its sampler output, or the error of the sampler.
 
-        Evidence is made before anything is known to be finite: knowing waits for the device, which evidence does at
-        its end anyway.
+        The sampler runs before the logits are checked to be finite: the check waits for the device, as does the end of
+        the sampler.
         """
         asked = {index: logits for index, logits in enumerate(computed.logits) if logits is not None}
         results: dict[int, Answer | SpecdecError] = {}
         try:
             if asked:
                 together = torch.cat(list(asked.values())) if computed.together is None else computed.together
-                results.update(zip(asked, self._evidence_of([pieces[index] for index in asked], together)))
+                results.update(zip(asked, self._output_of([pieces[index] for index in asked], together)))
         except Exception as error:
-            logger.warning("evidence for %d requests failed (%s); repeating it one by one", len(asked), error)
-            results = {i: self._evidence_alone(pieces[i], asked[i]) for i in asked if computed.is_finite[i]}
+            logger.warning("sampling for %d requests failed (%s); repeating it one by one", len(asked), error)
+            results = {i: self._output_alone(pieces[i], asked[i]) for i in asked if computed.is_finite[i]}
         outcomes: list[Answer | SpecdecError | None] = list(computed.outcomes)
         for index, piece in enumerate(pieces):
             if outcomes[index] is not None:
@@ -153,18 +152,18 @@ class StepRunner(Generic[Payload, Answer]):
                 self._scrub(piece)
         return outcomes
 
-    def _evidence_of(self, pieces: list[Piece[Payload]], logits: torch.Tensor) -> Sequence[Answer]:
+    def _output_of(self, pieces: list[Piece[Payload]], logits: torch.Tensor) -> Sequence[Answer]:
         payloads = [piece.payload for piece in pieces]
-        results = self._evidence(payloads, [piece.logit_count for piece in pieces], logits)
+        results = self._sampler(payloads, [piece.logit_count for piece in pieces], logits)
         if len(results) != len(pieces):
-            raise ValueError(f"evidence gave {len(results)} results for {len(pieces)} requests")
+            raise ValueError(f"the sampler gave {len(results)} results for {len(pieces)} requests")
         return results
 
-    def _evidence_alone(self, piece: Piece[Payload], logits: torch.Tensor) -> Answer | SpecdecError:
+    def _output_alone(self, piece: Piece[Payload], logits: torch.Tensor) -> Answer | SpecdecError:
         try:
-            return self._evidence_of([piece], logits)[0]
+            return self._output_of([piece], logits)[0]
         except Exception as error:
-            logger.exception("the evidence of one request failed")
+            logger.exception("the sampling of one request failed")
             return _as_specdec_error(error)
 
     def _not_finite(self, piece: Piece[Payload]) -> NumericsError:
@@ -173,7 +172,7 @@ class StepRunner(Generic[Payload, Answer]):
         return NumericsError(f"not-a-number or infinity at positions {min(positions)} to {max(positions)}")
 
     def _scrub(self, piece: Piece[Payload]) -> None:
-        """What a failed piece wrote is zeroed: not-a-number in a block would outlive its owner."""
+        """Zeroes the positions of a failed piece: not-a-number in a block would outlive its owner."""
         try:
             if piece.tree is not None:
                 for cell in piece.tree.cells:

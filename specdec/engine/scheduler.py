@@ -1,7 +1,7 @@
-"""The engine thread: gathers ready work, runs steps, hands results back.
+"""The engine thread: collects waiting feeds, runs steps, returns results.
 
-Everything a service does with the cache or with session state it posts as a closure to this thread, so nothing is
-shared and nothing is locked. What the next step takes of the work that waits is decided by `choose`.
+A service posts its work on the cache and on session state as closures to this thread, so nothing is shared and nothing
+is locked. `choose` decides the feeds of the next step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.block_table import BlockTable
 from specdec.engine.feed import Feed, choose
+from specdec.engine.heartbeat import Heartbeat
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import Answer, Evidence, Payload, Piece, StepReport, StepRunner
+from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.runner import Answer, Payload, Piece, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
+
+POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
 Result = TypeVar("Result")
@@ -30,11 +32,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[Payload, Answer]):
-    """What a service wants of the engine next.
+    """A service's choice of the engine's next action.
 
-    `pieces`: a step of these, whose report goes to `done`. Otherwise a step of the feeds that wait, `delay_s` later at
-    the earliest, so that more can come; where none waits, another turn `wake_s` later, None for when something is
-    posted.
+    `pieces`: a step of these, whose report goes to `done`. Otherwise a step of the waiting feeds after the step delay
+    `delay_s`, so that more can arrive; without waiting feeds, another turn after `wake_s` (None: after the next post).
     """
 
     delay_s: float = 0.0
@@ -48,11 +49,11 @@ BeforeStep = Callable[[], Turn[Payload, Answer]]
 
 
 class Engine(Generic[Payload, Answer]):
-    """One thread that owns a model, its cache and whatever its users keep in closures they post.
+    """One thread that owns a model, its cache and the state in closures posted by its users.
 
-    `post` may be called from any thread, `submit` and `cache` only on the engine thread. `evidence(payloads,
+    `post` may be called from any thread, `submit` and `cache` only on the engine thread. `sampler(payloads,
     row_counts, logits)` turns the logits of a step into one result per payload, in order. `stepped(rows, feeds,
-    seconds)` is told of every step, on the engine thread.
+    seconds)` is called after every step, on the engine thread.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Engine(Generic[Payload, Answer]):
         model: CausalModel,
         cache_block_count: int,
         block_size: int,
-        evidence: Evidence[Payload, Answer],
+        sampler: Sampler[Payload, Answer],
         chunk_size: int = 64,
         rows_max: int = 512,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
@@ -71,19 +72,20 @@ class Engine(Generic[Payload, Answer]):
         self.cache = KVCache(cache_block_count, block_size, model.allocate(cache_block_count, block_size))
         self.chunk_size = chunk_size
         self.rows_max = rows_max
+        self.heartbeat = Heartbeat()
         self._stepped = stepped
-        self._runner = StepRunner(model, self.cache, evidence)
+        self._runner = StepRunner(model, self.cache, sampler)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: dict[Feed[Payload, Answer], None] = {}  # in order of age
+        self._waiting: dict[Feed[Payload, Answer], None] = {}  # oldest first
         self._is_stopping = False
         self._before_step: BeforeStep[Payload, Answer] = lambda: NOTHING
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, before_step: BeforeStep[Payload, Answer] = lambda: NOTHING) -> None:
-        """Starts the thread and returns after one warm-up step on it; raises what that step raised.
+        """Starts the thread and returns after one warm-up step on it; raises the error of that step.
 
-        `before_step` is the service's turn on the engine thread, after everything posted and before every step: it may
-        submit feeds, and says what it wants next.
+        `before_step` is the service's turn on the engine thread, after posted closures and before every step: it may
+        submit feeds and returns the next `Turn`.
         """
         self._before_step = before_step
         self._thread.start()
@@ -94,7 +96,7 @@ class Engine(Generic[Payload, Answer]):
             raise
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Runs `function` on the engine thread, waits, and returns or raises what it does. Not from that thread."""
+        """Runs `function` on the engine thread and returns its result or raises its error. Not from that thread."""
         outcome: Future[Result] = Future()
 
         def run() -> None:
@@ -107,73 +109,102 @@ class Engine(Generic[Payload, Answer]):
         return outcome.result()
 
     def run(self, pieces: Sequence[Piece[Payload]]) -> StepReport[Answer]:
-        """One step of these pieces, at once. Engine thread only. Never raises for what a piece did."""
-        return self._runner.run(list(pieces))
+        """Runs one step of these pieces at once. Engine thread only. Never raises an error of a piece."""
+        row_count = sum(len(piece.token_ids) for piece in pieces)
+        block_count = sum(len(piece.table.block_ids) for piece in pieces)
+        self.heartbeat.begins_step(row_count, block_count)
+        started_s = time.perf_counter()
+        report = self._runner.run(list(pieces))
+        self.heartbeat.ends_step(row_count, block_count, time.perf_counter() - started_s)
+        return report
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; feeds still waiting fail with ReplicaUnavailable. Idempotent."""
+        """Ends the thread after the current step; waiting feeds fail with ReplicaUnavailable. Idempotent."""
 
         def end() -> None:
             self._is_stopping = True
 
-        if self._thread.is_alive():
+        if self.is_alive:
             self._inbox.put(end)
             self._thread.join()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Runs `function` on the engine thread before its next step. Raises ReplicaUnavailable once stopped.
+        """Runs `function` on the engine thread, in order, POSTS_PER_TURN at most before a step.
 
-        An exception in it is logged and goes no further: what is posted answers for its own errors.
+        Raises ReplicaUnavailable once stopped. An exception in it is only logged: functions handle their own errors.
         """
         if self._is_stopping:
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
 
     def submit(self, feed: Feed[Payload, Answer]) -> None:
-        """Queues a feed for the next step with room for it. Engine thread only."""
+        """Queues a feed for the next step with free rows. Engine thread only."""
         feed.submitted_s = time.perf_counter()
         self._waiting[feed] = None
 
     @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs; False before `start` and after `stop`."""
+        return self._thread.is_alive()
+
+    @property
     def waiting_count(self) -> int:
-        """Feeds queued or unfinished; a figure for metrics when read from another thread."""
+        """Feeds queued or unfinished; an approximate metric when read from another thread."""
         return len(self._waiting)
 
     def _run(self) -> None:
-        while True:
-            self._drain(timeout_s=0.0)
-            if self._is_stopping:
-                break
-            turn = self._call(self._before_step) or NOTHING
-            if turn.pieces:
-                self._run_pieces(turn)
-            elif not self._waiting:
-                self._drain(timeout_s=turn.wake_s)
-            elif turn.delay_s > 0:
-                self._drain(timeout_s=turn.delay_s)
-            else:
-                self._step()
+        """The engine thread. An error outside pieces and callbacks ends it."""
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except BaseException:
+            logger.exception("the engine thread dies")
+        self._is_stopping = True
         for feed in list(self._waiting):
             self._waiting.pop(feed, None)
             self._call(feed.failed, ReplicaUnavailable("the engine has stopped"))
 
-    def _drain(self, timeout_s: float | None) -> None:
-        """Runs what was posted; sleeps until something is, `timeout_s` at most (None: without end)."""
-        while True:
-            try:
-                function = self._inbox.get(block=timeout_s != 0, timeout=timeout_s)
-            except queue.Empty:
+    def _turn(self) -> None:
+        """Runs posted functions, then a step; without work for a step it waits."""
+        self.heartbeat.works()
+        self._drain()
+        if self._is_stopping:
+            return
+        turn = self._call(self._before_step) or NOTHING
+        if turn.pieces:
+            self._run_pieces(turn)
+        elif not self._waiting:
+            self._run_post(turn.wake_s)
+        elif turn.delay_s > 0:
+            self._run_post(turn.delay_s)
+        else:
+            self._step()
+
+    def _drain(self) -> None:
+        """Runs the posted functions, POSTS_PER_TURN at most."""
+        for _ in range(POSTS_PER_TURN):
+            if not self._run_post(timeout_s=0.0):
                 return
-            timeout_s = 0.0
-            self._call(function)
+
+    def _run_post(self, timeout_s: float | None) -> bool:
+        """Runs the next posted function, after a sleep of `timeout_s` at most (None: no limit); False if none came."""
+        if timeout_s != 0:
+            self.heartbeat.waits()
+        try:
+            function = self._inbox.get(block=timeout_s != 0, timeout=timeout_s)
+        except queue.Empty:
+            return False
+        self.heartbeat.works()
+        self._call(function)
+        return True
 
     def _run_pieces(self, turn: Turn[Payload, Answer]) -> None:
-        """One step of the pieces a service chose."""
+        """Runs one step of the pieces chosen by a service."""
         report, _, _ = self._timed(turn.pieces)
         self._call(turn.done, report)
 
     def _step(self) -> None:
-        """Gather, run, hand back: the engine's loop."""
+        """Chooses feeds, runs them in one step and returns their results."""
         chosen = choose(self._ready(), self.chunk_size, self.rows_max, self.cache.is_decoding)
         if not chosen:
             return
@@ -191,16 +222,16 @@ class Engine(Generic[Payload, Answer]):
             elif piece.logit_count:
                 self._waiting.pop(feed, None)
                 feed.table.is_decoding = True
-                timing.evidence_s, timing.row_count = report.evidence_s, report.row_count
+                timing.sampling_s, timing.row_count = report.sampling_s, report.row_count
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
 
     def _timed(self, pieces: Sequence[Piece[Payload]]) -> tuple[StepReport[Answer], float, float]:
-        """One step, when it began and when it ended."""
+        """Runs one step; returns its report, its start and its end."""
         started_s = time.perf_counter()
         try:
             report = self.run(pieces)
-        except Exception as error:  # the runner answers for its pieces; what escapes it is an error of the engine
+        except Exception as error:  # the runner catches errors of pieces; others are errors of the engine
             logger.exception("a step failed")
             failure = SpecdecError(f"{type(error).__name__}: {error}")
             report = StepReport([failure] * len(pieces), 0.0, 0.0, 0)
@@ -209,7 +240,7 @@ class Engine(Generic[Payload, Answer]):
         return report, started_s, ended_s
 
     def _ready(self) -> list[Feed[Payload, Answer]]:
-        """The feeds that may run, oldest first and one per sequence; what is stale or misplaced leaves the queue."""
+        """Returns the feeds that may run, oldest first, one per sequence; removes stale or misplaced ones."""
         ready: list[Feed[Payload, Answer]] = []
         tables: set[BlockTable] = set()
         for feed in list(self._waiting):
@@ -227,7 +258,7 @@ class Engine(Generic[Payload, Answer]):
         return ready
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Calls back into a service; its exceptions are logged, the thread goes on."""
+        """Calls a function of a service; logs its exceptions and continues."""
         try:
             return function(*arguments)
         except Exception:

@@ -1,8 +1,8 @@
 """From a ragged batch to the index tensors of one step: computed once, used by every layer.
 
-Rows of all segments lie one after another, padded to a width of the row family. Query tiles are cut, grouped by width
-and by length of the text behind them, and every gather and scatter of the step becomes one list of indices. Written
-with numpy, whose small operations cost a third of torch's.
+Rows of all chunks are concatenated and padded to a stable tile size. Query tiles are cut, grouped by width and by
+context length, and every gather and scatter of the step becomes one list of indices. Written with numpy, whose small
+operations cost a third of torch's.
 """
 
 from __future__ import annotations
@@ -17,71 +17,71 @@ import torch
 from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup
 from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch
-from specdec.engine.row_widths import RowWidths
 from specdec.engine.storage import PagedStorage
+from specdec.engine.tile_sizes import TileSizes
 
-GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc asks the kernel for every buffer, zeroed page by page
-SHORT_TILE = 8  # tiles up to this share a group: computing a few rows more is cheaper than another round of kernels
+GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc maps every buffer anew, zeroed page by page
+SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less than more kernel calls
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Up to one tile of query rows of one segment: batch rows [first_row, first_row + row_count) at `position` on."""
+    """Up to one tile of query rows of one chunk: batch rows [first_row, first_row + row_count) from `position` on."""
 
-    blocks: numpy.ndarray  # [blocks of the segment] int64
+    blocks: numpy.ndarray  # [blocks of the chunk] int64
     first_row: int
     row_count: int
     position: int
 
     @property
     def split_count(self) -> int:
-        """Key splits up to the last that the tile's last row looks at."""
+        """Number of key splits up to the last one visible to the tile's last row."""
         return -(-(self.position + self.row_count) // KEY_SPLIT)
 
     def first_split(self, window: int | None) -> int:
-        """The first key split that the tile's first row looks at."""
+        """Returns the first key split visible to the tile's first row."""
         return 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
 
 
 class StepPlanner:
-    """Plans steps for one model and one storage, for the windows its layers have. Holds no state between steps."""
+    """Plans steps for one model, one storage and the windows of its layers. Holds no state between steps."""
 
     def __init__(
         self,
         storage: PagedStorage,
         head_count: int,
         query_tiles: Sequence[int],
-        row_widths: RowWidths,
+        tile_sizes: TileSizes,
         windows: Sequence[int | None] = (None,),
     ):
         self._storage = storage
         self._windows = windows
         self._head_count = head_count
         self._query_tiles = query_tiles
-        self._row_widths = row_widths
+        self._tile_sizes = tile_sizes
         split_bytes = 2 * storage.kv_head_count * KEY_SPLIT * storage.head_size * 4  # keys and values in float32
         self._splits_max = GATHER_BYTES_MAX // split_bytes
 
     def plan(self, batch: RaggedBatch) -> StepInput:
-        """All index tensors of a step, its attention an `AttentionPlan`. Pure."""
+        """Returns the index tensors of a step, its attention an `AttentionPlan`. Pure."""
         row_count = batch.row_count
-        padded = self._row_widths.padded(row_count)
+        padded = self._tile_sizes.padded(row_count)
         ids = numpy.zeros(padded, dtype=numpy.int64)
         positions = numpy.zeros(padded, dtype=numpy.int64)
         row_blocks = numpy.empty(row_count, dtype=numpy.int64)
         logit_rows: list[int] = []
         tiles: list[QueryTile] = []
         row = 0
-        for segment in batch.segments:
-            count = len(segment.token_ids)
-            blocks = numpy.array(segment.block_ids, dtype=numpy.int64)
-            ids[row : row + count] = segment.token_ids
-            positions[row : row + count] = its_positions = numpy.arange(segment.start, segment.end)
+        for chunk in batch.chunks:
+            count = len(chunk.token_ids)
+            blocks = numpy.array(chunk.block_ids, dtype=numpy.int64)
+            ids[row : row + count] = chunk.token_ids
+            positions[row : row + count] = its_positions = numpy.arange(chunk.start, chunk.end)
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
-            logit_rows += range(row + count - segment.logit_count, row + count)
+            logit_rows += range(row + count - chunk.logit_count, row + count)
             for offset in range(0, count, self._query_tiles[-1]):
                 tile_rows = min(count - offset, self._query_tiles[-1])
-                tiles.append(QueryTile(blocks, row + offset, tile_rows, segment.start + offset))
+                tiles.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
             row += count
         written = self._written(row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, padded)
@@ -95,11 +95,11 @@ class StepPlanner:
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:
             return torch.empty(0, dtype=torch.int64)
-        padding = [logit_rows[0]] * (self._row_widths.padded(len(logit_rows)) - len(logit_rows))
+        padding = [logit_rows[0]] * (self._tile_sizes.padded(len(logit_rows)) - len(logit_rows))
         return torch.tensor(logit_rows + padding)
 
     def _written(self, blocks: numpy.ndarray, positions: numpy.ndarray) -> torch.Tensor:
-        """Cache positions of every (keys or values, row, kv head), in that order: see `AttentionPlan.written`."""
+        """Returns cache positions of every (keys or values, row, kv head): see `AttentionPlan.written`."""
         storage = self._storage
         halves = numpy.arange(2)[:, None, None] * storage.block_count
         heads = numpy.arange(storage.kv_head_count)
@@ -109,7 +109,7 @@ class StepPlanner:
     def _groups(
         self, tiles: list[QueryTile], padded: int
     ) -> tuple[dict[int | None, tuple[QueryGroup, ...]], torch.Tensor]:
-        """The tiles in groups, for every window, and where each padded row's heads lie in the groups' results."""
+        """Returns the tiles in groups, by window, and the indices of each padded row's heads in their results."""
         head_count = self._head_count
         output_rows = numpy.zeros((padded, head_count), dtype=numpy.int64)
         heads = numpy.arange(head_count)
@@ -125,7 +125,7 @@ class StepPlanner:
         return dict(zip(self._windows, zip(*groups))), torch.from_numpy(output_rows.reshape(-1))
 
     def _group_by_window(self, members: list[QueryTile], width: int) -> list[QueryGroup]:
-        """One group for each window; those that hide nothing from these tiles share one."""
+        """Returns one group for each window; windows that hide nothing from these tiles share one."""
         end = max(tile.position + tile.row_count for tile in members)
         made: dict[int | None, QueryGroup] = {}
         groups = []
@@ -155,7 +155,7 @@ class StepPlanner:
         halves = numpy.arange(2)[:, None, None, None] * storage.block_count
         cells = (halves + tables[:, None, :]) * storage.kv_head_count + numpy.arange(storage.kv_head_count)[:, None]
         starts = [tile.position - first * KEY_SPLIT for tile, first in zip(members, firsts)]
-        positions = torch.from_numpy(numpy.array(starts)[:, None] + offsets)  # counted from each tile's first split on
+        positions = torch.from_numpy(numpy.array(starts)[:, None] + offsets)  # relative to each tile's first split
         group_size = self._head_count // storage.kv_head_count
         return QueryGroup(
             split_count=split_count,
@@ -169,8 +169,8 @@ class StepPlanner:
 
 
 def group_tiles(tiles: list[QueryTile], widths: Sequence[int], splits_max: int) -> list[list[QueryTile]]:
-    """Tiles that are worth computing together: of one width, or all short, within a factor of two in length, and at
-    most `splits_max` key splits in all, unless one tile has more."""
+    """Groups tiles to compute together: of one width, or all short, within a factor of two in length, and at most
+    `splits_max` key splits in all, unless one tile has more."""
 
     def width_class(tile: QueryTile) -> int:
         return max(SHORT_TILE, widths[bisect_left(widths, tile.row_count)])

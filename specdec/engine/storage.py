@@ -1,4 +1,4 @@
-"""Cached keys and values of every layer, in blocks. Block 0 stays all zero; it stands in block tables where a sequence
+"""Cached keys and values of every layer, in blocks. Block 0 is always zero; it stands in block tables where a sequence
 has no block."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ import torch
 
 
 class LayerStorage:
-    """What storages have in common. `layers`: per layer [2, blocks, block size, kv heads, head size], keys, then
-    values, in whatever order of memory."""
+    """Base of the storages. `layers`: per layer [2, blocks, block size, kv heads, head size], keys, then values, in any
+    order of memory."""
 
     def __init__(self, layers: list[torch.Tensor]):
         self.layers = layers
@@ -25,7 +25,7 @@ class LayerStorage:
 
 
 class PagedStorage(LayerStorage):
-    """Float32 on a CPU, the positions of one head of a block one after another."""
+    """Float32 storage on a CPU, the positions of one head of a block contiguous."""
 
     def __init__(self, layer_count: int, block_count: int, kv_head_count: int, block_size: int, head_size: int):
         self.block_count = block_count
@@ -40,10 +40,10 @@ class PagedStorage(LayerStorage):
 
 
 class DeviceStorage(LayerStorage):
-    """In a model's own type, in the layout varlen attention wants its pages in.
+    """Storage in a model's own type and in the page layout of varlen attention.
 
-    One block more than the cache knows of lies at the end: the scratch block, where the padding rows of a step write.
-    Nobody reads it.
+    One block more than the cache has lies at the end: the scratch block, to which the padding rows of a step write. It
+    is never read.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DeviceStorage(LayerStorage):
         self.blocks = [layer.unbind() for layer in self.layers]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts keys and values [rows, kv heads, head size] at slots [rows] int64 of a layer."""
+        """Writes keys and values [rows, kv heads, head size] to slots [rows] int64 of a layer."""
         key_slots, value_slots = self.slots[layer]
         key_slots.index_copy_(0, slots, keys.to(key_slots.dtype))
         value_slots.index_copy_(0, slots, values.to(value_slots.dtype))

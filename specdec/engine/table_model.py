@@ -1,8 +1,8 @@
 """The table model: logits read from a table by the last two tokens. For protocol tests only; it is no language model.
 
-It exists so that the whole system can be tested with a law that is known exactly, on a tiny vocabulary, in
-microseconds. It stores token ids in paged storage and reads the last two back through the block table, so an error in
-rollback, sharing or block ownership changes what it answers. Its name says what it is wherever a model is shown.
+It tests the whole system with an exactly known target distribution, on a tiny vocabulary, in microseconds. It stores
+token ids in paged storage and reads the last two back through the block table, so an error in rollback, sharing or
+block ownership changes its logits. Its name, shown as the model name, states that it is for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specdec.engine.interface import ModelDescription, RaggedBatch, Segment, StepOutput
+from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, StepOutput
 
 MODEL_TYPE = "specdec_table"
 MODEL_NAME = "table model (protocol tests only)"
@@ -26,7 +26,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class TokenStorage:
-    """Token ids in blocks; 0 where nothing was written."""
+    """Token ids in blocks; 0 in unwritten positions."""
 
     def __init__(self, block_count: int, block_size: int):
         self.token_ids = numpy.zeros((block_count, block_size), dtype=numpy.int64)  # [blocks, block size]
@@ -39,7 +39,7 @@ class TokenStorage:
 
 
 class TableModel:
-    """A CausalModel whose logits after (previous, last) are `table[previous, last]`; index V stands before the text."""
+    """A CausalModel whose logits after (previous, last) are `table[previous, last]`; index V stands for no token."""
 
     def __init__(self, table: torch.Tensor, description: ModelDescription):
         self.description = description
@@ -61,36 +61,36 @@ class TableModel:
             raise RuntimeError("forward was called before allocate")
         cells = self._storage.token_ids
         block_size = cells.shape[1]
-        tables = [numpy.asarray(segment.block_ids, dtype=numpy.int64) for segment in batch.segments]
-        for segment, blocks in zip(batch.segments, tables):
-            places = numpy.asarray(segment.tree.cells if segment.tree else range(segment.start, segment.end))
-            cells[blocks[places // block_size], places % block_size] = segment.token_ids
+        tables = [numpy.asarray(chunk.block_ids, dtype=numpy.int64) for chunk in batch.chunks]
+        for chunk, blocks in zip(batch.chunks, tables):
+            places = numpy.asarray(chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end))
+            cells[blocks[places // block_size], places % block_size] = chunk.token_ids
         previous: list[numpy.ndarray] = []
         last: list[numpy.ndarray] = []
-        for segment, blocks in zip(batch.segments, tables):
-            places, before, is_first = _last_two(segment)
+        for chunk, blocks in zip(batch.chunks, tables):
+            places, before, is_first = _last_two(chunk)
             last.append(cells[blocks[places // block_size], places % block_size])
             found = cells[blocks[before // block_size], before % block_size]
             previous.append(numpy.where(is_first, self._before, found))
         # rows: [sum of logit counts, vocab] float32
         rows = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
         is_finite = iter(torch.isfinite(rows).all(-1).tolist())
-        return StepOutput(rows, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.segments))
+        return StepOutput(rows, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.chunks))
 
 
-def _last_two(segment: Segment) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Of each row with logits its cell, the cell of the token before it, and whether it is the first of all."""
-    if segment.tree is None:
-        places = numpy.arange(segment.end - segment.logit_count, segment.end)
+def _last_two(chunk: SequenceChunk) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Returns for each row with logits its cell, the cell of the token before it, and whether it is at position 0."""
+    if chunk.tree is None:
+        places = numpy.arange(chunk.end - chunk.logit_count, chunk.end)
         return places, numpy.maximum(places - 1, 0), places == 0
-    rows, first = segment.tree, len(segment.token_ids) - segment.logit_count
+    rows, first = chunk.tree, len(chunk.token_ids) - chunk.logit_count
     places, positions = numpy.asarray(rows.cells)[first:], numpy.asarray(rows.positions)[first:]
     is_before = rows.visible[first:] & (rows.cell_positions[: rows.visible.shape[1]] == positions[:, None] - 1)
     return places, is_before.argmax(axis=1), positions == 0
 
 
 def load_table_model(folder: Path, digest: str) -> TableModel:
-    """The table model in `folder`, as `write_table_model` left it."""
+    """Loads the table model in `folder`, written by `write_table_model`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     table = load_file(folder / WEIGHTS_FILE)[LOGITS_NAME]
     description = ModelDescription(
@@ -116,8 +116,8 @@ def write_table_model(
 ) -> None:
     """Writes a table model folder: config.json, model.safetensors, tokenizer.json.
 
-    `logits` [V + 1, V + 1, V] float32, all finite unless a test wants not-a-number; by default drawn from `seed`. Token
-    0 is the special token "<|end|>", token i the text "<i>", so that any output can be read.
+    `logits` [V + 1, V + 1, V] float32, may contain not-a-number in tests; by default drawn from `seed`. Token 0 is the
+    special token "<|end|>", token i the text "<i>", so that any output is readable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = (vocabulary_size + 1, vocabulary_size + 1, vocabulary_size)
@@ -132,7 +132,7 @@ def write_table_model(
 
 
 def _table_tokenizer(vocabulary_size: int) -> Tokenizer:
-    """Words "<1>", "<2>", ... written without spaces between them; the end token is special."""
+    """Returns a tokenizer of words "<1>", "<2>", ... without spaces between them; the end token is special."""
     words = {"<|end|>": END_TOKEN_ID} | {f"<{token_id}>": token_id for token_id in range(1, vocabulary_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<1>" if vocabulary_size > 1 else "<|end|>"))
     tokenizer.normalizer = normalizers.Replace(Regex(r"\s"), "")

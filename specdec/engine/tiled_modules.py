@@ -1,9 +1,8 @@
-"""Stand-ins for the modules of a `transformers` model whose rows would depend on their neighbours.
+"""Replacements for the modules of a `transformers` model whose rows would depend on their neighbours.
 
-Matrix products run at measured widths (`row_widths`), activations over whole vector registers, and rotary attention
-takes its angles from a table computed once. Modules are known by what they are built from, or tried, never by the
-architecture's name. Everything else of the model is left as it is, and a kind of module not known to treat rows alone
-is refused.
+Matrix products run at stable tile sizes (`tile_sizes`), activations over whole vector registers, and rotary attention
+reads its angles from a table computed once. Modules are recognised by their parts or by a test run, never by the
+architecture's name. All other modules stay unchanged, and a module type not known to treat rows alone is refused.
 """
 
 from __future__ import annotations
@@ -11,14 +10,25 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, has_projections, table_angles
-from specdec.engine.row_widths import ALONE, CANDIDATE_WIDTHS, AlignedActivation, RowWidths, aligned, cancelling, probe
+from specdec.engine.tile_sizes import (
+    ALONE,
+    CANDIDATE_WIDTHS,
+    PROBE_ROW_COUNT,
+    AlignedActivation,
+    TileSizes,
+    aligned,
+    cancelling,
+    probe,
+    probe_rows,
+)
 from specdec.errors import ModelRefused
 
 ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
@@ -26,31 +36,33 @@ ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 ROWWISE_TYPES = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, RotaryTable)
 NORM_TOLERANCE = 1e-4
 
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of a weight
+
 
 class TiledLinear(nn.Module):
-    """x @ weight + bias at the widths of a family; `widths` is set once all weights of the model were probed.
+    """x @ weight + bias at stable tile sizes; `widths` is set once all weights of the model were probed.
 
-    `weight` [in, out] in the type the product is computed in. The result has the type of x.
+    `weight` [in, out] in the type of the product. The result has the type of x.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else bias.detach().to(weight.dtype)
-        self.set_widths(RowWidths(ALONE))
+        self.set_widths(TileSizes(ALONE))
 
-    def set_widths(self, widths: RowWidths) -> None:
-        """Sets the family to run at; see `probe_widths`."""
+    def set_widths(self, widths: TileSizes) -> None:
+        """Sets the stable tile sizes; see `probe_widths`."""
         self.widths = widths
         self._width_max = widths.widths[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., rows, in] with a row count that `widths.padded` gave."""
+        """x [..., rows, in]; the row count is a result of `widths.padded`."""
         product = self.product(x)
         return product if product.dtype == x.dtype else product.to(x.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The result in the type of the weight."""
+        """Returns the result in the type of the weight."""
         rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
         rows = rows.reshape(-1, rows.shape[-1])  # the library multiplies more dimensions slowly by strided weights
         if len(rows) <= self._width_max:
@@ -61,13 +73,13 @@ class TiledLinear(nn.Module):
         return product.view(*x.shape[:-1], -1)
 
     def tile(self, rows: torch.Tensor) -> torch.Tensor:
-        """One tile, at whatever width it has."""
+        """Returns the product of one tile, of any width."""
         product = torch.matmul(rows, self.weight)
         return product if self.bias is None else product.add_(self.bias)
 
 
 class OutputLayer(TiledLinear):
-    """The last product and what a model makes of it, in float32: softcap * tanh(scale * x @ weight / softcap)."""
+    """The output layer with scale and softcap, in float32: softcap * tanh(scale * x @ weight / softcap)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None):
         super().__init__(weight, bias)
@@ -99,17 +111,29 @@ class FusedRMSNorm(nn.Module):
 
 
 def replace_modules(base: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
-    """Puts the stand-ins in place, in place. Raises ModelRefused for a module not known to treat rows alone."""
+    """Replaces modules in place. Raises ModelRefused for a module not known to treat rows alone."""
     is_fused = table_angles(base, positions_max, dtype)
     _replace_children(base, is_fused, dtype, product_dtype)
+    alone: set[tuple[object, ...]] = set()  # kinds that passed: a model repeats its norms in every layer
     for name, module in base.named_modules():
         is_ours = isinstance(module, (TiledLinear, FusedRMSNorm, AlignedActivation)) or ".function" in f".{name}"
-        if not is_ours and not any(module.children()) and not treats_rows_alone(module):
-            raise ModelRefused(f"module {name} of type {type(module).__name__} is not proven to treat rows alone")
+        if is_ours or any(module.children()) or _kind_of(module) in alone:
+            continue
+        if treats_rows_alone(module):
+            alone.add(_kind_of(module))
+        else:
+            raise ModelRefused(f"module {name} of type {type(module).__name__} is not supported: it may mix rows")
+
+
+def _kind_of(module: nn.Module) -> tuple[object, ...]:
+    """The class of a module, its settings, and the shapes and types of its parameters."""
+    settings = [item for item in vars(module).items() if isinstance(item[1], bool | int | float | str | tuple)]
+    parameters = [(name, tuple(own.shape), own.dtype) for name, own in module.named_parameters()]
+    return type(module), repr(module), *sorted(settings), *parameters
 
 
 def _replace_children(module: nn.Module, is_fused: bool, dtype: torch.dtype, product_dtype: torch.dtype) -> None:
-    """Replaces one module after another, so that what a replaced one held is free before the next is read."""
+    """Replaces one module after another, so that the memory of each is free before the next is read."""
     for name, child in list(module.named_children()):
         if is_fused and has_projections(child):
             child = RotaryAttention(child)
@@ -134,10 +158,10 @@ def _stand_in(module: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype)
 
 
 def _as_multiplied(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [out, in] as [in, out], in the memory order whose products are fast and agree at small widths.
+    """Returns a weight [out, in] as [in, out], in the memory order with fast products and small stable tile sizes.
 
-    Measured with AVX-512 and AMX: float32 is best turned; in bfloat16 turned weights of some shapes have families that
-    begin at 24 rows, and as they are stored all begin at 4.
+    Measured with AVX-512 and AMX: float32 is fastest transposed; in bfloat16 the stable tile sizes of transposed
+    weights begin at 24 rows for some shapes, those of weights as stored begin at 4 for all.
     """
     return weight.contiguous().t() if weight.dtype == torch.bfloat16 else weight.t().contiguous()
 
@@ -147,14 +171,14 @@ def norm_like(
     kind: Callable[[torch.Tensor, float], nn.Module],
     agrees: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> nn.Module | None:
-    """A norm of a kind where a module, tried on random rows, is one with gain `weight` or 1 + `weight`, or None."""
+    """Returns a norm that agrees with a module on random rows, its gain `weight` or 1 + `weight`; or None."""
     weight = module._parameters.get("weight")
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(epsilon, float):
         return None
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     expected = module(rows)
-    for gain in (weight.detach(), 1 + weight.detach().float()):  # a sum near 1 would lose its weight in 16 bits
+    for gain in (weight.detach(), 1 + weight.detach().float()):  # in 16 bits the sum would round the weight away
         norm = kind(gain, epsilon)
         if agrees(norm(rows), expected):
             return norm
@@ -162,15 +186,14 @@ def norm_like(
 
 
 def is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two results of a float32 norm are one but for roundings."""
+    """Whether two results of a float32 norm agree up to roundings."""
     return torch.allclose(ours, theirs, NORM_TOLERANCE, NORM_TOLERANCE)
 
 
 def treats_rows_alone(module: nn.Module) -> bool:
-    """Whether a module without children gives a row the same bits whatever rows are beside it, at every width.
+    """Whether a module without children gives a row the same bits in every batch, at every width.
 
-    Kinds that are known do; a norm of a kind that is not known is tried, in float32 too, where no rounding hides in
-    which order it added.
+    Known types do; a norm of an unknown type is tried, in float32 too, where no rounding hides the order of additions.
     """
     if isinstance(module, ROWWISE_TYPES):
         return True
@@ -191,12 +214,11 @@ def treats_rows_alone(module: nn.Module) -> bool:
 
 
 def shorten_calls(model: nn.Module) -> None:
-    """Makes calling and finding the modules of a finished model cheap; hooks registered on them no longer run.
+    """Shortens calls and attribute lookups of a finished model's modules; hooks registered on them no longer run.
 
-    A module call passes through two Python functions that look for hooks, the library's decorators around it, which
-    look for settings that are not used here, and finding a child through a Python fallback: together a quarter of a
-    small model's step. Each module gets a subclass of its class that is called directly, and its children as plain
-    attributes.
+    A module call passes through two Python functions for hooks and the library's decorators for settings that are
+    unused here, and a child is found through a Python fallback: together a quarter of a small model's step. Each module
+    gets a subclass of its class that is called directly, and its children as plain attributes.
     """
     direct: dict[type, type] = {}
     for module in model.modules():
@@ -211,16 +233,26 @@ def shorten_calls(model: nn.Module) -> None:
         module.__dict__.update(module._parameters)
 
 
-def probe_widths(linears: list[TiledLinear]) -> RowWidths:
-    """The widths all of them agree on, each distinct shape probed; width 1 alone where there are none."""
-    agreed = set(CANDIDATE_WIDTHS)
-    distinct: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], TiledLinear] = {}
+def distinct_shapes(linears: Iterable[TiledLinear]) -> dict[Layout, TiledLinear]:
+    """One linear of every layout among them: the library picks kernels by it."""
+    distinct: dict[Layout, TiledLinear] = {}
     for linear in linears:
-        distinct.setdefault((linear.weight.shape, linear.weight.stride(), linear.weight.dtype), linear)
-    for (shape, _, dtype), linear in distinct.items():
-        rows = None
-        if dtype != torch.float32:
+        weight = linear.weight
+        distinct.setdefault((tuple(weight.shape), weight.stride(), weight.dtype), linear)
+    return distinct
+
+
+def probe_widths(
+    linears: Iterable[TiledLinear], widths: Iterable[int] = CANDIDATE_WIDTHS, row_count: int = PROBE_ROW_COUNT
+) -> TileSizes:
+    """Returns those of `widths` that are stable for all linears, each distinct layout probed with `row_count` rows, at
+    most 3; width 1 if there are none."""
+    agreed = set(widths)
+    for (shape, _, dtype), linear in distinct_shapes(linears).items():
+        if dtype == torch.float32:
+            rows = probe_rows(shape[0], dtype)
+        else:
             weight, rows = cancelling(linear.weight)
             linear = TiledLinear(weight, None)
-        agreed &= set(probe(linear.tile, shape[0], dtype, sorted(agreed), rows))
-    return RowWidths(tuple(sorted(agreed)) or ALONE)
+        agreed &= set(probe(linear.tile, shape[0], dtype, sorted(agreed), rows[:row_count]))
+    return TileSizes(tuple(sorted(agreed)) or ALONE)

@@ -1,14 +1,15 @@
 """A `transformers` causal language model behind the engine's interface.
 
-The modules, weights and control flow are those of `transformers`; attention, matrix products and rotary tables are
-ours (`attention`, `tiled_modules`), so that one forward takes any mix of sequences and a row's logits depend on its
-own past only. The output layer and everything after it is float32.
+Modules, weights and control flow are those of `transformers`; attention, matrix products and rotary tables are replaced
+(`attention`, `tiled_modules`), so that one forward takes any mix of sequences and a row's logits depend on its own past
+only. The output layer and all later computation is float32.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     from specdec.engine.parallel.modules import JoinedShare
 
 CPU = torch.device("cpu")
-# Of the measurement which type is faster.
+# For the measurement of the faster type.
 PRODUCT_TYPES = (torch.float32, torch.bfloat16)
 ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
-WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers that take turns: as many as the caches would not hold at once
+WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers in turn: more than the caches hold
 REPEATS = 3
 
 
 class TransformersModel:
-    """A CausalModel over a proven `transformers` class, or one rank's share of it. One thread at a time.
+    """A CausalModel over a supported `transformers` class, or one rank's share of it. One thread at a time.
 
-    `backend`: the parts of the device it runs on; absent, those of a CPU.
+    `backend`: of its device; absent: a CPU's.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TransformersModel:
         if share:
             share.join(self._base)
             self._output = share.whole_output(output, description.vocabulary_size)
-        self.backend.adopt(self._base, output, measure_shape(self._base, self.backend.device))
+        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device))
         shorten_calls(self._base)
 
     @property
@@ -68,7 +69,7 @@ class TransformersModel:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the weights of all matrix products: what every step reads of them, whatever its rows."""
+        """Bytes of the weights of all matrix products, which every step reads."""
         return self.backend.product_bytes
 
     def allocate(self, block_count: int, block_size: int) -> Storage:
@@ -76,7 +77,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch. On a CPU a row's logits are the same bits whatever else is in it."""
+        """Runs the batch. On a CPU the bits of a target's row do not depend on the rest of the batch."""
         return self.backend.run(batch, self._compute)
 
     def _compute(self, step: StepInput) -> StepResult:
@@ -90,7 +91,7 @@ class TransformersModel:
         return StepResult(logits, self.backend.finite(hidden, logits))
 
     def counters(self) -> dict[str, float]:
-        """Figures of the device worth a line when serving ends; may wait for it."""
+        """Device statistics for the log when serving ends; may wait for the device."""
         return self.backend.counters()
 
 
@@ -103,31 +104,31 @@ def load_transformers_model(
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
 ) -> TransformersModel:
-    """Loads the weights of a checked folder. Raises ModelRefused where they do not fit the architecture."""
-    digest = folder.digest(progress)
-    if progress:
-        progress("loading weights", 0.0)
+    """Loads the weights of a checked folder. Raises ModelRefused if they do not fit the architecture."""
     dtype = dtype_of(folder.config, dtype_name, device)
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
         dtype = draft_type(folder.config, dtype)
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
-    try:
-        model, report = model_class.from_pretrained(
-            folder.path,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
+    with ThreadPoolExecutor(1, "digest") as digesting:  # beside the loading: both read the same files
+        digest = digesting.submit(folder.digest, progress)
+        try:
+            model, report = model_class.from_pretrained(
+                folder.path,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+            digest.result()  # a file that is not the published one is the better reason
+            raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
     if report["missing_keys"]:
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     model.eval().requires_grad_(False).to(device)
-    description = describe(folder, model, dtype, digest, device)
+    description = describe(folder, model, dtype, digest.result(), device)
     backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
     loaded = TransformersModel(model, description, dtype, backend=backend)
     if progress:
@@ -138,7 +139,7 @@ def load_transformers_model(
 def backend_for(
     device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
 ) -> Backend:
-    """The parts of a device for one model; `enforce_eager`: no captured graphs where there could be."""
+    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs."""
     if device.type == "cpu":
         return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows)
     from specdec.engine.cuda.backend import DeviceBackend
@@ -147,7 +148,7 @@ def backend_for(
 
 
 def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU) -> torch.dtype:
-    """The type of "auto" is the weights' own; float16, narrow and not faster on a CPU, is widened to float32 there."""
+    """Returns the type of a name. "auto" is the weights' own; on a CPU float16, not faster there, becomes float32."""
     if dtype_name == "auto":
         dtype_name = config.get("dtype") or config.get("torch_dtype") or "float32"
         if dtype_name not in ("bfloat16", "float32") and (dtype_name, device.type) != ("float16", "cuda"):
@@ -156,7 +157,7 @@ def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU
 
 
 def draft_type(config: dict[str, Any], stored: torch.dtype) -> torch.dtype:
-    """The type of "auto" for a draft on a CPU: the faster one here, where the weights are bfloat16."""
+    """Returns the type of "auto" for a draft on a CPU: the faster one here if the weights are bfloat16."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers")
     sizes = [size for size in map(config.get, keys) if isinstance(size, int)]
     if stored != torch.bfloat16 or len(sizes) < len(keys):
@@ -166,11 +167,11 @@ def draft_type(config: dict[str, Any], stored: torch.dtype) -> torch.dtype:
 
 @torch.inference_mode()
 def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> torch.dtype:
-    """float32 or bfloat16, by the products of so many feed-forward layers; takes some milliseconds.
+    """Returns float32 or bfloat16, by timing the products of `layer_count` feed-forward layers in some milliseconds.
 
-    A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a model of
-    many weights is read in half the time, a small one spends more on setting each product up, and without them every
-    weight is unpacked first.
+    A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a large
+    model is read in half the time, a small one spends more on the setup of each product; without them every weight is
+    unpacked first.
     """
     layer_bytes = 2 * 4 * hidden_size * intermediate_size
     count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
@@ -179,7 +180,7 @@ def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> t
 
 
 def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
-    """Seconds of all layers at all row counts; the least of some repeats."""
+    """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
     shapes = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
     layers = [[torch.ones(shape, dtype=dtype) for shape in shapes] for _ in range(count)]
     rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
@@ -195,10 +196,10 @@ def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tenso
 
 
 def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:
-    """The output layer in float32, cut to the ids that have a string, with what the architecture makes of logits."""
+    """Returns the output layer in float32, for the ids with a string, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
-        raise ModelRefused(f"an output layer of type {type(output).__name__} is not proven yet")
+        raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
     weight = output.weight.detach()[:vocabulary_size]
     bias = None if output.bias is None else output.bias.detach()[:vocabulary_size]
     architecture = architecture_of(type(model).__name__, {"architectures": [type(model).__name__]})
@@ -218,7 +219,7 @@ def describe(
     digest: str,
     device: torch.device = CPU,
 ) -> ModelDescription:
-    """What a model in a folder is; of the model its configuration and shapes are read only."""
+    """Describes a model in a folder; reads only the configuration and shapes of the model."""
     output_width = model.get_output_embeddings().weight.shape[0]
     return ModelDescription(
         model_digest=digest,

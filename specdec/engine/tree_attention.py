@@ -1,8 +1,8 @@
-"""Attention for a draft: every row sees the cells it is told to, by the library's own kernels.
+"""Attention for a draft by the library's kernels: every row attends to its own set of visible cells.
 
-A draft's numbers decide no text, so nothing here keeps a row from depending on its neighbours: one product for as many
-rows as there are, one fused attention for each sequence, over the cached keys where they lie. The nodes of a tree are
-rows of one sequence that see their own ancestors.
+A draft's numbers decide no text, so a row may depend on its neighbours: one product for all rows, one fused attention
+for each sequence, over the cached keys in place. The nodes of a tree are rows of one sequence that see their own
+ancestors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.backend import StepInput
-from specdec.engine.interface import RaggedBatch, Segment, TreeRows
+from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.storage import DeviceStorage
 
 
 @dataclass(frozen=True, slots=True)
-class TreeSegment:
+class TreeChunk:
     """The rows [start, end) of one sequence and the cached keys they may see.
 
-    `first_slot`: where its cells lie one after another in the storage; else `slots` [cells] int64 lists them.
-    `visible`: by window, [rows, cells] bool; None where every row sees every cell.
+    `first_slot`: slot of the first cell, if its cells are contiguous in the storage; else `slots` [cells] int64 lists
+    them. `visible`: by window, [rows, cells] bool; None if every row sees every cell.
     """
 
     start: int
@@ -37,13 +37,11 @@ class TreeSegment:
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """One step's sequences, and the slots its rows are `written` to, [rows] int64; it stands where modules expect an
-    `AttentionPlan`.
-    """
+    """One step's sequences, and the slots `written` [rows] int64 of its rows; used in place of an `AttentionPlan`."""
 
     storage: DeviceStorage
     written: torch.Tensor
-    segments: tuple[TreeSegment, ...]
+    chunks: tuple[TreeChunk, ...]
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -54,12 +52,12 @@ class TreePlan:
         """
         self.storage.write(layer, self.written, keys, values)
         cached = self.storage.slots[layer]
-        parts = [self._attend(queries[own.start : own.end], cached, own, rule) for own in self.segments]
+        parts = [self._attend(queries[own.start : own.end], cached, own, rule) for own in self.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @staticmethod
     def _attend(
-        queries: torch.Tensor, cached: tuple[torch.Tensor, ...], own: TreeSegment, rule: ScoreRule
+        queries: torch.Tensor, cached: tuple[torch.Tensor, ...], own: TreeChunk, rule: ScoreRule
     ) -> torch.Tensor:
         """queries [rows, heads, size], cached keys and values [slots, kv heads, size] -> the queries' shape."""
         if own.slots is None:
@@ -76,7 +74,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """queries [sequences, heads, rows, size], keys and values [.., kv heads, keys, size] -> the queries' shape.
 
-    `visible` [.., rows, keys] bool is broadcast over the heads; None where every row sees every key.
+    `visible` [.., rows, keys] bool is broadcast over the heads; None if every row sees every key.
     """
     group = queries.shape[1] // keys.shape[1]
     if rule.softcap is None:
@@ -92,36 +90,36 @@ def masked_attention(
 
 
 class TreePlanner:
-    """Plans steps of one model on one storage, for the windows its layers have. Holds no state between steps."""
+    """Plans steps for one model, one storage and the windows of its layers. Holds no state between steps."""
 
     def __init__(self, storage: DeviceStorage, windows: tuple[int | None, ...]):
         self._storage = storage
         self._windows = windows
 
     def plan(self, batch: RaggedBatch) -> StepInput:
-        """The index tensors of a step, its attention a `TreePlan`. Raises for cells that the blocks do not cover."""
+        """Returns the index tensors of a step, its attention a `TreePlan`. Raises for cells beyond the blocks."""
         ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
         written: list[numpy.ndarray] = []
-        segments: list[TreeSegment] = []
-        for segment in batch.segments:
-            start, end = len(ids), len(ids) + len(segment.token_ids)
-            ids += segment.token_ids
-            logit_rows += range(end - segment.logit_count, end)
-            positions += segment.rows_of_tree().positions
-            own, its_slots = self._segment(segment, start, end)
-            segments.append(own)
+        chunks: list[TreeChunk] = []
+        for chunk in batch.chunks:
+            start, end = len(ids), len(ids) + len(chunk.token_ids)
+            ids += chunk.token_ids
+            logit_rows += range(end - chunk.logit_count, end)
+            positions += chunk.rows_of_tree().positions
+            own, its_slots = self._chunk(chunk, start, end)
+            chunks.append(own)
             written.append(its_slots)
         slots = torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written))
-        attention = TreePlan(self._storage, slots, tuple(segments))
+        attention = TreePlan(self._storage, slots, tuple(chunks))
         logits = torch.tensor(logit_rows, dtype=torch.int64)
         return StepInput(torch.tensor([ids]), torch.tensor([positions]), logits, attention)
 
-    def _segment(self, segment: Segment, start: int, end: int) -> tuple[TreeSegment, numpy.ndarray]:
-        """The segment, and the slots its rows are written to."""
-        rows, size = segment.rows_of_tree(), self._storage.block_size
-        blocks = numpy.asarray(segment.block_ids)
+    def _chunk(self, chunk: SequenceChunk, start: int, end: int) -> tuple[TreeChunk, numpy.ndarray]:
+        """Returns the chunk for `TreePlan`, and the slots of its rows."""
+        rows, size = chunk.rows_of_tree(), self._storage.block_size
+        blocks = numpy.asarray(chunk.block_ids)
         cell_count = rows.visible.shape[1]
         is_run = bool((blocks[1:] - blocks[:-1] == 1).all())
         cells = numpy.asarray(rows.cells)
@@ -130,7 +128,7 @@ class TreePlanner:
             every = numpy.arange(cell_count)
             slots = torch.from_numpy(blocks[every // size] * size + every % size)
         visible = {window: self._visible(rows.visible, rows, window) for window in self._windows}
-        own = TreeSegment(start, end, cell_count, int(blocks[0]) * size, slots, visible)
+        own = TreeChunk(start, end, cell_count, int(blocks[0]) * size, slots, visible)
         return own, blocks[cells // size] * size + cells % size
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""How much to speculate: plans, what they measured, and the choice among them. Pure: standard library only."""
+"""How much to speculate: plans, their measurements, and the choice among them. Pure: standard library only."""

@@ -1,19 +1,19 @@
-"""The plans a service chooses among, and what closed formulas say of one that nobody tried yet.
+"""The plans a service chooses among, and closed formulas for plans without measurements.
 
 The formulas are those of rounds that wait, E / (T + g d + r), and fits to simulated trees (bench/event_simulation.py):
-what a streamed tree brings falls by 0.9 a with every target step that draft tokens are late. They choose a first plan
-and give the others a place in the queue; what is measured replaces them. Pure.
+the tokens of a streamed tree fall by the factor 0.9 a with every target step of draft delay. They choose a first plan
+and order the explorations; measurements replace them. Pure.
 """
 
 from __future__ import annotations
 
 import math
 
-from specdec.policy.policy import PLAIN, Plan
+from specdec.policy.policy import OFF_PLAN, Plan
 from specdec.policy.steps import StepCurve
 
 CATALOGUE = (
-    PLAIN,
+    OFF_PLAN,
     Plan(1, 2, 1, 1),
     Plan(2, 3, 1, 2),
     Plan(4, 5, 1, 4),
@@ -26,18 +26,18 @@ CATALOGUE = (
     Plan(16, 32, 4, 2),
     Plan(16, 32, 8, 3),
 )
-DEPTH, DEPTH_MORE = 8.0, 8.0  # of a path that the fits count; more where nearly all tokens pass
-DEPTH_A_STEP = 1.3  # of a path, for each draft step in a target step
-STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # of the tokens a path of that depth would bring, what trees bring
-OFFERED_SHARE = 0.4  # of that depth is offered even where little of it passes
+DEPTH, DEPTH_MORE = 8.0, 8.0  # path depth in the fits; more where nearly all tokens are accepted
+DEPTH_A_STEP = 1.3  # path depth per draft step in a target step
+STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # a tree's accepted tokens, as a share of those of a path of that depth
+OFFERED_SHARE = 0.4  # of that depth, offered even where few tokens are accepted
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
-LATE_SHARE = 0.9  # of the acceptance: what a target step of delay leaves of a tree's tokens
+LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
 DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S = 0.003, 0.1, 0.005
-OUTSIDE_SHARE = 0.43  # of rounds that a tree did not foresee: they wait for the draft
+OUTSIDE_SHARE = 0.43  # of rounds whose next token was not in the tree: they wait for the draft
 
 
 class DraftTimes:
-    """What is known of the draft and the way to it: steps by nodes of all sessions, and the network's round trip."""
+    """Times of the draft and its link: steps by nodes of all sessions, and the network round trip."""
 
     def __init__(self, link_bytes_per_s: float = math.inf) -> None:
         self._link_bytes_per_s = link_bytes_per_s
@@ -46,35 +46,35 @@ class DraftTimes:
         self.network_s = 0.0
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
-        """Another draft is connected, and tells what it measured when it had loaded."""
+        """Another draft is connected: takes the (nodes, seconds) that it measured at start."""
         self._steps = StepCurve()
         for nodes, seconds in step_times:
             self._steps.add(nodes, seconds)
 
     def on_step(self, nodes: int, seconds: float) -> None:
-        """One step, of so many nodes of all sessions."""
+        """Records one step; `nodes`: of all sessions."""
         self._steps.add(max(1, nodes), seconds)
 
     def on_bytes(self, node_bytes: float) -> None:
-        """What one evaluated node took on the link."""
+        """Records the bytes of one evaluated node on the link."""
         self._node_bytes += WEIGHT * (node_bytes - self._node_bytes)
 
     def on_network(self, network_s: float) -> None:
-        """One exchange with the draft: the network time of it, both ways."""
+        """Records the network round trip of one exchange with the draft."""
         old_s = self.network_s or network_s
         self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + NETWORK_SLACK_S) - old_s)
 
     def step_s(self, nodes: float) -> float:
-        """A step of so many nodes, or the time their messages take on a thin link where that is longer."""
+        """Seconds of a step of `nodes` nodes, or of their messages on a slow link if that is longer."""
         return max(self._steps.seconds(nodes) or DRAFT_STEP_GUESS_S, nodes * self._node_bytes / self._link_bytes_per_s)
 
     def trip_s(self, plan: Plan, sessions: float) -> float:
-        """From a commit to the draft tokens that a plan waits for, or to the first."""
-        return self.network_s + max(1, plan.wait_length) * self.step_s(plan.leaves * sessions)
+        """Seconds from a commit to the draft tokens that a plan waits for, or to the first."""
+        return self.network_s + max(1, plan.wait_length) * self.step_s(plan.nodes_per_step * sessions)
 
 
 def expected_accepted(acceptance: float, length: float) -> float:
-    """a + a^2 + ... + a^length, between whole numbers too."""
+    """Returns a + a^2 + ... + a^length, also for a `length` that is not an integer."""
     if acceptance >= 0.999:
         return length
     beyond: float = acceptance**length
@@ -84,20 +84,20 @@ def expected_accepted(acceptance: float, length: float) -> float:
 def prior_of(
     plan: Plan, draft: DraftTimes, sessions: float, target_s: float, acceptance: float
 ) -> tuple[float, float, float]:
-    """What the formulas say of a round: tokens offered and accepted, and seconds of waiting for the draft. `target_s`:
-    a round of one row without waiting; `acceptance`: per token."""
+    """Returns the formulas' estimate of a round: tokens offered, tokens accepted, seconds of waiting for the draft.
+    `target_s`: a round of one row without waiting; `acceptance`: per token."""
     if not plan.draft_length_max:
         return 0.0, 0.0, 0.0
     trip_s = draft.trip_s(plan, sessions)
-    if plan.wait_length and plan.leaves == 1:
+    if plan.wait_length and plan.nodes_per_step == 1:
         return plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s
-    draft_s = draft.step_s(plan.leaves * sessions)
+    draft_s = draft.step_s(plan.nodes_per_step * sessions)
     if plan.wait_length:
         share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * trip_s
     else:
         share, delay_s, wait_s = STREAMED_SHARE, DELAY_STEPS * draft_s + draft.network_s, 0.0
     share *= (LATE_SHARE * acceptance) ** (delay_s / target_s)
-    if plan.leaves == 1:
+    if plan.nodes_per_step == 1:
         share *= acceptance**1.5
     depth = min(DEPTH + DEPTH_MORE * acceptance**10, 1 + DEPTH_A_STEP * target_s / draft_s)
     length = min(float(plan.draft_length_max), depth)

@@ -1,8 +1,8 @@
-"""What a step takes by its rows: a curve learnt from the steps that were seen, and a target's T(rows). Pure.
+"""Step time by rows: a curve learned from measured steps, and a target's T(rows). Pure.
 
-T(rows) = level * shape(rows) * contention: `level` is how fast the machine is just now and moves within a second,
-`shape` is learnt slowly, `contention` is what the draft's work costs the target where they share cores, 1 while no
-session speculates. A change right after the draft began or ceased to work is the draft's; any other is the machine's.
+T(rows) = level * shape(rows) * contention: `level` is the machine's current speed and moves within a second, `shape` is
+learned slowly, `contention` is the slowdown of the target by the draft's work on shared cores, 1 while no session
+speculates. A change right after the draft began or stopped working is the draft's; any other is the machine's.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import bisect
 from specdec.protocol.report import RoundRecord
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
-SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean, once it holds a few: about the last 20 count
-OUTLIER_FACTOR = 1.5  # a sample counts for at most so many times the mean: a pause of the machine is no step
-SHAPE_WEIGHT = 0.003  # slower than the level by far, or both would share every change
+SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean: about the last 20 count
+OUTLIER_FACTOR = 1.5  # limit of a sample, relative to the mean: a pause of the machine is no step
+SHAPE_WEIGHT = 0.003  # far slower than the level, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
-CONTENTION_ROUNDS = 8  # steps after the draft began or ceased to work that tell what its work costs
+CONTENTION_ROUNDS = 8  # steps after the draft began or stopped working that measure its cost
 CONTENTION_WEIGHT = 0.08
 CONTENTION_MAX = 4.0
-RATIO_MIN, RATIO_MAX = 0.5, 1.6  # of observed to expected: a pause of the machine counts for no more
+RATIO_MIN, RATIO_MAX = 0.5, 1.6  # limits of observed to expected, for pauses of the machine
 SESSIONS_WEIGHT = 0.05
-ALIKE = 0.2  # sessions take turns by whether they wait: learnt while at most this share of them does otherwise
+ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the sessions differs
 STEP_S_GUESS = 0.02
 
 
 class StepCurve:
-    """Seconds a step takes, as a function of its rows (or leaves): robust means in buckets, straight lines between."""
+    """Seconds of a step as a function of its rows (or nodes): robust means in buckets, linear interpolation between."""
 
     def __init__(self, sample_weight: float = SAMPLE_WEIGHT) -> None:
         self._sample_weight = sample_weight
@@ -34,7 +34,7 @@ class StepCurve:
         self._points: list[tuple[float, float]] = []  # (mean rows, seconds) of every bucket; seconds never fall
 
     def add(self, rows: float, seconds: float) -> float:
-        """Tells one step; returns the mean of steps of about so many rows, this one included."""
+        """Adds one step; returns the mean seconds of steps of about as many rows, this one included."""
         self._points = []
         bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
@@ -44,10 +44,10 @@ class StepCurve:
         return bucket[2]
 
     def seconds(self, rows: float) -> float | None:
-        """The time of a step of so many rows; None before the first sample. Never falls as rows grow.
+        """Returns the seconds of a step of `rows` rows; None before the first sample. Never falls as rows grow.
 
-        Below the smallest step seen it is flat. Beyond the largest it goes on as from a step of half its rows to it: a
-        slope between two neighbours would be their noise.
+        Constant below the smallest measured step. Beyond the largest it continues the line from a step of half its
+        rows: the slope between two neighbours would be noise.
         """
         if not self._buckets:
             return None
@@ -67,7 +67,7 @@ class StepCurve:
 
 
 class Steps:
-    """T(rows) of all sessions of one rule, apart for steps beside a working draft."""
+    """T(rows) of all sessions of one rule, with and without a working draft beside the target."""
 
     def __init__(self) -> None:
         self._shape = StepCurve(SHAPE_WEIGHT)
@@ -81,13 +81,13 @@ class Steps:
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
-        """Another target is connected, and tells what it measured when it had loaded."""
+        """Another target is connected: takes the (rows, seconds) that it measured at start."""
         self._shape, self._level = StepCurve(SHAPE_WEIGHT), 1.0
         for rows, seconds in step_times:
             self._shape.add(rows, seconds)
 
     def on_step(self, record: RoundRecord) -> None:
-        """One round's step; steps that read a prompt are left out."""
+        """Takes one round's step; the caller leaves out steps that read a prompt."""
         weight = max(SESSIONS_WEIGHT, 0.2 / max(1, record.active_sessions))
         self.sessions += weight * (max(1, record.step_sessions) - self.sessions)
         self.active += weight * (max(1, record.step_sessions, record.active_sessions) - self.active)
@@ -113,19 +113,19 @@ class Steps:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
 
     def _learn_contention(self, factor: float) -> None:
-        """Moves what is expected of such steps, and leaves what is expected of the others."""
+        """Scales the estimate of steps like the last (drafting or not) and leaves the estimate of the others."""
         if not self._is_drafting:
             self._level *= factor
             factor = 1 / factor
         self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
 
     def seconds(self, rows: float, is_drafting: bool) -> float:
-        """A step of so many rows, of all sessions in it."""
+        """Seconds of a step; `rows`: of all its sessions together."""
         shape_s = self._shape.seconds(rows)
         return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
-        """The steps that pass in a round if all sessions bring so many rows each: more than one where they take turns,
-        as those that wait for the draft may."""
+        """Seconds of the steps in a round if every session has `rows` rows: more than one step where the sessions take
+        turns, as those that wait for the draft may."""
         turns = max(1.0, self._turns[waits])
         return turns * self.seconds(self.active / turns * rows, is_drafting)

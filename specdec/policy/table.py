@@ -1,8 +1,8 @@
-"""What one service measured of its plans under one rule: a table with a line for each, plain decoding first. Pure.
+"""One service's measurements of its plans under one rule: a table with a line for each, plain decoding first. Pure.
 
-A line's worth is tokens over seconds of the same rounds, as if all sessions ran its plan: seconds are T(rows) of that
-many sessions plus the plan's own remainder; tokens are what it brought, corrected by the acceptance of the session that
-asks, over the lengths that arrived. It forgets: by rounds while a plan runs, by time while it does not.
+A line's worth is tokens over seconds of the same rounds, as if all sessions ran its plan. Seconds: T(rows) of all
+sessions plus the plan's own remainder. Tokens: those it yielded, scaled by the acceptance of the session in question
+over the lengths that arrived. Old measurements decay: by rounds while a plan runs, by time while it does not.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from specdec.policy.policy import Plan
 from specdec.policy.steps import Steps
 from specdec.protocol.report import RoundRecord
 
-ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # rounds that count of a plan that runs; how long those of one that does not
-PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # what a closed formula is worth; relative spread of a round's tokens
+ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
+PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
 OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
-REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # what a round takes beside its step counts for at most so much
-FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is held against the usual arrivals
-LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft is taken for lost; what then still counts
-KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan, before its arrivals say that; where none came at all
-BACK_S = 20.0  # how long a lost draft counts against plans that were not tried since
+REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
+FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is compared with the usual arrivals
+LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft counts as lost; weight of old data then
+KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan before its arrivals can show that; with no arrival at all
+BACK_S = 20.0  # how long a lost draft counts against plans not explored since
 REFRESH_S = 0.05
-REST_LEAST_S, REST_MOST_S = 0.25, 8.0  # between trials while plain decoding is the best
-TRIAL_SHARE = 0.01  # of all time, that trying may lose
-CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # what it may lose at first, and save up
-WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # a wait may last so many times what the tokens should take
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.25, 8.0  # between explorations while plain decoding is the best
+EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
+CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
+WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
 
 
 def probability(level: float) -> float:
-    """Of a level on the logistic scale."""
+    """Returns the probability of a level on the logistic scale."""
     return 1.0 / (1.0 + math.exp(-level))
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One plan: its rounds as forgotten sums, and what is expected of it as of the table's last refresh.
+    """One plan: decaying sums over its rounds, and its estimates as of the table's last refresh.
 
-    Sums: `rounds`, and `remainder_s` of them beside the step; of the rounds in which draft tokens arrived `arrivals`,
-    `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Expected: `round_s` if all sessions ran
-    the plan, `beside_s` of it beside the step; `usual_offered` a round; `length` of what arrives; `gain`: accepted over
-    a + ... + a^length, a being the acceptance of the sessions that were measured; `spread`: relative uncertainty.
+    Sums: `rounds`, and their `remainder_s` beside the step; of the rounds in which draft tokens arrived `arrivals`,
+    `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all sessions
+    ran the plan, its part `beside_s` beside the step; `usual_offered` a round; `length` of arrivals; `gain`: accepted
+    over a + ... + a^length, a being the acceptance of the measured sessions; `spread`: relative uncertainty.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Line:
     offered: float = 0.0
     accepted: float = 0.0
     level: float = 0.0
-    told_s: float = 0.0
+    updated_s: float = 0.0
     round_s: float = 1.0
     beside_s: float = 0.0
     usual_offered: float = 0.0
@@ -62,28 +62,28 @@ class Line:
     spread: float = 0.0
 
     def keep(self, share: float) -> None:
-        """Forgets all but a share."""
+        """Scales all sums by `share`."""
         self.rounds *= share
         self.remainder_s *= share
         self.scale_arrivals(share)
 
     def scale_arrivals(self, share: float) -> None:
-        """As if draft tokens had arrived so much less often."""
+        """Scales the sums of arrivals by `share`."""
         self.arrivals *= share
         self.offered *= share
         self.accepted *= share
 
     def age(self, now_s: float) -> None:
-        """Forgets by the time since its last round."""
-        if now_s > self.told_s:
-            self.keep(math.exp((self.told_s - now_s) / IDLE_KEPT_S))
-            self.told_s = now_s
+        """Decays the sums by the time since its last round."""
+        if now_s > self.updated_s:
+            self.keep(math.exp((self.updated_s - now_s) / IDLE_KEPT_S))
+            self.updated_s = now_s
 
     def add(self, record: RoundRecord, level: float) -> None:
-        """One round of a session at an acceptance level."""
+        """Adds one round of a session at an acceptance level."""
         self.age(record.start_s)
         self.keep(1 - 1 / ROUNDS_KEPT)
-        self.told_s = max(self.told_s, record.end_s)
+        self.updated_s = max(self.updated_s, record.end_s)
         self.rounds += 1
         self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         if record.offered_count:
@@ -99,17 +99,17 @@ class Line:
         return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.round_s
 
     def promise(self, level: float) -> float:
-        """The same at its best, as uncertain as it is."""
+        """The upper bound of the worth, by the line's uncertainty."""
         return self.worth(level) * (1 + self.spread)
 
 
 def beside_step_s(record: RoundRecord) -> float:
-    """What a round took beside the target's step and the queue for it."""
+    """Seconds of a round beside the target's step and the queue for it."""
     return max(0.0, record.round_s - record.queue_s - record.step_s)
 
 
 class Table:
-    """The plans of all requests of one rule with the same most draft tokens."""
+    """The plans of all requests of one rule with the same limit of draft tokens."""
 
     def __init__(self, steps: Steps, draft: DraftTimes, draft_length_cap: int) -> None:
         self._steps, self._draft = steps, draft
@@ -117,8 +117,8 @@ class Table:
         self.off, *self.others = self.lines
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
         self.round_count = 0
-        self.trial_ends_s, self.next_baseline_s = -math.inf, 0.0
-        self._rest_s = REST_LEAST_S
+        self.exploration_ends_s, self.next_baseline_s = -math.inf, 0.0
+        self._backoff_s = BACKOFF_S_MIN
         self._overhead_s = OVERHEAD_GUESS_S
         self._arrival_share = 1.0
         self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
@@ -127,25 +127,25 @@ class Table:
         self.credit_s = CREDIT_ROUNDS * self.off.round_s
 
     def forget_draft(self, share: float = 0.0, but: Line | None = None) -> None:
-        """Another draft is connected, or the same is back: what was measured of all plans but one counts for less."""
+        """Another draft is connected, or the same again: scales the measurements of all plans except `but`."""
         for line in self.others:
             if line is not but:
                 line.keep(share)
         self._arrival_share, self._refreshed_s = 1.0, -math.inf
 
     def on_round(self, record: RoundRecord) -> None:
-        """A round of any session: its step is measured, and trying may lose a share of its time."""
+        """Takes a round of any session: measures its step, and adds a share of its time to the exploration credit."""
         self._steps.on_step(record)
         self.round_count += 1
-        self.credit_s = min(self.credit_s + TRIAL_SHARE * record.round_s, CREDIT_MAX_S)
+        self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.round_s, CREDIT_MAX_S)
 
-    def on_trial_end(self, now_s: float, in_vain: bool) -> None:
-        """Another may be tried, after a rest twice as long as the last where plain decoding stays the best."""
-        self._rest_s = min(2 * self._rest_s, REST_MOST_S) if in_vain else REST_LEAST_S
-        self.trial_ends_s = now_s + (self._rest_s if in_vain else 0.0)
+    def on_exploration_end(self, now_s: float, without_gain: bool) -> None:
+        """An exploration ended: the next may begin, after a doubled backoff if plain decoding stays the best."""
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX) if without_gain else BACKOFF_S_MIN
+        self.exploration_ends_s = now_s + (self._backoff_s if without_gain else 0.0)
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
-        """A round that counts for its plan."""
+        """Adds a round that counts for its plan."""
         line.add(record, level)
         if line is self.off:
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
@@ -154,7 +154,7 @@ class Table:
             self._watch_arrivals(line, record)
 
     def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
-        """Notices at once that draft tokens ceased to come or come again: that is true of all plans."""
+        """Detects at once that draft tokens stopped arriving or arrive again, which concerns all plans."""
         expected = line.usual_offered
         keep = math.exp(min(0.0, self._noticed_s - record.end_s) / FAST_S)
         self._noticed_s = max(self._noticed_s, record.end_s)
@@ -178,7 +178,7 @@ class Table:
         self._fast_expected = self._fast_offered = self._fast_squares = 0.0
 
     def refresh(self, now_s: float = -math.inf) -> None:
-        """Brings what is expected of all plans up to date, where some time has passed or the draft changed."""
+        """Updates the estimates of all plans, after REFRESH_S or a change of the draft."""
         if now_s < self._refreshed_s + REFRESH_S:
             return
         if math.isfinite(self._refreshed_s):
@@ -191,19 +191,19 @@ class Table:
             self._expect(line, prior_of(line.plan, self._draft, sessions, target_s, acceptance))
 
     def best_worth(self) -> float:
-        """Tokens per second of the best plan that was measured, for a session like the others."""
+        """Tokens per second of the best measured plan, for a session of the mean level."""
         return max(line.worth(self.level) for line in self.lines if line.rounds >= 1 or line is self.off)
 
     def wait_s(self, plan: Plan) -> float:
-        """How long a plan may hold a verification back, as things stand; 0 where it does not wait."""
+        """Seconds for which a plan may hold a verification back at present; 0 if it does not wait."""
         return min(WAIT_LEAST_S + WAIT_SLACK * self.trip_s(plan), WAIT_MOST_S) if plan.wait_length else 0.0
 
     def trip_s(self, plan: Plan) -> float:
-        """From a commit to the draft tokens after it that a plan waits for, or to the first, as things stand."""
+        """Seconds at present from a commit to the draft tokens that a plan waits for, or to the first."""
         return self._draft.trip_s(plan, self._steps.active)
 
     def _expect(self, line: Line, prior: tuple[float, float, float]) -> None:
-        """The prior and what was measured, each with its weight."""
+        """Sets a line's estimates from the prior and the measurements, each with its weight."""
         offered, accepted, wait_s = prior
         count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
         arrived = PRIOR_ROUNDS * self._arrival_share

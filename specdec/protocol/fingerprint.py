@@ -1,6 +1,6 @@
-"""Whether two tokenizers are the same as far as token ids go.
+"""Whether two tokenizers have the same token ids.
 
-Draft and target may differ in everything but this: a draft token id must mean the same string to both.
+Draft and target may differ in everything else: a draft token id must mean the same string to both.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def tokenizer_fingerprint(tokenizer: dict[str, Any]) -> str:
-    """SHA-256, hexadecimal, over token strings, their ids, and added and special tokens of a parsed tokenizer.json.
+    """Returns the hexadecimal SHA-256 of token strings, their ids, and added and special tokens of a tokenizer.json.
 
-    The width of the output layer is not part of it: families pad it differently.
+    The width of the output layer is not part of it: models pad it differently.
     """
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, dict):

@@ -1,9 +1,9 @@
-"""How the draft grows a session's tree: the likeliest nodes first, below whatever is committed by then.
+"""The growth of a session's tree on the draft: the likeliest nodes first, below the current committed tokens.
 
-A node is evaluated when the draft model has run on its path: that gives its proposal child and guesses at other
-children, with the likelihood of their paths, a product of calibrated probabilities. Likelihood decides what is
-evaluated next, never which child is offered. An evaluated node lies in a cell of the cache; a commit keeps the cells
-along its path and frees all others. Pure: no model, no clock, no messages.
+A node is evaluated when the draft model has run on its path: this gives its proposal child and guesses at other
+children, with the likelihood of their paths, a product of calibrated probabilities. Likelihood decides the order of
+evaluation, never which child is offered. An evaluated node has a cell of the cache; a commit keeps the cells along its
+path and frees all others. Pure: no model, no clock, no messages.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import TreeNode
-from specdec.protocol.types import Row, Rule
+from specdec.protocol.tree import NodeBase
+from specdec.protocol.types import DraftProbs, Rule
 
-LIKELIHOOD_MIN = 0.003  # work on a path that comes true once in 300 rounds is better left undone
-CANDIDATES_MAX = 1024  # above, those that commits have passed are sorted out
+LIKELIHOOD_MIN = 0.003  # a path committed once in 300 rounds is not worth its evaluation
+CANDIDATES_MAX = 1024  # above, candidates that commits have passed are removed
 NO_CELL = -1
 EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 RANK_COUNT = 4  # the proposal child and three branch children
-PRIOR_COUNT = 8.0  # outcomes the confidence itself is worth: after so many in a bin both count alike
-COUNT_MAX = 2048.0  # a fuller bin is halved, so that a changing text is followed
+PRIOR_COUNT = 8.0  # weight of the confidence itself, in outcomes of a bin
+COUNT_MAX = 2048.0  # a fuller bin is halved, so that it follows a changing text
 PROBABILITY_MIN, PROBABILITY_MAX = 0.001, 0.999
 
 
 class Calibration:
-    """From a draft's confidence in a token to the probability that the token is committed, learned from what happened.
+    """Maps a draft's confidence in a token to the probability that the token is committed, learned from past commits.
 
-    A draft trained to sharpness is sure too often. So confidences are sorted into bins, one set for each rule and rank,
-    and each bin counts how often its tokens came true. What is learned orders the draft's work and nothing else, so it
-    cannot change a law (docs/exactness.md).
+    Sharply trained drafts are overconfident. So confidences are sorted into bins, one set per rule and rank, and each
+    bin counts how often its tokens were committed. The result orders the draft's work and nothing else, so it cannot
+    change the target distribution (docs/exactness.md).
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Calibration:
         self._bins = [[[0.0, 0.0] for _ in range(len(EDGES) + 1)] for _ in range(bin_count)]
 
     def probability(self, rule: Rule, rank: int, confidence: float) -> float:
-        """P(committed | the path before it is) of a guess: the bin's share, shrunk towards the confidence."""
+        """Returns P(committed | the path before it is) of a guess: the bin's share, shrunk towards the confidence."""
         came_true, count = self._bin(rule, rank, confidence)
         share = (came_true + PRIOR_COUNT * confidence) / (count + PRIOR_COUNT)
         return min(max(share, PROBABILITY_MIN), PROBABILITY_MAX)
 
     def record(self, rule: Rule, rank: int, confidence: float, came_true: bool) -> None:
-        """Counts one guess whose place was reached by the committed tokens, once."""
+        """Counts one guess whose parent's path was committed, once."""
         counts = self._bin(rule, rank, confidence)
         counts[0] += came_true
         counts[1] += 1
@@ -57,18 +57,18 @@ class Calibration:
             counts[1] /= 2
 
     def _bin(self, rule: Rule, rank: int, confidence: float) -> list[float]:
-        """[came true, counted] of the bin a confidence falls in."""
+        """Returns [committed, counted] of the bin of a confidence."""
         bins = self._bins[rule.value * RANK_COUNT + min(rank, RANK_COUNT - 1)]
         return bins[bisect.bisect_right(EDGES, confidence)]
 
 
 @dataclass(slots=True, eq=False)
-class GrownNode(TreeNode):
+class DraftTreeNode(NodeBase):
     """A node of the draft's own tree.
 
     `score`: the logarithm of its path's likelihood, up to a constant of the tree. `name`: as the coordinator knows it,
-    0 for the root of an epoch and for a guess that was not sent. `guesses`: what the model said of its children, the
-    proposal child first; none before it is evaluated. `cell`: where its keys and values lie.
+    0 for the root of an epoch and for a guess that was not sent. `guesses`: the model's guesses at its children, the
+    proposal child first; none before it is evaluated. `cell`: of its keys and values.
     """
 
     score: float = 0.0
@@ -77,49 +77,50 @@ class GrownNode(TreeNode):
     cell: int = NO_CELL
 
 
-def cells_of(nodes: Iterable[GrownNode]) -> list[int]:
-    """Where nodes lie, as far as they were evaluated."""
+def cells_of(nodes: Iterable[DraftTreeNode]) -> list[int]:
+    """Returns the cells of the evaluated ones among these nodes."""
     return [node.cell for node in nodes if node.cell != NO_CELL]
 
 
 class Growth:
-    """The tree of one session on the draft, epoch by epoch.
+    """The tree of one incarnation of a session on the draft, epoch by epoch.
 
-    `epoch` is the next of `epochs` at each restart, `root_length` is where it began, nodes are named from 1 in each.
-    `root` is the last committed token; None before the first commit and while committed tokens are missing.
+    `epoch` counts its restarts, `root_length` is the length at the last one; nodes are named from 1 in each. `root` is
+    the last committed token; None before the first commit and while committed tokens are missing.
     """
 
-    def __init__(self, rule: Rule, calibration: Calibration, epochs: Iterator[int] | None = None) -> None:
+    def __init__(self, rule: Rule, calibration: Calibration) -> None:
         self.rule = rule
         self.epoch = 0
         self.root_length = 0
-        self.root: GrownNode | None = None
+        self.root: DraftTreeNode | None = None
         self._calibration = calibration
-        self._epochs = epochs or itertools.count(1)
         self._order = itertools.count()
         self._name_count = 0
-        self._candidates: list[tuple[float, int, GrownNode]] = []  # by falling score; equal ones in order of arrival
-        self._beyond: list[GrownNode] = []  # past the window, until the next commit
+        self._candidates: list[
+            tuple[float, int, DraftTreeNode]
+        ] = []  # by falling score; equal ones in order of arrival
+        self._beyond: list[DraftTreeNode] = []  # past the window, until the next commit
 
     def drop(self) -> list[int]:
-        """Stops growing until the next restart; the cells that are free now."""
+        """Stops growing until the next restart; returns the cells that are free now."""
         root, self.root = self.root, None
         return [] if root is None else cells_of(root.end())
 
     def restart(self, committed: Sequence[int]) -> None:
-        """A new epoch where there is no root, below the last committed token, which is the one candidate."""
-        self.epoch = next(self._epochs)
+        """Begins a new epoch if there is no root: the last committed token becomes the root and the only candidate."""
+        self.epoch += 1
         self.root_length = len(committed)
         self._name_count = 0
-        self.root = GrownNode(len(committed), committed[-1])
+        self.root = DraftTreeNode(len(committed), committed[-1])
         self._candidates, self._beyond = [], []
         self.give_back(self.root)
 
     def commit(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Follows newly committed tokens, and tells the calibration which guesses along them came true.
+        """Re-roots the tree at newly committed tokens, and updates the calibration with the guesses along them.
 
-        The cells of the tokens, from the first on, as far as they were evaluated; and the cells that are free now.
-        Where the tokens leave the nodes sent, there is no root any more: `restart` is due.
+        Returns the cells of the tokens, from the first on, as far as they were evaluated, and the cells that are free
+        now. If the tokens leave the sent nodes there is no root any more: `restart` is due.
         """
         assert self.root is not None
         kept: list[int] = []
@@ -143,15 +144,15 @@ class Growth:
             heapq.heapify(self._candidates)
         return kept, freed
 
-    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[GrownNode]:
-        """The likeliest nodes to evaluate, at most so many, best first; they are the caller's now.
+    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[DraftTreeNode]:
+        """Takes the likeliest nodes to evaluate, at most `count_max`, best first; the caller evaluates or returns them.
 
-        A child of an evaluated node stays within `reach`, the longest path the tree may have. A chain goes on along
-        proposal children however unlikely they are, and leaves the branches of a tree grown before alone.
+        A child of an evaluated node stays within `reach`, the longest path the tree may have. A chain continues along
+        proposal children however unlikely they are, and ignores the branches of an earlier tree.
         """
         if is_chain:
             return self._take_chain(reach)
-        taken: list[GrownNode] = []
+        taken: list[DraftTreeNode] = []
         while self._candidates and len(taken) < count_max:
             entry = heapq.heappop(self._candidates)
             node = entry[2]
@@ -166,60 +167,65 @@ class Growth:
                 break
         return taken
 
-    def _take_chain(self, reach: int) -> list[GrownNode]:
+    def _take_chain(self, reach: int) -> list[DraftTreeNode]:
         node = self.root
         while node is not None and node.guesses:
             node = node.proposal
         return [node] if node is not None and node.length < reach else []
 
-    def give_back(self, node: GrownNode) -> None:
+    def give_back(self, node: DraftTreeNode) -> None:
         """Returns a node that was taken and not evaluated."""
         heapq.heappush(self._candidates, (-node.score, next(self._order), node))
 
-    def likelihood(self, node: GrownNode) -> float:
-        """P(the node's path is committed), as far as it is known, given what is committed now."""
+    def likelihood(self, node: DraftTreeNode) -> float:
+        """Returns the estimate of P(the node's path is committed), given the tokens committed now."""
         assert self.root is not None
         return math.exp(node.score - self.root.score)
 
-    def _is_open(self, node: GrownNode) -> bool:
-        """Whether it is still to be evaluated, and its path agrees with the committed tokens."""
+    def _is_open(self, node: DraftTreeNode) -> bool:
+        """Whether a node is not evaluated yet, and its path agrees with the committed tokens."""
         return node.alive and not node.guesses
 
-    def path(self, node: GrownNode) -> list[GrownNode]:
-        """The nodes from below the root down to a node, itself the last; none for the root."""
-        nodes: list[GrownNode] = []
-        walker: GrownNode | None = node
+    def path(self, node: DraftTreeNode) -> list[DraftTreeNode]:
+        """Returns the nodes from below the root to a node, itself last; none for the root."""
+        nodes: list[DraftTreeNode] = []
+        walker: DraftTreeNode | None = node
         while walker is not None and walker is not self.root:
             nodes.append(walker)
             walker = walker.parent
         return nodes[::-1]
 
     def reserve_name(self) -> int:
-        """A name for a node to come: for its draw, which must be named before it is known."""
+        """Reserves the name of a future node: the key of its draw contains it."""
         self._name_count += 1
         return self._name_count
 
-    def file(self, node: GrownNode) -> DraftNode | None:
-        """What the coordinator has to be sent of a node about to be evaluated: a guess that it does not know yet."""
+    def file(self, node: DraftTreeNode) -> DraftNode | None:
+        """Names a node about to be evaluated, and returns it for sending; None if the coordinator knows it already."""
         if node.parent is None or node.name:
             return None
         node.name = self.reserve_name()
         return DraftNode(node.name, node.parent.name, node.token_id, False)
 
     def evaluated(
-        self, node: GrownNode, name: int, guesses: Sequence[tuple[int, float]], row: Row | None, cell: int = NO_CELL
+        self,
+        node: DraftTreeNode,
+        name: int,
+        guesses: Sequence[tuple[int, float]],
+        draft_probs: DraftProbs | None,
+        cell: int = NO_CELL,
     ) -> DraftNode:
-        """Files what the model said of a node: (token, confidence) of its children. The first is its proposal child,
-        drawn from `row`; `name` was reserved for it. `cell`: where the node lies; none where it is committed."""
+        """Stores the model's `guesses` at a node's children, (token, confidence), and returns the first, its proposal
+        child, drawn from `draft_probs`; `name` was reserved for it. `cell`: of the node; none if it is committed."""
         node.guesses, node.cell = tuple(guesses), cell
         probability = self._calibration.probability
         for rank, (token_id, confidence) in enumerate(guesses):
             score = node.score + math.log(probability(self.rule, rank, confidence))
-            child = node.children[token_id] = GrownNode(node.length + 1, token_id, node, score=score)
+            child = node.children[token_id] = DraftTreeNode(node.length + 1, token_id, node, score=score)
             self.give_back(child)
             if rank == 0:
                 child.name, node.proposal = name, child
-        return DraftNode(name, node.name, guesses[0][0], True, row)
+        return DraftNode(name, node.name, guesses[0][0], True, draft_probs)
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""

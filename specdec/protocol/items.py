@@ -1,7 +1,7 @@
-"""What services say to each other, one value per item of `proto/specdec/v1`; `specdec.rpc.convert` encodes them.
+"""The items that services exchange, one value per item of `proto/specdec/v1`; `specdec.rpc.convert` encodes them.
 
-A value that came from elsewhere obeys every limit that does not depend on the model served: what is made seldom is
-checked at construction, what is made every round is a named tuple, checked when it is read from a message (`checked`).
+A received value obeys every limit that does not depend on the served model: rare items are checked at construction,
+those of every round are named tuples, checked when read from a message (`checked`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeGuard
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
-    LEAVES_LIMIT,
+    NODES_PER_STEP_LIMIT,
     TOKENS_MAX,
-    Evidence,
-    Law,
-    Row,
+    DraftProbs,
+    ResolvedSamplingParams,
     Rule,
+    SamplerOutput,
     check_integer,
     check_salt,
 )
@@ -47,13 +47,13 @@ NO_TRACE = Trace()
 
 
 def check_name(session: int, incarnation: int) -> None:
-    """Sessions and incarnations count from 1."""
+    """Raises InvalidRequest unless session and incarnation are at least 1."""
     check_integer("session", session, 1, UINT32_MAX)
     check_integer("incarnation", incarnation, 1, UINT32_MAX)
 
 
 def check_suffix(length: int, suffix_token_ids: tuple[int, ...]) -> None:
-    """A committed suffix is never empty: the newest token is never validly cached."""
+    """Raises InvalidRequest for an empty or too long committed suffix: the newest token is never validly cached."""
     if not 1 <= len(suffix_token_ids) <= min(EXTEND_TOKEN_COUNT_MAX, length):
         limit = f"1 to {min(EXTEND_TOKEN_COUNT_MAX, length)} committed tokens"
         raise InvalidRequest("suffix_token_ids", len(suffix_token_ids), limit)
@@ -68,7 +68,7 @@ class Open:
 
     session: int
     incarnation: int
-    law: Law
+    params: ResolvedSamplingParams
     length_max: int
     vocabulary_size: int
     trace: Trace = NO_TRACE
@@ -79,8 +79,10 @@ class Open:
         check_integer("length_max", self.length_max, 2, TOKENS_MAX)
         check_integer("vocabulary_size", self.vocabulary_size, 2, TOKENS_MAX)
         check_salt(self.cache_salt)
-        if self.law.prompt_length >= self.length_max:
-            raise InvalidRequest("law.prompt_length", self.law.prompt_length, f"below length_max {self.length_max}")
+        if self.params.prompt_length >= self.length_max:
+            raise InvalidRequest(
+                "params.prompt_length", self.params.prompt_length, f"below length_max {self.length_max}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Extend:
 
 
 class Verification(NamedTuple):
-    """Asks for evidence at draft length + 1 positions from `base_position` on (named by session and round_index)."""
+    """Requests sampler output at draft length + 1 positions from `base_position` on (named by session, round_index)."""
 
     session: int
     incarnation: int
@@ -108,7 +110,7 @@ class Verification(NamedTuple):
     base_position: int
     suffix_token_ids: tuple[int, ...]
     draft_token_ids: tuple[int, ...] = ()
-    rows: tuple[Row, ...] = ()
+    draft_probs: tuple[DraftProbs, ...] = ()
     trace: Trace = NO_TRACE
 
     def checked(self) -> Verification:
@@ -119,8 +121,10 @@ class Verification(NamedTuple):
         check_suffix(self.base_position, self.suffix_token_ids)
         if len(self.draft_token_ids) > DRAFT_LENGTH_LIMIT:
             raise InvalidRequest("draft_token_ids", len(self.draft_token_ids), f"at most {DRAFT_LENGTH_LIMIT} tokens")
-        if self.rows and len(self.rows) != len(self.draft_token_ids):
-            raise InvalidRequest("rows", len(self.rows), f"one per draft token, {len(self.draft_token_ids)}, or none")
+        if self.draft_probs and len(self.draft_probs) != len(self.draft_token_ids):
+            raise InvalidRequest(
+                "draft_probs", len(self.draft_probs), f"one per draft token, {len(self.draft_token_ids)}, or none"
+            )
         return self
 
     @property
@@ -129,25 +133,28 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[Row, ...]]:
-        """What decides the answer: re-sent unchanged, a round gets the same one (the suffix may differ)."""
-        return self.base_position, self.draft_token_ids, self.rows
+    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...]]:
+        """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
+        differ)."""
+        return self.base_position, self.draft_token_ids, self.draft_probs
 
     def check_rows(self, rule: Rule, vocabulary_size: int) -> None:
-        """Raises InvalidRequest unless rows fit the rule and hold their draft tokens."""
+        """Raises InvalidRequest unless the draft distributions fit the rule and contain their draft tokens."""
         if rule is Rule.REJECTION:
-            if len(self.rows) != len(self.draft_token_ids):
-                raise InvalidRequest("rows", len(self.rows), f"one per draft token, {len(self.draft_token_ids)}")
-            for row, token_id in zip(self.rows, self.draft_token_ids):
-                row.check_proposal(token_id, vocabulary_size)
-        elif self.rows:
-            raise InvalidRequest("rows", len(self.rows), f"none with rule {rule.name}")
+            if len(self.draft_probs) != len(self.draft_token_ids):
+                raise InvalidRequest(
+                    "draft_probs", len(self.draft_probs), f"one per draft token, {len(self.draft_token_ids)}"
+                )
+            for probs, token_id in zip(self.draft_probs, self.draft_token_ids):
+                probs.check_proposal(token_id, vocabulary_size)
+        elif self.draft_probs:
+            raise InvalidRequest("draft_probs", len(self.draft_probs), f"none with rule {rule.name}")
 
 
 class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
-    `leaves`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
+    `nodes_per_step`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
     """
 
     session: int
@@ -155,7 +162,7 @@ class Commit(NamedTuple):
     committed_length: int
     suffix_token_ids: tuple[int, ...]
     window: int
-    leaves: int = 1
+    nodes_per_step: int = 1
     trace: Trace = NO_TRACE
 
     def checked(self) -> Commit:
@@ -164,7 +171,7 @@ class Commit(NamedTuple):
         check_integer("committed_length", self.committed_length, 1, TOKENS_MAX)
         check_suffix(self.committed_length, self.suffix_token_ids)
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
-        check_integer("leaves", self.leaves, 1, LEAVES_LIMIT)
+        check_integer("nodes_per_step", self.nodes_per_step, 1, NODES_PER_STEP_LIMIT)
         return self
 
     @property
@@ -185,7 +192,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
+class MissingTokens:
     """The replica holds only `known_length` tokens, or does not know the session at all."""
 
     session: int
@@ -196,7 +203,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One item could not be done. `code` is a google.rpc.Code number."""
+    """One item failed. `code` is a google.rpc.Code number."""
 
     session: int
     incarnation: int
@@ -208,55 +215,55 @@ class Failure:
 
 
 def is_farewell(item: object) -> TypeGuard[Failure]:
-    """Whether a replica says, of no session, that it stops: it takes no more sessions, those it has go on."""
+    """Whether an item announces that its replica stops: it accepts no more sessions, those it has continue."""
     return isinstance(item, Failure) and item.session == 0 and item.reason == ReplicaUnavailable.reason
 
 
-class EvidenceAnswer(NamedTuple):
-    """Evidence of one verification, and where its time went.
+class VerificationResult(NamedTuple):
+    """The verification result: the sampler output of one verification, and its times in microseconds.
 
-    `step_sessions` were in the same forward pass, of `active_sessions` with work to do or just answered. `step_count`:
-    forward passes it took, 1 but for prompts and what is opened again. `cached_prompt_tokens`: found in the cache, told
-    with the first evidence. `evictions`: since the evidence before. `server_us`: from arrival to answer, where traced.
+    `step_sessions` shared its last forward pass, of `active_sessions` with work or just answered. `step_count`: its
+    forward passes, above 1 for prompts and reopened sessions only. `cached_prompt_tokens`: found in the cache, in the
+    first result only. `preemptions`: since the result before. `server_us`: from arrival to answer, if traced.
     """
 
     session: int
     incarnation: int
     round_index: int
-    evidence: Evidence
+    output: SamplerOutput
     queue_us: int = 0
     forward_us: int = 0
-    evidence_us: int = 0
+    sampling_us: int = 0
     step_rows: int = 0
     step_sessions: int = 0
     active_sessions: int = 0
     cached_prompt_tokens: int = 0
     step_count: int = 0
-    evictions: int = 0
+    preemptions: int = 0
     server_us: int = 0
 
 
 class DraftNode(NamedTuple):
-    """One draft token at one place; `parent` 0 is the root. `row` only on a proposal child under REJECTION."""
+    """One draft token; `parent_id` 0 is the root. `draft_probs` only on a proposal child under REJECTION."""
 
-    node: int
-    parent: int
+    node_id: int
+    parent_id: int
     token_id: int
     proposal: bool
-    row: Row | None = None
+    draft_probs: DraftProbs | None = None
 
     def checked(self) -> DraftNode:
         """Itself. Raises InvalidRequest where it breaks a limit."""
-        check_integer("node", self.node, 1, UINT32_MAX)
-        check_integer("parent", self.parent, 0, self.node - 1)
+        check_integer("node_id", self.node_id, 1, UINT32_MAX)
+        check_integer("parent_id", self.parent_id, 0, self.node_id - 1)
         return self
 
 
 class Nodes(NamedTuple):
     """Nodes one draft step added to one session's tree.
 
-    `malformed_count`: nodes dropped while reading, that is the first malformed one and all after it. `step_began_us`:
-    by the draft's own clock, where it recorded a span of the step, 0 elsewhere.
+    `malformed_count`: nodes dropped while reading: the first malformed one and all after it. `step_began_us`: by the
+    draft's own clock, 0 unless it recorded a span of the step.
     """
 
     session: int
@@ -271,22 +278,21 @@ class Nodes(NamedTuple):
 
 
 def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verification | Commit:
-    """The same in a trace context."""
+    """Returns the item with a trace context."""
     return replace(item, trace=trace) if isinstance(item, Open) else item._replace(trace=trace)
 
 
-TargetAsk = Open | Extend | Verification | Close
-DraftAsk = Open | Extend | Commit | Close
-TargetAnswer = Short | Failure | EvidenceAnswer
-DraftAnswer = Short | Failure | Nodes
+TargetItem = Open | Extend | Verification | Close
+DraftItem = Open | Extend | Commit | Close
+TargetAnswer = MissingTokens | Failure | VerificationResult
+DraftAnswer = MissingTokens | Failure | Nodes
 
 
 def catch_up(
     session: int, incarnation: int, committed: Sequence[int], known_length: int
 ) -> tuple[list[Extend], tuple[int, ...]]:
-    """What a replica that knows `known_length` committed tokens lacks: items for all but the last piece, and that one.
-
-    The last piece is a committed suffix, never empty: `known_length` is below the committed length.
+    """Returns the committed tokens from `known_length` on, which a replica lacks: items for all but the last piece, and
+    that piece, a committed suffix; it is never empty, for `known_length` is below the committed length.
     """
     size = EXTEND_TOKEN_COUNT_MAX
     if len(committed) - known_length <= size:

@@ -1,7 +1,7 @@
 """All randomness of specdec: a counter-based 64-bit integer hash in plain Python.
 
-A draw is a pure function of its key (seed, lane, a, b), so it can be repeated after a crash, on another machine or in
-another order and is always the same. `specdec.decoding.noise` computes the same integers in torch, bit for bit.
+A draw is a pure function of its key (seed, lane, a, b): repeated after a crash, on another machine or in another order
+it is the same. `specdec.decoding.noise` computes the same integers in torch, bit for bit.
 
 The hash is the SplitMix64 generator (Steele, Lea, Flood 2014) used as a tree: every word of the key advances the state
 by a multiple of an odd constant and passes it through the finaliser `mix64`, a bijection of 64 bits whose every output
@@ -21,7 +21,7 @@ GUMBEL_BITS = 52  # one fewer: h + 1/2 needs a bit of its own to be exact, and m
 
 
 class Lane(enum.IntEnum):
-    """What a draw is for. Draws of different lanes are independent, whatever the rest of their keys."""
+    """The purpose of a draw. Draws of different lanes are independent, whatever the rest of their keys."""
 
     DRAFT = 1  # seed: the draft's own secret of a session's incarnation; a: epoch; b: node
     ACCEPT = 2  # a: round_index; b: position
@@ -42,12 +42,12 @@ def absorb(state: int, word: int) -> int:
 
 
 def stream_key(seed: int, lane: Lane, a: int) -> int:
-    """What all draws of (seed, lane, a) share: hash64(seed, lane, a, b) is absorb(stream_key(seed, lane, a), b)."""
+    """Returns the common state of all draws of (seed, lane, a): hash64(seed, lane, a, b) is absorb(stream_key, b)."""
     return absorb(absorb(absorb(0, seed), lane), a)
 
 
 def hash64(seed: int, lane: Lane, a: int, b: int) -> int:
-    """64 bits that look random for each key, and are the same for the same key everywhere."""
+    """Returns 64 pseudorandom bits, the same for the same key everywhere."""
     return absorb(stream_key(seed, lane, a), b)
 
 

@@ -1,6 +1,7 @@
-"""What a user asks for: prompt, sampling, speculation, resume; and the law that follows from it.
+"""A generation request: prompt, sampling, speculation, resume; and the resolved sampling parameters.
 
-Checked at construction for everything that does not depend on the model; `Ask.law` and `Ask.check_model` do the rest.
+Checked at construction for everything that does not depend on the model; `GenerationRequest.params` and
+`GenerationRequest.check_model` do the rest.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
-    LEAVES_LIMIT,
+    NODES_PER_STEP_LIMIT,
     SEED_LIMIT,
     TOKENS_MAX,
+    CommonSamplingParams,
     Description,
-    Law,
+    ResolvedSamplingParams,
     Rule,
-    Shaping,
     check_integer,
     check_number,
     check_salt,
@@ -33,8 +34,8 @@ STOP_TOKEN_COUNT_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingPolicy(Shaping):
-    """How tokens are drawn and when the text ends; field meanings and limits as in coordinator_service.proto."""
+class SamplingParams(CommonSamplingParams):
+    """The sampling parameters and stop conditions of a request; fields and limits as in coordinator_service.proto."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -50,7 +51,7 @@ class SamplingPolicy(Shaping):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("sampling.min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         check_temperature(self.temperature)
-        self.check_shaping()
+        self.check_common()
         biased = [token_id for token_id, _ in self.logit_bias]
         if len(set(biased)) != len(biased):
             raise InvalidRequest("sampling.logit_bias", sorted(biased), "without any token id twice")
@@ -73,7 +74,7 @@ class SamplingPolicy(Shaping):
 
 
 class SpeculationMode(enum.Enum):
-    """Who chooses how much to speculate: what was measured, the request and the settings, or nobody."""
+    """The source of the plan: measurements (AUTO), the request and the settings (FIXED), or no speculation (OFF)."""
 
     AUTO = 1
     FIXED = 2
@@ -82,9 +83,9 @@ class SpeculationMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculativePolicy:
-    """How a request speculates; never changes the law of its text. None leaves it to the server.
+    """How a request speculates; never changes the distribution of its text. None leaves it to the server.
 
-    `draft_window`, `draft_leaves` and `draft_wait_ms` belong to mode FIXED, which must be named with them.
+    `draft_window`, `draft_nodes_per_step` and `draft_wait_ms` belong to mode FIXED, which must be named with them.
     """
 
     enabled: bool = True
@@ -92,7 +93,7 @@ class SpeculativePolicy:
     rule: Rule | None = None
     mode: SpeculationMode | None = None
     draft_window: int | None = None
-    draft_leaves: int | None = None
+    draft_nodes_per_step: int | None = None
     draft_wait_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -101,22 +102,22 @@ class SpeculativePolicy:
             check_integer(field_name, self.num_speculative_tokens, 0, DRAFT_LENGTH_LIMIT)
         if self.draft_window is not None:
             check_integer("speculative.draft_window", self.draft_window, 0, DRAFT_LENGTH_LIMIT)
-        if self.draft_leaves is not None:
-            check_integer("speculative.draft_leaves", self.draft_leaves, 1, LEAVES_LIMIT)
+        if self.draft_nodes_per_step is not None:
+            check_integer("speculative.draft_nodes_per_step", self.draft_nodes_per_step, 1, NODES_PER_STEP_LIMIT)
         if self.draft_wait_ms is not None:
             check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
-        for name in ("draft_window", "draft_leaves", "draft_wait_ms"):
+        for name in ("draft_window", "draft_nodes_per_step", "draft_wait_ms"):
             if getattr(self, name) is not None and self.mode is not SpeculationMode.FIXED:
                 raise InvalidRequest(f"speculative.{name}", getattr(self, name), "absent, or policy FIXED with it")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One generation as asked: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before."""
+class GenerationRequest:
+    """One request: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before."""
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
-    sampling: SamplingPolicy = field(default_factory=SamplingPolicy)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     speculative: SpeculativePolicy = field(default_factory=SpeculativePolicy)
     resumed_token_ids: tuple[int, ...] = ()
     label: str = ""
@@ -133,9 +134,9 @@ class Ask:
         self.rule()
 
     def rule(self) -> tuple[Rule, str] | None:
-        """The rule that the request names or that follows from it, and why in one line; None: the server's choice.
+        """Returns the rule that the request names or implies, and the reason in one line; None: the server's choice.
 
-        Raises InvalidRequest where rule and sampling contradict each other.
+        Raises InvalidRequest if rule and sampling parameters contradict each other.
         """
         asked, seed, is_greedy = self.speculative.rule, self.sampling.seed, self.sampling.temperature == 0
         if is_greedy and asked not in (None, Rule.GREEDY):
@@ -151,16 +152,18 @@ class Ask:
         return None if seed is None else (Rule.COUPLED, "the request has a seed")
 
     def max_tokens(self, prompt_length: int, positions_max: int) -> int:
-        """Most output tokens. Raises InvalidRequest when prompt and output do not fit the model."""
-        room = positions_max - prompt_length
-        if room < 1:
+        """Returns the limit of output tokens. Raises InvalidRequest if prompt and output do not fit the model."""
+        positions_left = positions_max - prompt_length
+        if positions_left < 1:
             limit = f"at most {positions_max - 1} tokens, so that one more fits the model's {positions_max} positions"
             raise InvalidRequest("prompt", f"{prompt_length} tokens", limit)
         asked = self.sampling.max_tokens
-        if asked is not None and asked > room:
-            limit = f"at most {room}, the model's {positions_max} positions less {prompt_length} prompt tokens"
+        if asked is not None and asked > positions_left:
+            limit = (
+                f"at most {positions_left}, the model's {positions_max} positions less {prompt_length} prompt tokens"
+            )
             raise InvalidRequest("sampling.max_tokens", asked, limit)
-        most = min(MAX_TOKENS_DEFAULT, room) if asked is None else asked
+        most = min(MAX_TOKENS_DEFAULT, positions_left) if asked is None else asked
         if self.sampling.min_tokens > most:
             raise InvalidRequest("sampling.min_tokens", self.sampling.min_tokens, f"at most max_tokens, here {most}")
         return most
@@ -174,15 +177,17 @@ class Ask:
         check_token_ids("sampling.logit_bias", tuple(entry[0] for entry in self.sampling.logit_bias), size)
 
     def stop_token_ids(self, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The request's own, and the model's unless they are ignored; ascending."""
+        """Returns the request's own stop tokens, and the model's unless they are ignored; ascending."""
         ends = () if self.sampling.ignore_eos else end_token_ids
         return tuple(sorted({*self.sampling.stop_token_ids, *ends}))
 
-    def law(self, rule: Rule, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]) -> Law:
-        """The law of the session under a rule; `drawn_seed` serves where the request has none."""
+    def params(
+        self, rule: Rule, prompt_length: int, drawn_seed: int, end_token_ids: tuple[int, ...]
+    ) -> ResolvedSamplingParams:
+        """Returns the resolved sampling parameters under a rule; `drawn_seed` is used if the request has no seed."""
         sampling = self.sampling
         seed = drawn_seed if sampling.seed is None else sampling.seed
-        shaping = {own.name: getattr(sampling, own.name) for own in fields(Shaping)}
-        shaping["logit_bias"] = tuple(sorted(sampling.logit_bias))
-        shaping["stop_token_ids"] = self.stop_token_ids(end_token_ids)
-        return Law(rule, seed, prompt_length, sampling.temperature, **shaping)
+        common = {own.name: getattr(sampling, own.name) for own in fields(CommonSamplingParams)}
+        common["logit_bias"] = tuple(sorted(sampling.logit_bias))
+        common["stop_token_ids"] = self.stop_token_ids(end_token_ids)
+        return ResolvedSamplingParams(rule, seed, prompt_length, sampling.temperature, **common)

@@ -1,8 +1,8 @@
 """One generation as a state machine: events in, actions out; no clock, no I/O, no torch.
 
-It owns the committed tokens, the draft tree received so far, the plan in force and what is in flight, and fences
-everything that is late, doubled or meant for an earlier incarnation. Its owner sends what it is told to send, applies
-the verification rule to the evidence the session lets through, and says when a wait is over.
+It owns the committed tokens, the draft tree received so far, the plan in force and the verification in flight, and
+rejects late, duplicate and stale items. Its owner carries out the returned actions, applies the verification rule to
+the verification results that the session expects, and reports the end of a wait.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from specdec.policy.policy import Plan, Policy
 from specdec.protocol.items import (
     Close,
     Commit,
-    DraftAsk,
+    DraftItem,
     DraftNode,
-    EvidenceAnswer,
     Failure,
+    MissingTokens,
     Nodes,
     Open,
-    Short,
-    TargetAsk,
+    TargetItem,
     Verification,
+    VerificationResult,
     catch_up,
 )
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Law, Row, Rule, Verdict
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, DraftProbs, ResolvedSamplingParams, Rule, Verdict
 
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
@@ -36,13 +36,13 @@ NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the larges
 class ToTarget(NamedTuple):
     """Send this item to the target."""
 
-    item: TargetAsk
+    item: TargetItem
 
 
 class ToDraft(NamedTuple):
     """Send this item to the draft."""
 
-    item: DraftAsk
+    item: DraftItem
 
 
 class AwaitDraft(NamedTuple):
@@ -57,13 +57,13 @@ Action = ToTarget | ToDraft | AwaitDraft
 
 @dataclass(slots=True)
 class Session:
-    """One generation. Every method returns the actions to carry out, in order; none of them fails.
+    """One generation. Every method returns the actions to carry out, in order; none fails.
 
-    `plan` is asked of the policy once a round, when the round before it is committed, and kept until the next commit.
+    `plan` comes from the policy once a round, at the commit of the round before it, and stays until the next commit.
     """
 
     number: int
-    law: Law
+    params: ResolvedSamplingParams
     length_max: int
     vocabulary_size: int
     policy: Policy
@@ -80,12 +80,13 @@ class Session:
     tree: DraftTree = field(init=False)
     plan: Plan = field(init=False)
     _draft_known_length: int = 0
+    _draft_resent_length: int = 0  # of the commit at which tokens that the draft lacked were last sent again
     _draft_window: int = 0
     _target_known_length: int = 0
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.committed)
-        self.plan = self.policy.plan(self.room)
+        self.plan = self.policy.plan(self.positions_left)
 
     @property
     def waiting(self) -> bool:
@@ -94,7 +95,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether the text has ended, or the generation was given up."""
+        """Whether the text has ended, or the generation was cancelled or failed."""
         return self.phase is Phase.FINISHED
 
     @property
@@ -103,26 +104,28 @@ class Session:
         return self.draft_state not in (DraftState.ABSENT, DraftState.PAUSED)
 
     @property
-    def room(self) -> int:
+    def positions_left(self) -> int:
         """Tokens the session can still hold."""
         return self.length_max - len(self.committed)
 
     def begin(self) -> list[Action]:
-        """Opens the session on the target and asks for the first token; no draft is waited for."""
+        """Opens the session on the target and requests the first token, without waiting for the draft."""
         self.target_incarnation += 1
         actions: list[Action] = [ToTarget(self._open(self.target_incarnation, self.cache_salt))]
         return actions + self._verify_now()
 
     def on_nodes(self, nodes: Nodes) -> list[Action]:
-        """Draft tokens came. Malformed ones are dropped from the first on and counted; drafting pauses for good."""
-        if not self._hears_draft(nodes.incarnation):
+        """Adds draft tokens to the tree. Drops and counts them from the first malformed one on, or from the one that
+        NODE_COUNT_MAX does not admit, and ends drafting."""
+        if not self._is_current_draft(nodes.incarnation):
             return []
-        sound_count = next((i for i, node in enumerate(nodes.nodes) if not self._is_sound(node)), len(nodes.nodes))
-        for node in nodes.nodes[:sound_count]:
+        read = nodes.nodes[: NODE_COUNT_MAX - len(self.tree.named)]
+        sound_count = next((i for i, node in enumerate(read) if not self._is_sound(node)), len(read))
+        for node in read[:sound_count]:
             self.tree.add(nodes.epoch, nodes.root_length, node)
         malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
         self.malformed_node_count += malformed_count
-        if malformed_count or len(self.tree.named) > NODE_COUNT_MAX:
+        if malformed_count:
             return self._pause_draft()
         self._draft(DraftEvent.NODES)
         return self._verify_when_ready() if self.waiting else []
@@ -133,12 +136,12 @@ class Session:
     def _move(self, event: PhaseEvent) -> None:
         self.phase = PHASE_MOVES[self.phase, event]
 
-    def _hears_draft(self, incarnation: int) -> bool:
-        """The fence of the draft's answers."""
+    def _is_current_draft(self, incarnation: int) -> bool:
+        """The fence: whether an answer of the draft is of the current incarnation."""
         return self.has_draft and not self.finished and incarnation == self.draft_incarnation
 
     def _pause_draft(self) -> list[Action]:
-        """No more drafting for this session by this draft; what it holds for the session is released."""
+        """Ends drafting for this session by this draft, and closes the session there."""
         self._draft(DraftEvent.REFUSED)
         close: list[Action] = [ToDraft(Close(self.number, self.draft_incarnation))]
         return close + (self._verify_when_ready() if self.waiting else [])
@@ -146,13 +149,13 @@ class Session:
     def _is_sound(self, node: DraftNode) -> bool:
         if not 0 <= node.token_id < self.vocabulary_size:
             return False
-        if self.law.rule is not Rule.REJECTION or not node.proposal:
-            return node.row is None
-        row = node.row
-        return row is not None and row.token_ids[-1] < self.vocabulary_size and node.token_id in row.token_ids
+        if self.params.rule is not Rule.REJECTION or not node.proposal:
+            return node.draft_probs is None
+        probs = node.draft_probs
+        return probs is not None and probs.token_ids[-1] < self.vocabulary_size and node.token_id in probs.token_ids
 
-    def expects(self, answer: EvidenceAnswer) -> bool:
-        """The fence: whether this evidence is for the verification in flight. Its shape is the rule's to check."""
+    def expects(self, answer: VerificationResult) -> bool:
+        """The fence: whether a result is for the verification in flight. The rule checks its shape."""
         flying = self.in_flight
         if flying is None:
             return False
@@ -161,95 +164,100 @@ class Session:
     def on_verdict(
         self,
         verdict: Verdict,
-        answer: EvidenceAnswer,
+        answer: VerificationResult,
         kept_count: int,
         ends: bool,
         times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
     ) -> tuple[RoundRecord, list[Action]]:
-        """Commits the first `kept_count` tokens of the round (all of them unless the text `ends`) and goes on.
+        """Commits the first `kept_count` tokens of the round (all unless the text `ends`) and begins the next one.
 
-        `times`: what the session cannot know, start_s, end_s, wait_s and round_trip_s of the record. The next round's
-        plan is fixed here, by a policy that was told of the rounds before this one: its owner tells it of this one once
-        the actions are carried out.
+        `times`: start_s, end_s, wait_s and round_trip_s of the record, from the owner's clock. The next round's plan is
+        fixed here, by a policy that knows the rounds before this one: the owner gives it this record once the actions
+        are carried out.
         """
         flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
         del tokens[kept_count:]
-        last, path = self.tree.place(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
+        last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)
         was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
         counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
-        found = (was_looked_up, was_found, in_hand_count, sum(not place.alive for place in path))
-        step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.evidence_us / 1e6, answer.step_rows)
+        found = (was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
+        step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.sampling_us / 1e6, answer.step_rows)
         sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
-        cache = (answer.cached_prompt_tokens, answer.evictions, answer.server_us / 1e6)
-        told = (*counts, *found, *times, *step, *sessions, *cache)
-        record = RoundRecord(flying.round_index, plan, *told, is_speculating)
+        cache = (answer.cached_prompt_tokens, answer.preemptions, answer.server_us / 1e6)
+        parts = (*counts, *found, *times, *step, *sessions, *cache)
+        record = RoundRecord(flying.round_index, plan, *parts, is_speculating)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:
-        """The round in flight is over; whether its last token was in the tree."""
+        """Commits the tokens of the round in flight; returns whether the last was in the tree."""
         self._target_known_length = flying.base_position
         self.in_flight = None
         self.round_index += 1
         self.committed += tokens
         was_found = self.tree.commit(tokens)
-        self.plan = self.policy.plan(self.room)
+        self.plan = self.policy.plan(self.positions_left)
         return was_found
 
-    def on_target_short(self, short: Short) -> list[Action]:
-        """The target holds less than assumed: send it the rest, and the same round again."""
+    def on_target_missing(self, missing: MissingTokens) -> list[Action]:
+        """The target holds fewer tokens than assumed: sends the rest, and the same round again."""
         flying = self.in_flight
-        if flying is None or short.incarnation != flying.incarnation:
+        if flying is None or missing.incarnation != flying.incarnation:
             return []
         actions: list[Action] = []
-        if short.unknown:
+        if missing.unknown:
             self.target_incarnation += 1
             actions.append(ToTarget(self._open(self.target_incarnation, self.cache_salt)))
-        self._target_known_length = 0 if short.unknown else min(short.known_length, len(self.committed) - 1)
-        return actions + self._send_verification(flying.draft_token_ids, flying.rows)
+        self._target_known_length = 0 if missing.unknown else min(missing.known_length, len(self.committed) - 1)
+        return actions + self._send_verification(flying.draft_token_ids, flying.draft_probs)
 
     def on_draft_up(self) -> list[Action]:
-        """A draft is connected: open the session there and let it draft from here on."""
+        """A draft is connected: opens the session there and lets it draft from the current commit on."""
         if self.finished or self.policy.draft_length_cap == 0:
             return []
         self.draft_incarnation += 1
         self._draft(DraftEvent.UP)
-        self._draft_known_length = self._draft_window = 0
+        self._draft_known_length = self._draft_resent_length = self._draft_window = 0
         self.tree.clear()
         actions = [ToDraft(self._open(self.draft_incarnation)), *self._commit_to_draft()]
         return actions + (self._verify_now() if self.waiting else [])
 
     def on_draft_down(self) -> list[Action]:
-        """The draft is gone: what it sent stays usable, nothing more is waited for."""
+        """The draft is lost: its nodes stay usable, and the session waits for no more."""
         self._draft(DraftEvent.DOWN)
         return self._verify_when_ready() if self.waiting else []
 
-    def on_draft_short(self, short: Short) -> list[Action]:
-        """The draft holds less than assumed: send it the rest, or open the session there again."""
-        if not self._hears_draft(short.incarnation):
+    def on_draft_missing(self, missing: MissingTokens) -> list[Action]:
+        """The draft holds fewer tokens than assumed: sends the rest, or opens the session there again; once a commit,
+        so that a draft gets no more than it is sent anyway. What it lacks then, it says at the next commit."""
+        length = len(self.committed)
+        if not self._is_current_draft(missing.incarnation) or self._draft_resent_length == length:
             return []
-        if short.unknown:
-            return self.on_draft_up()
-        self._draft_known_length = min(short.known_length, len(self.committed) - 1)
-        return self._commit_to_draft()
+        if missing.unknown:
+            actions = self.on_draft_up()
+        else:
+            self._draft_known_length = min(missing.known_length, length - 1)
+            actions = self._commit_to_draft()
+        self._draft_resent_length = length
+        return actions
 
     def on_draft_failure(self, failure: Failure) -> list[Action]:
-        """The draft cannot draft for this session (its context, vocabulary or cache): go on without."""
-        return self._pause_draft() if self._hears_draft(failure.incarnation) else []
+        """The draft cannot draft for this session (its context, vocabulary or cache): continues without it."""
+        return self._pause_draft() if self._is_current_draft(failure.incarnation) else []
 
     def on_wait_expired(self, wait_index: int) -> list[Action]:
-        """The wait for draft tokens is over: verify what is in hand, and wait no more until nodes come again."""
+        """The wait for draft tokens expired: verifies those in hand; the draft state is LATE."""
         if not self.waiting or wait_index != self.wait_index:
             return []
         self._draft(DraftEvent.WAIT_EXPIRED)
         return self._verify_now()
 
     def end(self) -> list[Action]:
-        """Ends the session, wherever it stands; idempotent."""
+        """Ends the session in any state; idempotent."""
         if self.finished:
             return []
         self._move(PhaseEvent.ENDED)
@@ -263,10 +271,10 @@ class Session:
 
     def _open(self, incarnation: int, cache_salt: str = "") -> Open:
         size = self.vocabulary_size
-        return Open(self.number, incarnation, self.law, self.length_max, size, cache_salt=cache_salt)
+        return Open(self.number, incarnation, self.params, self.length_max, size, cache_salt=cache_salt)
 
     def _verify_when_ready(self) -> list[Action]:
-        """Verifies at once, or waits when the plan says so and a READY draft still owes tokens."""
+        """Verifies at once, or waits if the plan waits and a READY draft still owes tokens."""
         plan = self.plan
         if not plan.wait_length:
             return self._verify_now()
@@ -283,15 +291,15 @@ class Session:
 
     def _verify_now(self) -> list[Action]:
         path = self.tree.proposal_path(self.plan.draft_length_max)
-        rows = self.tree.proposal_rows(len(path)) if self.law.rule is Rule.REJECTION else ()
-        return self._send_verification(tuple(place.token_id for place in path), rows)
+        probs = self.tree.proposal_probs(len(path)) if self.params.rule is Rule.REJECTION else ()
+        return self._send_verification(tuple(node.token_id for node in path), probs)
 
-    def _send_verification(self, draft_token_ids: tuple[int, ...], rows: tuple[Row, ...]) -> list[Action]:
+    def _send_verification(self, draft_token_ids: tuple[int, ...], draft_probs: tuple[DraftProbs, ...]) -> list[Action]:
         base_position = len(self.committed)
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
-        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, rows)
+        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, draft_probs)
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
@@ -300,7 +308,7 @@ class Session:
             return []
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
-        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.leaves))
+        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.nodes_per_step))
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 
@@ -312,10 +320,12 @@ class Session:
         self.tree.check()
         if flying is not None:
             assert flying.base_position == len(self.committed), "the base position is the committed length"
-            most = max(0, min(self.policy.draft_length_cap, self.room - 1))
-            assert len(flying.draft_token_ids) <= most, "a round offers what was planned and fits the room left"
-            if self.law.rule is Rule.REJECTION:
-                assert len(flying.rows) == len(flying.draft_token_ids), "there is one row per draft token"
+            most = max(0, min(self.policy.draft_length_cap, self.positions_left - 1))
+            assert len(flying.draft_token_ids) <= most, "a round offers what was planned and fits the positions left"
+            if self.params.rule is Rule.REJECTION:
+                assert len(flying.draft_probs) == len(flying.draft_token_ids), (
+                    "there is one distribution per draft token"
+                )
         assert not (self.waiting and flying), "a waiting session has nothing in flight"
         assert not self.waiting or self.draft_state is DraftState.READY, "only a READY draft is waited for"
         assert not (self.finished and (self.waiting or flying)), "nothing goes on after the end"

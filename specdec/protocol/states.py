@@ -1,6 +1,6 @@
-"""The states of a generation, as tables: what it expects of its draft, and what it is doing.
+"""The states of a generation, as tables: the state of its draft, and the phase of the session.
 
-`Session` moves by these tables and by nothing else, and docs/protocol.md draws them. A move a table does not have is a
+`Session` moves by these tables and by nothing else, and docs/protocol.md draws them. A move that a table lacks is a
 defect and raises.
 """
 
@@ -16,28 +16,28 @@ class State(enum.Enum):
 
 
 class DraftState(State):
-    """What the session may expect of its draft. Only a READY draft is waited for."""
+    """The state of the session's draft. The session waits for a READY draft only."""
 
     ABSENT = "no draft is connected, or the request does not speculate"
     COLD = "opened; nothing came yet"
     READY = "nodes come"
-    LATE = "a wait ended in vain: what still comes is used, but nothing is waited for until a round starts complete"
+    LATE = "a wait expired: later nodes are used, but no round waits until one starts complete"
     PAUSED = "this draft cannot draft for this session any more"
 
 
 class DraftEvent(State):
-    """What happens to the session's draft."""
+    """The events of the session's draft."""
 
     UP = "a draft is connected"
     DOWN = "the connection is lost"
     NODES = "nodes came"
-    WAIT_EXPIRED = "a wait ended in vain"
+    WAIT_EXPIRED = "a wait expired"
     KEPT_UP = "a round starts with all it would wait for"
     REFUSED = "it failed, or sent malformed nodes"
 
 
 class Phase(State):
-    """What the session is doing."""
+    """The phase of the session."""
 
     NEW = "nothing was sent yet"
     VERIFYING = "a verification is in flight"
@@ -46,7 +46,7 @@ class Phase(State):
 
 
 class PhaseEvent(State):
-    """What moves the session on."""
+    """The events that change the phase."""
 
     SENT = "a verification was sent"
     HELD = "the plan says to wait, and a READY draft still owes tokens"

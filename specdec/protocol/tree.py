@@ -1,8 +1,7 @@
 """The coordinator's draft tree: all draft tokens received below the committed ones.
 
-A node is named (epoch, node) and is usable while the path from its root agrees with the committed tokens, whenever it
-arrives. The tree re-roots along every commit and forgets what lies off the path. It knows nothing of models or of
-messages.
+A node is named (epoch, node_id) and is usable while the path from its root agrees with the committed tokens, whenever
+it arrives. The tree re-roots along every commit and drops all nodes off the path. It knows neither models nor messages.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from specdec.protocol.items import DraftNode
-from specdec.protocol.types import Row
+from specdec.protocol.types import DraftProbs
 
-LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are forgotten; later nodes below them are dropped
-NAME_COUNT_KEPT = 256  # names that may be forgotten are looked for when there are more, not at every commit
+LATE_POSITIONS_MAX = 256  # names this far behind the committed tokens are dropped, and later nodes below them
+NAME_COUNT_KEPT = 256  # old names are removed when there are more, not at every commit
 
 
 @dataclass(slots=True, eq=False)
-class TreeNode:
-    """One token after one path, in the tree of either side; `length` is that of the path that ends with it.
+class NodeBase:
+    """One token after one path, in the tree of either side; `length`: of the path that ends with it.
 
-    `proposal`: the one child that may be offered. `alive`: until a commit leaves it beside its path.
+    `proposal`: the one child that may be offered. `alive`: until a commit takes another path.
     """
 
     length: int
@@ -33,7 +32,7 @@ class TreeNode:
     alive: bool = True
 
     def below(self) -> Iterator[Self]:
-        """This node and every node below it."""
+        """Yields this node and every node below it."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -41,7 +40,7 @@ class TreeNode:
             stack.extend(node.children.values())
 
     def end(self) -> list[Self]:
-        """This node and every node below it, none of them alive any more."""
+        """Returns this node and every node below it, all marked as not alive."""
         nodes = list(self.below())
         for node in nodes:
             node.alive = False
@@ -59,109 +58,109 @@ class TreeNode:
 
 
 @dataclass(slots=True, eq=False)
-class Place(TreeNode):
-    """A node of the coordinator's tree. `row`: the distribution its proposal was drawn from (REJECTION only)."""
+class TreeNode(NodeBase):
+    """A node of the coordinator's tree. `draft_probs`: of its proposal child (REJECTION only)."""
 
-    row: Row | None = None
+    draft_probs: DraftProbs | None = None
 
 
 class DraftTree:
-    """Places below the committed tokens, of which it keeps its own record and is told each change (`commit`).
+    """The nodes below the committed tokens; it keeps its own list of these, changed by `commit`.
 
-    `named`: by (epoch, node), places below the committed tokens, and those passed not long ago.
+    `named`: nodes by (epoch, node_id), below the committed tokens and recently committed ones.
     """
 
     def __init__(self, committed: Sequence[int]) -> None:
         self.committed = list(committed)
-        self.root = Place(len(committed), committed[-1])
-        self.named: dict[tuple[int, int], Place] = {}
+        self.root = TreeNode(len(committed), committed[-1])
+        self.named: dict[tuple[int, int], TreeNode] = {}
 
-    def add(self, epoch: int, root_length: int, node: DraftNode) -> Place | None:
-        """Files one node; None when it is stale, doubled, or its parent is not known.
+    def add(self, epoch: int, root_length: int, sent: DraftNode) -> TreeNode | None:
+        """Adds a node of the draft and returns it; None if it is stale, a duplicate, or its parent is unknown.
 
-        Of two proposal children for one place the first to arrive stays: which one that is does not depend on the
-        tokens, so it cannot bend the law (docs/exactness.md).
+        Of two proposal children of one node the first to arrive stays: the order does not depend on the tokens, so it
+        cannot change the target distribution (docs/exactness.md).
         """
-        name = (epoch, node.node)
-        parent, length = self._parent(epoch, root_length, node.parent)
+        name = (epoch, sent.node_id)
+        parent, length = self._parent(epoch, root_length, sent.parent_id)
         if length == 0 or name in self.named:
             return None
         if length < len(self.committed):
-            if self.committed[length] != node.token_id:
+            if self.committed[length] != sent.token_id:
                 return None
-            place = self.root if length + 1 == self.root.length else Place(length + 1, node.token_id)
+            node = self.root if length + 1 == self.root.length else TreeNode(length + 1, sent.token_id)
         else:
-            place = self._attach(parent or self.root, node)
-        self.named[name] = place
-        return place
+            node = self._attach(parent or self.root, sent)
+        self.named[name] = node
+        return node
 
-    def _parent(self, epoch: int, root_length: int, node: int) -> tuple[Place | None, int]:
-        """The living place a name stands for, and the length of its path, 0 where there is none. On the committed path
-        the length alone says which it is."""
-        if node == 0:
+    def _parent(self, epoch: int, root_length: int, node_id: int) -> tuple[TreeNode | None, int]:
+        """Returns the living node of an id and the length of its path, 0 if there is none. On the committed path the
+        length alone identifies it."""
+        if node_id == 0:
             return None, root_length if 1 <= root_length <= len(self.committed) else 0
-        place = self.named.get((epoch, node))
-        return (place, place.length) if place is not None and place.alive else (None, 0)
+        node = self.named.get((epoch, node_id))
+        return (node, node.length) if node is not None and node.alive else (None, 0)
 
     @staticmethod
-    def _attach(parent: Place, node: DraftNode) -> Place:
-        place = parent.children.get(node.token_id)
-        if place is None:
-            place = parent.children[node.token_id] = Place(parent.length + 1, node.token_id, parent)
-        if node.proposal and parent.proposal is None:
-            parent.proposal = place
-            parent.row = node.row
-        return place
+    def _attach(parent: TreeNode, sent: DraftNode) -> TreeNode:
+        node = parent.children.get(sent.token_id)
+        if node is None:
+            node = parent.children[sent.token_id] = TreeNode(parent.length + 1, sent.token_id, parent)
+        if sent.proposal and parent.proposal is None:
+            parent.proposal = node
+            parent.draft_probs = sent.draft_probs
+        return node
 
     def commit(self, token_ids: Sequence[int]) -> bool:
-        """Takes note of committed tokens and re-roots; False when they left the tree, which is then empty."""
-        child: Place | None = self.root
+        """Appends committed tokens and re-roots the tree; False if they left it, and it is empty now."""
+        child: TreeNode | None = self.root
         for token_id in token_ids:
             self.committed.append(token_id)
             child = self._descend(token_id)
-            self.root = child or Place(len(self.committed), token_id)
+            self.root = child or TreeNode(len(self.committed), token_id)
         if len(self.named) > NAME_COUNT_KEPT:
             oldest = len(self.committed) - LATE_POSITIONS_MAX
-            self.named = {name: place for name, place in self.named.items() if place.alive and place.length >= oldest}
+            self.named = {name: node for name, node in self.named.items() if node.alive and node.length >= oldest}
         return child is not None
 
-    def _descend(self, token_id: int) -> Place | None:
-        """The root's child, cut loose; whatever else stood below the root is dead."""
+    def _descend(self, token_id: int) -> TreeNode | None:
+        """Detaches and returns the root's child of this token; all other nodes below the root end."""
         root = self.root
         child = root.children.pop(token_id, None)
         for sibling in root.children.values():
             sibling.end()
-        root.children, root.proposal, root.row = {}, None, None
+        root.children, root.proposal, root.draft_probs = {}, None, None
         if child is not None:
             child.parent = None
         return child
 
-    def place(self, token_ids: Sequence[int]) -> Place | None:
-        """The place at the end of a path below the committed tokens; None where the tree does not hold it."""
-        place: Place | None = self.root
+    def node(self, token_ids: Sequence[int]) -> TreeNode | None:
+        """Returns the node at the end of a path below the committed tokens; None if the tree does not hold it."""
+        node: TreeNode | None = self.root
         for token_id in token_ids:
-            place = None if place is None else place.children.get(token_id)
-        return place
+            node = None if node is None else node.children.get(token_id)
+        return node
 
     def clear(self) -> None:
-        """Drops every place below the committed tokens, and every name."""
+        """Drops every node below the committed tokens, and every name."""
         self.root.end()
         self.named.clear()
-        self.root = Place(len(self.committed), self.committed[-1])
+        self.root = TreeNode(len(self.committed), self.committed[-1])
 
-    def proposal_path(self, length_max: int) -> list[Place]:
-        """The places from the root down along proposal children, at most `length_max` of them."""
-        path: list[Place] = []
-        place = self.root.proposal
-        while place is not None and len(path) < length_max:
-            path.append(place)
-            place = place.proposal
+    def proposal_path(self, length_max: int) -> list[TreeNode]:
+        """Returns the nodes below the root along proposal children, at most `length_max`."""
+        path: list[TreeNode] = []
+        node = self.root.proposal
+        while node is not None and len(path) < length_max:
+            path.append(node)
+            node = node.proposal
         return path
 
-    def proposal_rows(self, length: int) -> tuple[Row, ...]:
-        """The rows the first `length` tokens of the proposal path were drawn from (REJECTION only)."""
-        places = [self.root, *self.proposal_path(length)][:length]
-        return tuple(place.row for place in places if place.row is not None)
+    def proposal_probs(self, length: int) -> tuple[DraftProbs, ...]:
+        """Returns the draft distributions of the first `length` tokens of the proposal path (REJECTION only)."""
+        nodes = [self.root, *self.proposal_path(length)][:length]
+        return tuple(node.draft_probs for node in nodes if node.draft_probs is not None)
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""

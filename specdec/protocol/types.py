@@ -1,6 +1,6 @@
-"""The values all services speak of: laws, rows, evidence, verdicts.
+"""The values that all services share: sampling parameters, draft distributions, sampler outputs, verdicts.
 
-Frozen and checked at construction, so an instance in hand is valid. This module knows neither wire nor tensors;
+Frozen and checked at construction, so every instance is valid. This module knows neither wire nor tensors;
 `specdec.rpc.convert` turns these values into messages and back.
 """
 
@@ -17,31 +17,39 @@ from specdec.errors import InvalidRequest
 SEED_LIMIT = 1 << 64
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
 TOP_K_MAX = 1_000_000
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
+PENALTY_MAX = 2.0
 LOGIT_BIAS_COUNT_MAX = 1024
 LOGIT_BIAS_MAX = 100.0
-LAW_STOP_TOKEN_COUNT_MAX = 128  # the request's and the model's own end tokens together
+PARAMS_STOP_TOKEN_COUNT_MAX = 128  # the request's and the model's own end tokens together
 LOGPROBS_MAX = 20
-TOKENS_MAX = 1 << 24  # no model has more positions; a bound before the model's own is known
-ROW_TOKEN_COUNT_MAX = 1024
-ROW_WEIGHT_MAX = 0xFFFF
-# The weights a row can carry: sixteen to the octave, so neighbours differ by 4 %. Integers, so that no two machines
-# round them differently: the first sixteen are 65535 * 2**(-i / 16).
-ROW_STEPS_PER_OCTAVE = 16
-ROW_WEIGHTS = tuple(
+TOKENS_MAX = 1 << 24  # no model has more positions; the limit until the model's own is known
+DRAFT_PROBS_TOKEN_COUNT_MAX = 1024
+DRAFT_PROBS_WEIGHT_MAX = 0xFFFF
+# The weights of a draft distribution: sixteen to the octave, so neighbours differ by 4 %. Integers, so that no two
+# machines round them differently: the first sixteen are 65535 * 2**(-i / 16).
+DRAFT_PROBS_STEPS_PER_OCTAVE = 16
+DRAFT_PROBS_WEIGHTS = tuple(
     weight >> octave
     for octave in range(16)
     for weight in (65535, 62757, 60096, 57548, 55108, 52772, 50534, 48392)
     + (46340, 44376, 42494, 40693, 38967, 37315, 35733, 34218)
 )
-ROW_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(ROW_WEIGHTS)))}
+DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(DRAFT_PROBS_WEIGHTS)))}
 DRAFT_LENGTH_LIMIT = 64
-LEAVES_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 hold nearly all that come true
+NODES_PER_STEP_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 contain nearly all committed ones
+NODES_PER_ITEM_MAX = 2 * NODES_PER_STEP_LIMIT  # each evaluated node sends its proposal child and, once, itself
+STEP_TIME_COUNT_MAX = 16
+DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
+NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
+FAILURE_TEXT_LENGTH_MAX = 4096
+FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Rule(enum.Enum):
-    """How the coordinator decides which draft tokens pass (docs/exactness.md)."""
+    """The verification rule by which the coordinator accepts draft tokens (docs/exactness.md)."""
 
     GREEDY = 1
     REJECTION = 2
@@ -49,15 +57,15 @@ class Rule(enum.Enum):
 
 
 class TokenKind(enum.IntEnum):
-    """How an output token came to be."""
+    """The origin of an output token."""
 
     ACCEPTED = 1
-    CORRECTION = 2
+    RECOVERED = 2
     BONUS = 3
 
 
 class FinishReason(enum.Enum):
-    """Why a text ended."""
+    """The reason for the end of a text."""
 
     STOP = 1
     LENGTH = 2
@@ -70,14 +78,14 @@ def check_integer(field: str, value: object, low: int, high: int) -> None:
 
 
 def check_number(field: str, value: object, low: float, high: float, beside: str = "") -> None:
-    """Raises InvalidRequest unless `value` is a finite number in [low, high]; `beside`: what else it may be."""
+    """Raises InvalidRequest unless `value` is a finite number in [low, high]; `beside`: what else fits, in words."""
     is_number = not isinstance(value, bool)
     if not (is_number and isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
         raise InvalidRequest(field, value, f"{beside}a number from {low:g} to {high:g}")
 
 
 def check_salt(salt: str) -> None:
-    """Raises InvalidRequest for a cache salt that is too long; it is not shown."""
+    """Raises InvalidRequest for a cache salt that is too long; the message does not contain it."""
     if len(salt) > CACHE_SALT_LENGTH_MAX:
         raise InvalidRequest("cache_salt", f"{len(salt)} characters", f"at most {CACHE_SALT_LENGTH_MAX} characters")
 
@@ -98,14 +106,14 @@ def check_ascending(field: str, token_ids: tuple[int, ...]) -> None:
 
 
 def check_temperature(value: object) -> None:
-    """0, or a number from TEMPERATURE_MIN to TEMPERATURE_MAX; below, float64 cannot tell it from 0 honestly."""
+    """Raises InvalidRequest unless `value` is 0 or in [TEMPERATURE_MIN, TEMPERATURE_MAX]: below, float64 fails."""
     if value != 0:
         check_number("temperature", value, TEMPERATURE_MIN, TEMPERATURE_MAX, "0 or ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shaping:
-    """What a request's policy and a session's law say alike of the law of tokens, beside the temperature."""
+class CommonSamplingParams:
+    """The fields that a request's sampling parameters and the resolved ones share, beside the temperature."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -118,16 +126,16 @@ class Shaping:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
-    def check_shaping(self) -> None:
-        """Raises InvalidRequest for a field outside limits that policy and law have in common."""
+    def check_common(self) -> None:
+        """Raises InvalidRequest for a shared field outside its limits."""
         check_integer("top_k", self.top_k, 0, TOP_K_MAX)
         check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise InvalidRequest("top_p", self.top_p, "above 0 and at most 1")
         check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
+        check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
+        check_number("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
         if len(self.logit_bias) > LOGIT_BIAS_COUNT_MAX:
             raise InvalidRequest("logit_bias", len(self.logit_bias), f"at most {LOGIT_BIAS_COUNT_MAX} entries")
         for token_id, bias in self.logit_bias:
@@ -138,8 +146,8 @@ class Shaping:
 
 
 @dataclass(frozen=True, slots=True)
-class Law(Shaping):
-    """The law tokens are drawn from and the noise they are drawn with (design order in decoding/distribution.py).
+class ResolvedSamplingParams(CommonSamplingParams):
+    """Sampling parameters with defaults filled in, and the rule and seed of the draws (see decoding/distribution.py).
 
     `prompt_length`: positions from there on are output. `stop_token_ids` are masked while fewer than `min_tokens`
     output tokens come before a position. `logprobs`: None for none, n for the n likeliest beside the token itself.
@@ -158,39 +166,47 @@ class Law(Shaping):
             limit = "0 with rule GREEDY" if is_greedy else f"above 0 with rule {self.rule.name}"
             raise InvalidRequest("temperature", self.temperature, limit)
         check_temperature(self.temperature)
-        self.check_shaping()
+        self.check_common()
         check_integer("min_tokens", self.min_tokens, 0, TOKENS_MAX)
         check_ascending("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))
         check_ascending("stop_token_ids", self.stop_token_ids)
-        if len(self.stop_token_ids) > LAW_STOP_TOKEN_COUNT_MAX:
-            raise InvalidRequest("stop_token_ids", len(self.stop_token_ids), f"at most {LAW_STOP_TOKEN_COUNT_MAX} ids")
+        if len(self.stop_token_ids) > PARAMS_STOP_TOKEN_COUNT_MAX:
+            raise InvalidRequest(
+                "stop_token_ids", len(self.stop_token_ids), f"at most {PARAMS_STOP_TOKEN_COUNT_MAX} ids"
+            )
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the law of a position depends on which tokens came before, beside the logits."""
+        """Whether the distribution at a position depends on the tokens before it, beside the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The distribution a draft token was drawn from, as sent: probability = weight / total.
+class DraftProbs:
+    """The draft distribution that a draft token was drawn from, as sent: probability = weight / total.
 
-    Ids strictly ascending, weights 1 to 65535 each: anything else raises InvalidRequest.
+    Ids strictly ascending, weights from 1 to 65535; otherwise raises InvalidRequest.
     """
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.token_ids) <= ROW_TOKEN_COUNT_MAX:
-            raise InvalidRequest("row.token_ids", len(self.token_ids), f"1 to {ROW_TOKEN_COUNT_MAX} ids")
+        if not 1 <= len(self.token_ids) <= DRAFT_PROBS_TOKEN_COUNT_MAX:
+            raise InvalidRequest(
+                "draft_probs.token_ids", len(self.token_ids), f"1 to {DRAFT_PROBS_TOKEN_COUNT_MAX} ids"
+            )
         if len(self.weights) != len(self.token_ids):
-            raise InvalidRequest("row.weights", len(self.weights), f"as many as token ids, {len(self.token_ids)}")
-        check_ascending("row.token_ids", self.token_ids)
+            raise InvalidRequest(
+                "draft_probs.weights", len(self.weights), f"as many as token ids, {len(self.token_ids)}"
+            )
+        check_ascending("draft_probs.token_ids", self.token_ids)
         if self.token_ids[0] < 0:
-            raise InvalidRequest("row.token_ids", self.token_ids[0], "at least 0")
-        if not 1 <= min(self.weights) <= max(self.weights) <= ROW_WEIGHT_MAX:
-            raise InvalidRequest("row.weights", min(self.weights), f"integers from 1 to {ROW_WEIGHT_MAX}")
+            raise InvalidRequest("draft_probs.token_ids", self.token_ids[0], "at least 0")
+        if not 1 <= min(self.weights) <= max(self.weights) <= DRAFT_PROBS_WEIGHT_MAX:
+            raise InvalidRequest(
+                "draft_probs.weights", min(self.weights), f"integers from 1 to {DRAFT_PROBS_WEIGHT_MAX}"
+            )
 
     @property
     def total(self) -> int:
@@ -198,12 +214,12 @@ class Row:
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """weight / total of every token id in order: the same float64 values as `probability` gives."""
+        """weight / total of every token id in order: the same float64 values as from `probability`."""
         total = self.total
         return tuple(weight / total for weight in self.weights)
 
     def probability(self, token_id: int) -> float:
-        """weight / total as float64; 0 for a token without weight."""
+        """Returns weight / total as float64; 0 for a token without weight."""
         if token_id not in self.token_ids:
             return 0.0
         return self.weights[self.token_ids.index(token_id)] / self.total
@@ -211,9 +227,13 @@ class Row:
     def check_proposal(self, token_id: int, vocabulary_size: int) -> None:
         """Raises InvalidRequest unless ids are in range and `token_id` has weight: otherwise it must not be tested."""
         if self.token_ids[-1] >= vocabulary_size:
-            raise InvalidRequest("row.token_ids", self.token_ids[-1], f"below the vocabulary size {vocabulary_size}")
+            raise InvalidRequest(
+                "draft_probs.token_ids", self.token_ids[-1], f"below the vocabulary size {vocabulary_size}"
+            )
         if token_id not in self.token_ids:
-            raise InvalidRequest("row", f"without draft token {token_id}", "a row that holds the draft token")
+            raise InvalidRequest(
+                "draft_probs", f"without draft token {token_id}", "a distribution that holds the draft token"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +245,21 @@ class PositionLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-class Evidence(NamedTuple):
-    """What the target reports about one verification of `draft_length` tokens.
+class SamplerOutput(NamedTuple):
+    """The sampler output of one verification of `draft_length` tokens.
 
-    `replacement_token_ids`: draft_length + 1 tokens. `target_probs`: one per draft token under REJECTION, else empty.
-    `draft_logprobs` and `replacement_logprobs`: draft_length and draft_length + 1 entries if the law asks, else empty.
+    `recovered_token_ids`: draft_length + 1 tokens, the last the bonus token. `target_probs`: one per draft token under
+    REJECTION, else empty. `draft_logprobs`, `recovered_logprobs`: draft_length (+ 1) entries if requested, else empty.
     """
 
-    replacement_token_ids: tuple[int, ...]
+    recovered_token_ids: tuple[int, ...]
     target_probs: tuple[float, ...] = ()
     draft_logprobs: tuple[PositionLogprobs, ...] = ()
-    replacement_logprobs: tuple[PositionLogprobs, ...] = ()
+    recovered_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 class Verdict(NamedTuple):
-    """What the rule concludes: `accepted_count` draft tokens pass, then comes the correction or bonus token."""
+    """The verdict of the rule: `accepted_count` draft tokens are accepted; the recovered or bonus token follows."""
 
     accepted_count: int
     next_token_id: int
@@ -248,7 +268,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Room for keys and values of all sessions of a replica: blocks that sessions can use, of so many positions."""
+    """The capacity of a replica's KV cache: blocks that sessions can use, and the positions of a block."""
 
     block_count: int
     block_size: int
@@ -256,11 +276,11 @@ class CacheSize:
 
     @property
     def position_count(self) -> int:
-        """Positions of all blocks together."""
+        """The positions of all blocks together."""
         return self.block_count * self.block_size
 
     def sentence(self, positions_max: int) -> str:
-        """The size for people; a session of full length has `positions_max` positions."""
+        """Returns the size in words; a session of full length has `positions_max` positions."""
         full_count = self.block_count // -(-positions_max // self.block_size)
         return (
             f"{self.block_count} blocks of {self.block_size} positions, {self.byte_count / 2**20:.1f} MiB: "
@@ -270,10 +290,10 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a replica serves, and how it computes; equal digests mean equal weights.
+    """The model that a replica serves, and its numerics; equal digests mean equal weights.
 
-    `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: of a target by
-    rows of one verification, of a draft by nodes. Empty where nothing was measured.
+    `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
+    verification for a target, nodes for a draft. Empty without measurements.
     """
 
     model_digest: str

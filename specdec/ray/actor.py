@@ -1,8 +1,8 @@
-"""One service as an actor: a `specdec` process on the node Ray chose, and the end of this actor when that ends.
+"""One service as an actor: a `specdec` process on the node chosen by Ray; the actor ends with the process.
 
-The service runs in a process of its own, started, drained and killed as everywhere else; the actor only holds it. So
-there is one way to restart, Ray's: a process that ends takes its actor with it, an actor that is killed takes its
-process, and Ray starts the actor again. Nothing but a few words about the service ever travels over Ray.
+The service runs in its own process, started, drained and killed as without Ray; the actor only holds it. So only Ray
+restarts services: the end of a process ends its actor, a killed actor ends its process, and Ray starts the actor again.
+Ray carries only short reports about the service.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.settings import ServiceSettings, TlsSettings
 
 POLL_S = 0.05
-FAILED_PAUSE_S = 5.0  # before a service that could not start is tried again; until then it can be asked why
+FAILED_PAUSE_S = 5.0  # before a service that failed to start is restarted; until then `report` has the reason
 DRAFT_LOOK_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
-EXPLAINED_CODES = 1, 2  # what `specdec` ends with when it has said why
+EXPLAINED_CODES = 1, 2  # exit codes of `specdec` with an error message
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an actor says of its service. `health` is gRPC's word, or why there is none; `failure` is what a service
-    said that could not start; `pid` is its process, 0 while there is none."""
+    """The state of an actor's service. `health` is the gRPC health status, or the error of the check; `failure` is the
+    message of a service that failed to start; `pid` is its process, 0 without one."""
 
     address: str
     health: str
@@ -43,7 +43,7 @@ class Report:
 
 
 class ServiceActor:
-    """Detached and named; Ray calls it from one thread, its process belongs to another, which lives as long as it."""
+    """Detached and named; Ray calls it from one thread, another thread owns its process for its whole life."""
 
     def __init__(self, plan: ActorPlan) -> None:
         self._plan = plan
@@ -54,11 +54,11 @@ class ServiceActor:
         self._next_look_s = 0.0
         self._failure = ""
         self._is_stopping = False
-        # A constructor that raises is not run again by Ray; what may fail is in the thread, whose end is the actor's.
+        # Ray does not rerun a constructor that raises; all that may fail runs in the thread, whose end ends the actor.
         threading.Thread(target=self._live, name="service", daemon=True).start()
 
     def report(self) -> Report:
-        """How the service is, by asking it."""
+        """Returns the state of the service after a health check."""
         child = self._child
         address = "" if self._plan.follows else reached_at(self._settings, self._host)
         pid = child.process.pid if child is not None and child.is_running else 0
@@ -77,11 +77,11 @@ class ServiceActor:
             self._child.stop(self._settings.drain_grace_s + KILL_GRACE_S)
 
     def _live(self) -> None:
-        """From the start of the process to its end, and this one's."""
+        """Starts the process, waits for its end, and ends the actor."""
         try:
             self._child = self._start()
             code, reason = self._watch(self._child)
-        except Exception as error:  # of Ray's tables or of the operating system; a restart is the remedy
+        except Exception as error:  # of Ray's tables or of the operating system; a restart resolves it
             code, reason = -1, str(error)
         if self._is_stopping:
             return
@@ -92,7 +92,7 @@ class ServiceActor:
         os._exit(1)
 
     def _watch(self, child: Child) -> tuple[int, str]:
-        """Returns when the process has ended: its code, and what it said if it was never ready."""
+        """Waits for the end of the process; returns its code, and its message if it was never ready."""
         try:
             while child.is_running:
                 child.check_ready(POLL_S)
@@ -109,28 +109,28 @@ class ServiceActor:
         return Child(self._plan.command, arguments_of(self._settings))
 
     def _where_drafts_are(self) -> list[str]:
-        """The draft's node first, then those it may come back on; a certificate is for one of them."""
+        """Returns the draft's node, then nodes where it may restart; with TLS only the first, as in its certificate."""
         draft = cluster.actors_of(self._plan.deployment.name).get(DRAFT)
         labelled = cluster.hosts_with(self._plan.deployment.placement.draft.labels)
         hosts = list(dict.fromkeys(([draft.host] if draft is not None and draft.host else []) + labelled))
         return hosts[:1] if self._settings.has_tls else hosts
 
     def _follow_draft(self, child: Child) -> None:
-        """Drains a coordinator whose draft came up where it does not look; the next one knows the node."""
+        """Drains a coordinator whose draft runs on a node unknown to it; the next coordinator gets that node."""
         if self._plan.command != COORDINATOR or time.monotonic() < self._next_look_s:
             return
         self._next_look_s = time.monotonic() + DRAFT_LOOK_S
         try:
             draft = cluster.actors_of(self._plan.deployment.name).get(DRAFT)
-        except Exception as error:  # of Ray's head node: requests do not depend on it
-            print(f"specdec: {self._plan.role} cannot ask where the draft is: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # Ray's head node failed: requests do not depend on it
+            print(f"specdec: {self._plan.role} cannot find the node of the draft: {error}", file=sys.stderr, flush=True)
             return
         if draft is not None and draft.host and draft.host not in self._draft_hosts:
-            child.ask_to_stop()
+            child.request_stop()
 
 
 async def health_of(address: str, tls: TlsSettings) -> str:
-    """What the service at an address says of its health; the reason where it says nothing."""
+    """Returns the health status of the service at an address, or the error of the check."""
     request = health_pb2.HealthCheckRequest()
     async with open_channel(address, tls) as channel:
         try:

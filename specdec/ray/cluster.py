@@ -1,4 +1,4 @@
-"""What Ray's tables say: the actors of a deployment, and the nodes. Nothing is started or ended here."""
+"""Reads Ray's tables: the actors of a deployment, and the nodes. Nothing is started or ended here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state as ray_state  # the one table with restarts that needs no dashboard
+from ray._private import state as ray_state  # the only table with restarts without the dashboard
 
 from specdec.errors import ConfigError
 
@@ -21,7 +21,7 @@ ALIVE, DEAD = "ALIVE", "DEAD"
 
 @dataclass(frozen=True, slots=True)
 class ActorRow:
-    """An actor as Ray sees it; `host` is empty while it has no node."""
+    """An actor in Ray's table; `host` is empty while it has no node."""
 
     role: str
     state: str
@@ -31,10 +31,10 @@ class ActorRow:
 
 
 def connect(address: str | None) -> None:
-    """Connects this process; `address` None: as RAY_ADDRESS says, or the cluster of this machine.
+    """Connects this process; `address` None: RAY_ADDRESS, or the cluster of this machine.
 
-    Raises ConfigError. RAY_AUTH_MODE must be set: without it Ray decides by what lies in the home folder, and two
-    machines may decide differently.
+    Raises ConfigError. RAY_AUTH_MODE must be set: without it Ray chooses by files in the home folder, and two machines
+    may choose differently.
     """
     if not os.environ.get(AUTH_MODE_VARIABLE):
         raise ConfigError(f"{AUTH_MODE_VARIABLE} is not set; it must be as on the nodes, token or disabled")
@@ -46,12 +46,12 @@ def connect(address: str | None) -> None:
 
 
 def actor_name(deployment: str, role: str) -> str:
-    """The name Ray knows an actor by, in NAMESPACE."""
+    """Returns the name of an actor in Ray's NAMESPACE."""
     return f"{deployment}/{role}"
 
 
 def actors_of(deployment: str) -> dict[str, ActorRow]:
-    """The living actors of a deployment by role; those that wait or restart live."""
+    """Returns the living actors of a deployment by role, waiting and restarting ones included."""
     prefix = actor_name(deployment, "")
     found = {}
     for row in ray_state.actors().values():
@@ -67,7 +67,7 @@ def _row(row: Mapping[str, Any], role: str) -> ActorRow:
 
 
 def hosts_with(labels: Mapping[str, str]) -> list[str]:
-    """Addresses of the living nodes that have all of the labels."""
+    """Returns the addresses of the living nodes with all labels."""
     return [
         node["NodeManagerAddress"]
         for node in ray.nodes()

@@ -21,15 +21,15 @@ OVERVIEW = """usage: specdec ray COMMAND [FLAGS]
 The services as actors of a Ray cluster: Ray places and restarts them, gRPC carries everything else.
 
 Commands:
-  up           Starts a deployment from a file, and returns when its coordinator answers.
-  status       Shows each actor: its node, its address, how often it was restarted, its health.
-  down         Ends a deployment: services are drained, nothing is left.
+  up           Starts a deployment from a file, and returns when its coordinator serves.
+  status       Shows the node, address, number of restarts and health of each actor.
+  down         Drains the services of a deployment and removes it.
 
-specdec ray COMMAND --help lists the flags of a command. RAY_AUTH_MODE must be set as on the cluster's nodes."""
+specdec ray COMMAND --help lists the flags of a command. Set RAY_AUTH_MODE as on the cluster's nodes."""
 
 
 def ray_command(arguments: Sequence[str]) -> int:
-    """Runs the command named first; returns the exit code. Raises SpecdecError for what the user can mend."""
+    """Runs the command named first; returns the exit code. Raises SpecdecError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(OVERVIEW)
         return 0
@@ -43,11 +43,15 @@ def ray_command(arguments: Sequence[str]) -> int:
 def _parser(command: str, summary: str, wants_file: bool) -> OneLineParser:
     parser = OneLineParser(prog=f"specdec ray {command}", description=summary, allow_abbrev=False)
     if wants_file:
-        parser.add_argument("--config", metavar="FILE", required=True, help="YAML file that says what to run.")
+        parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the deployment.")
     else:
-        parser.add_argument("--name", metavar="TEXT", default="specdec", help="Deployment. [default: specdec]")
+        parser.add_argument(
+            "--name", metavar="TEXT", default="specdec", help="Name of the deployment. [default: specdec]"
+        )
     parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="The cluster; absent: RAY_ADDRESS, or the one of this machine."
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="Address of the cluster; absent: RAY_ADDRESS, or this machine's cluster.",
     )
     return parser
 
@@ -62,7 +66,7 @@ def _connect(address: str | None) -> None:
 
 
 def up(arguments: Sequence[str]) -> int:
-    """Starts what the file says. Whatever prevents that, an interrupt too, removes what was begun."""
+    """Starts the deployment of a file. An error or an interrupt removes the started part."""
     asked = _parser("up", "Starts a deployment.", wants_file=True).parse_args(list(arguments))
     deployment = read_deployment(asked.config)
     _connect(asked.ray_address)
@@ -73,7 +77,7 @@ def up(arguments: Sequence[str]) -> int:
     try:
         seen = wait_until_serving(deployment, actors, lambda actor, found: _tell(began_s, actor, found))
     except BaseException:
-        print("specdec: removing what was begun", file=sys.stderr, flush=True)
+        print("specdec: removing the started part", file=sys.stderr, flush=True)
         remove(deployment.name)
         raise
     _tell_serving(deployment, seen, time.monotonic() - began_s)
@@ -81,7 +85,7 @@ def up(arguments: Sequence[str]) -> int:
 
 
 def _tell(began_s: float, actor: ActorPlan, found: Seen | None) -> None:
-    """One line about an actor whose state has changed."""
+    """Prints one line about an actor whose state has changed."""
     if found is None or not found.row.host:
         words = f"waits for {actor.wants}"
     elif found.is_serving:
@@ -97,7 +101,7 @@ def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float)
     model = deployment.target.served_model_name or deployment.target.model
     print(f"specdec serves {model} on {report.address} after {took_s:.1f} s", flush=True)
     if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
-        print("the draft is not there yet; texts are written without it until it is", flush=True)
+        print("the draft does not serve yet; until then texts go on without speculation", flush=True)
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
     print(f'next: specdec generate "def main():" --address {report.address}{flags}')
     print(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}", flush=True)
@@ -130,7 +134,7 @@ def _show(seen: dict[str, Seen]) -> None:
 
 
 def down(arguments: Sequence[str]) -> int:
-    """Ends the deployment; nothing to end is no error."""
+    """Ends the deployment; succeeds without one."""
     asked = _parser("down", "Ends a deployment.", wants_file=False).parse_args(list(arguments))
     _connect(asked.ray_address)
     from specdec.ray.deployment import remove

@@ -1,7 +1,7 @@
-"""The file of `specdec ray up`: the settings of the three services, and what each takes of which node.
+"""The file of `specdec ray up`: the settings of the three services, and the resources and labels of their nodes.
 
-It is checked completely before Ray is asked for anything, by the services' own schemas; unknown keys are refused.
-Addresses are not in it: a service listens on the address of the node it is placed on.
+The services' own schemas validate it before any request to Ray; unknown keys are refused. It contains no addresses: a
+service listens on the address of its node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACEMENT = "Placement"
 DRAFT_LABELS = {"specdec-role": "draft"}
 RANKS_PORT = 50054  # on loopback of the target's node
 SECTIONS = "target", "draft", "coordinator"
-# What Ray decides, by section: a file that says it too would be ignored or wrong.
+# Settings chosen by Ray, by section: refused in the file.
 DECIDED = {
     "target": ("nnodes", "node_rank", "master_addr", "insecure_ranks"),
     "draft": (),
@@ -44,49 +44,49 @@ UNPLACED = "127.0.0.1:1"  # stands for an address until the actor knows its node
 Labels = dict[Annotated[str, Field(min_length=1)], str]
 
 
-class Place(Settings):
-    """What an actor takes of its node, and which nodes will do."""
+class ActorPlacement(Settings):
+    """The resources of an actor, and the labels of its node."""
 
-    gpus: int = setting(1, PLACEMENT, "GPUs, of each rank; 0 where there are none.", ge=0, le=1024)
-    cpus: int = setting(1, PLACEMENT, "CPUs, of each rank; its model's threads where `threads` is 0.", ge=1, le=1024)
+    gpus: int = setting(1, PLACEMENT, "GPUs of each rank; 0: none.", ge=0, le=1024)
+    cpus: int = setting(1, PLACEMENT, "CPUs of each rank, and its threads if `threads` is 0.", ge=1, le=1024)
     labels: Labels = setting({}, PLACEMENT, "Labels a node must have (ray start --labels).")
 
 
-class DraftPlace(Place):
-    """The same, of the draft."""
+class DraftPlacement(ActorPlacement):
+    """The resources and labels of the draft."""
 
     labels: Labels = setting(DRAFT_LABELS, PLACEMENT, "Labels a node must have (ray start --labels).")
 
 
 class Placement(Settings):
-    """Where the services go: target and coordinator together, the draft elsewhere."""
+    """The placement of services: target and coordinator on one node, the draft on another."""
 
-    target: Place = setting(Place(), PLACEMENT, "Of each rank; all ranks are on one node.")
-    draft: DraftPlace = setting(DraftPlace(), PLACEMENT, "Of the draft.")
+    target: ActorPlacement = setting(ActorPlacement(), PLACEMENT, "Placement of each rank; all ranks are on one node.")
+    draft: DraftPlacement = setting(DraftPlacement(), PLACEMENT, "Placement of the draft.")
     coordinator_cpus: int = setting(1, PLACEMENT, "CPUs of the coordinator, on the target's node.", ge=1, le=1024)
 
 
 class RaySettings(TlsSettings):
-    """One deployment. What stands above the sections holds for each service that does not say it itself."""
+    """One deployment. Settings above the sections are the defaults of every service."""
 
     name: str = setting(
-        "specdec", PROCESS, "Name of the deployment, to tell several apart.", pattern=r"^[a-z][a-z0-9-]{0,62}$"
+        "specdec", PROCESS, "Name of the deployment, unique on the cluster.", pattern=r"^[a-z][a-z0-9-]{0,62}$"
     )
     start_timeout_s: float = setting(
-        3600.0, LIMITS, "Seconds after which `up` gives up and removes what it began.", gt=0, le=86400
+        3600.0, LIMITS, "Seconds after which `up` gives up and removes the started part.", gt=0, le=86400
     )
-    log_level: LogLevel = setting("info", PROCESS, "Least severe log lines to write.")
-    drain_grace_s: float = setting(30.0, PROCESS, "Seconds that running generations are given.", ge=0, le=86400)
-    otlp_traces_endpoint: Endpoint | None = setting(None, PROCESS, "Where to send traces (OTLP over gRPC).")
+    log_level: LogLevel = setting("info", PROCESS, "Minimum severity of log lines.")
+    drain_grace_s: float = setting(30.0, PROCESS, "Seconds for running generations to finish.", ge=0, le=86400)
+    otlp_traces_endpoint: Endpoint | None = setting(None, PROCESS, "Endpoint of traces (OTLP over gRPC).")
     target: TargetSettings = setting(..., MODEL, "Settings of `specdec target`.")
     draft: DraftSettings | None = setting(None, MODEL, "Settings of `specdec draft`; absent: plain decoding.")
     coordinator: CoordinatorSettings = setting(..., CONNECTION, "Settings of `specdec coordinator`.")
-    placement: Placement = setting(Placement(), PLACEMENT, "Where the services go.")
+    placement: Placement = setting(Placement(), PLACEMENT, "Placement of the services.")
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Gives each section what stands above it, and the coordinator what follows from the others."""
+        """Copies common settings to each section, and those of the target to the coordinator."""
         if not isinstance(given, dict):
             return given
         values = {"coordinator": {}, **given}
@@ -97,7 +97,9 @@ class RaySettings(TlsSettings):
                 continue
             for key in DECIDED[name]:
                 if key in section:
-                    raise ValueError(f"{name}.{key} is not for the file: Ray decides where services run; leave it out")
+                    raise ValueError(
+                        f"{name}.{key} is not allowed in the file: Ray chooses the nodes of services; leave it out"
+                    )
             values[name] = _with_whole_paths({**common, **section})
         target, coordinator = values.get("target"), values["coordinator"]
         if isinstance(target, dict) and isinstance(coordinator, dict):
@@ -111,34 +113,36 @@ class RaySettings(TlsSettings):
                 service.check_reach("of the node", f"{name}: the address")
         ports = [service.port for service in self.services.values()] + [self.ranks_port]
         if 0 in ports or len(set(ports)) < len(ports):
-            raise ValueError(f"ports are {ports}; they must differ and not be 0, for a service comes back on its own")
+            raise ValueError(
+                f"ports are {ports}; they must differ and not be 0: a restarted service uses the same port"
+            )
         return self
 
     @property
     def services(self) -> dict[str, ServiceSettings]:
-        """The settings of each service there is, by section."""
+        """The settings of each configured service, by section."""
         own = {"target": self.target, "draft": self.draft, "coordinator": self.coordinator}
         return {name: service for name, service in own.items() if service is not None}
 
     @property
     def ranks_port(self) -> int:
-        """Where the ranks meet, on loopback of their node."""
+        """The port where the ranks meet, on loopback of their node."""
         return self.target.master_port or RANKS_PORT
 
 
 def _with_whole_paths(section: dict[str, Any]) -> dict[str, Any]:
-    """Files and folders that are here, by their whole path: services start in other folders. Hub ids stay."""
+    """Makes paths of existing files absolute: services start in other folders. Hub ids stay unchanged."""
     paths = {name: Path(str(section[name])) for name in PATHS if section.get(name)}
     return section | {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
 
 
 def has_own_host(service: ServiceSettings) -> bool:
-    """Whether the file says where it listens."""
+    """Whether the file has a `host` for the service."""
     return "host" in service.model_fields_set
 
 
 def read_deployment(file: str) -> RaySettings:
-    """The settings in a file. UsageError, one line, for anything wrong."""
+    """Returns the settings in a file. Raises UsageError, one line, for any error."""
     content = read_yaml(file)
     try:
         return RaySettings(**{str(key): value for key, value in content.items()})
@@ -147,7 +151,7 @@ def read_deployment(file: str) -> RaySettings:
 
 
 def _sentence(error: pydantic.ValidationError, file: str) -> str:
-    """The first thing wrong, as one line."""
+    """Returns the first validation error as one line."""
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     name = ".".join(path)
@@ -166,7 +170,7 @@ def _sentence(error: pydantic.ValidationError, file: str) -> str:
 
 
 def _known(path: list[str]) -> list[str]:
-    """What the section at `path` may hold."""
+    """Returns the keys of the section at `path`."""
     classes: dict[tuple[str, ...], type[Settings]] = {
         (): RaySettings,
         ("target",): TargetSettings,
@@ -175,4 +179,4 @@ def _known(path: list[str]) -> list[str]:
         ("placement",): Placement,
     }
     decided = DECIDED.get(path[0], ()) if path else ()
-    return [name for name in classes.get(tuple(path), Place).model_fields if name not in decided]
+    return [name for name in classes.get(tuple(path), ActorPlacement).model_fields if name not in decided]

@@ -1,6 +1,6 @@
-"""A deployment on a Ray cluster: begun, watched until it answers, looked at, removed.
+"""A deployment on a Ray cluster: start, wait until it serves, status, removal.
 
-All of it is told apart by its name; nothing else is kept anywhere, so any machine of the cluster may look or remove.
+Its name identifies it and no other state is stored, so any machine of the cluster can read or remove it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SERVING = "SERVING"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An actor as Ray sees it and as it sees its service; no report while it has no node or does not answer."""
+    """An actor in Ray's table and its report; no report without a node or an answer."""
 
     row: ActorRow
     report: Report | None
@@ -39,16 +39,16 @@ class Seen:
 
     @property
     def health(self) -> str:
-        """In a few words."""
+        """The state in a few words."""
         if self.report is not None:
             return self.report.failure or self.report.health
         return "no answer" if self.row.state == ALIVE else self.row.state.lower().replace("_", " ")
 
 
 def begin(deployment: RaySettings) -> list[ActorPlan]:
-    """Creates the target's group and all actors; returns at once, whether there is room for them or not.
+    """Creates the target's group and all actors; returns at once, even without capacity for them.
 
-    Raises ConfigError when the deployment is there already.
+    Raises ConfigError if the deployment exists.
     """
     if actors_of(deployment.name):
         raise ConfigError(f"{deployment.name} is there already; specdec ray status shows it, specdec ray down ends it")
@@ -69,7 +69,7 @@ def begin(deployment: RaySettings) -> list[ActorPlan]:
 
 
 def _create(actor: ActorPlan, group: PlacementGroup) -> None:
-    """Has Ray place the actor and place it again whenever it is gone."""
+    """Has Ray place the actor, and again after each loss."""
     where: dict[str, object]
     if actor.bundle is not None:
         where = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, actor.bundle)}
@@ -87,7 +87,7 @@ def _create(actor: ActorPlan, group: PlacementGroup) -> None:
 
 
 def look(name: str) -> dict[str, Seen]:
-    """Every actor of the deployment by role; empty when there is none."""
+    """Returns every actor of the deployment by role; empty without a deployment."""
     rows = actors_of(name)
     asked: dict[str, Any] = {}
     for role, row in rows.items():
@@ -110,16 +110,16 @@ def _answer(asked: ray.ObjectRef[Report] | None) -> Report | None:
         return None
     try:
         return ray.get(asked, timeout=0)
-    except ray.exceptions.RayError:  # it is late, or has just ended: the next look will tell
+    except ray.exceptions.RayError:  # it is late, or has just ended: the next status shows it
         return None
 
 
 def wait_until_serving(
     deployment: RaySettings, actors: Sequence[ActorPlan], on_change: Callable[[ActorPlan, Seen | None], None]
 ) -> dict[str, Seen]:
-    """Returns what is there once the coordinator serves. `on_change`: an actor is seen in another state than before.
+    """Returns the actors once the coordinator serves. Calls `on_change` for an actor in a new state.
 
-    Raises ConfigError with a service's own sentence when it cannot start, or saying what is waited for when time is up.
+    Raises ConfigError with a service's own message when it cannot start, or with the waiting actors after the timeout.
     """
     deadline_s = time.monotonic() + deployment.start_timeout_s
     before: dict[str, str] = {}
@@ -142,7 +142,7 @@ def wait_until_serving(
 
 
 def remove(name: str) -> list[str]:
-    """Ends all of a deployment, the coordinator first, each service drained; the roles that were there.
+    """Ends a deployment, the coordinator first, each service drained; returns its roles.
 
     Returns when no actor lives. Idempotent. Raises ConfigError when Ray does not end them.
     """
@@ -162,7 +162,7 @@ def remove(name: str) -> list[str]:
 
 
 def _stop(name: str, roles: Sequence[str]) -> None:
-    """Drains services side by side. One that ends meanwhile has drained."""
+    """Drains services in parallel. One that ends meanwhile has drained."""
     handles = [handle for role in roles if (handle := _handle(name, role)) is not None]
     stopping: list[Any] = [handle.stop.remote() for handle in handles]
     if stopping:

@@ -1,6 +1,6 @@
-"""What each actor of a deployment is: its command, its place, and its service's settings once its node is known.
+"""The actors of a deployment: command, placement, and the service's settings once the node is known.
 
-Values and pure functions; Ray itself is not known here.
+Values and pure functions, without calls to Ray.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TARGET, DRAFT, COORDINATOR = "target", "draft", "coordinator"
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """One actor: the service it runs, what it takes, and where.
+    """One actor: its service, resources and node.
 
-    `bundle`: its place in the target's group, which is on one node; absent: any node with `labels`. `rank`: of the
-    target. `deployment` is all that was asked for, since an actor that is restarted has nobody to ask.
+    `bundle`: its index in the target's group, which is on one node; absent: any node with `labels`. `rank`: of the
+    target. `deployment`: the whole deployment, because a restarted actor has no other source of settings.
     """
 
     role: str
@@ -34,17 +34,17 @@ class ActorPlan:
 
     @property
     def settings(self) -> ServiceSettings:
-        """Of the service, before its node is known."""
+        """The settings of the service, before its node is known."""
         return self.deployment.services[self.command]
 
     @property
     def follows(self) -> bool:
-        """Whether it is a rank that does what rank 0 says, and has no port."""
+        """Whether it is a rank other than 0, without a port."""
         return self.rank > 0
 
     @property
     def wants(self) -> str:
-        """What it waits for while it has no node, for people."""
+        """The node and resources it waits for, as text."""
         if self.bundle is None:
             return f"a node with {_resources(self.gpus, self.cpus, self.labels)}"
         place = self.deployment.placement
@@ -61,7 +61,7 @@ def _resources(gpus: int, cpus: int, labels: Mapping[str, str]) -> str:
 
 
 def plan(deployment: RaySettings) -> list[ActorPlan]:
-    """All actors, those of the target's group first, in the order of its bundles."""
+    """Returns all actors, those of the target's group first, in the order of its bundles."""
     place, own = deployment.placement, deployment.placement.target
     ranks = range(deployment.target.tensor_parallel_size)
     actors = [
@@ -76,24 +76,24 @@ def plan(deployment: RaySettings) -> list[ActorPlan]:
 
 
 def bundles(actors: Sequence[ActorPlan]) -> list[dict[str, float]]:
-    """The target's group: what each of its actors takes."""
+    """Returns the resources of each actor in the target's group."""
     own = [actor for actor in actors if actor.bundle is not None]
     return [{"CPU": actor.cpus, **({"GPU": actor.gpus} if actor.gpus else {})} for actor in own]
 
 
 def reached_at(service: ServiceSettings, node_host: str) -> str:
-    """HOST:PORT where others reach a service that runs on the node."""
+    """Returns HOST:PORT of a service on the node, for its clients."""
     is_local = has_own_host(service) and is_loopback(service.host)
     return joined(service.host if is_local else node_host, service.port)
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT."""
+    """Returns HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def settings_on(actor: ActorPlan, node_host: str, draft_hosts: Sequence[str] = ()) -> ServiceSettings:
-    """The settings of an actor's service on its node; `draft_hosts`: nodes where the draft is, or may come back."""
+    """Returns the settings of an actor's service on its node; `draft_hosts`: nodes of the draft, now or later."""
     settings = actor.settings
     changed: dict[str, object] = {} if has_own_host(settings) else {"host": node_host}
     if isinstance(settings, CoordinatorSettings):
@@ -105,7 +105,7 @@ def settings_on(actor: ActorPlan, node_host: str, draft_hosts: Sequence[str] = (
         changed |= {"metrics_address": None, "health_address": None}
     if isinstance(settings, TargetSettings) and settings.tensor_parallel_size > 1:
         changed |= {
-            "nnodes": settings.tensor_parallel_size,  # each process is one rank, and has Ray's GPU for itself
+            "nnodes": settings.tensor_parallel_size,  # each process is one rank, with its own GPU from Ray
             "node_rank": actor.rank,
             "master_port": actor.deployment.ranks_port,
         }
@@ -113,7 +113,7 @@ def settings_on(actor: ActorPlan, node_host: str, draft_hosts: Sequence[str] = (
 
 
 def draft_address(deployment: RaySettings, hosts: Sequence[str]) -> str | None:
-    """What the coordinator connects to: the first host on which the draft answers, tried anew at every connection."""
+    """Returns the coordinator's address of the draft: each connection uses the first host that answers."""
     if deployment.draft is None or not hosts:
         return None
     addresses = list(dict.fromkeys(reached_at(deployment.draft, host) for host in hosts))

@@ -1,1 +1,1 @@
-"""What the draft and the target service have in common: held sessions, the stream, the start of the process."""
+"""The common parts of the draft and the target service: sessions, the stream, the start of the process."""

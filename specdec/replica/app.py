@@ -1,7 +1,7 @@
 """The life of a replica process: listen, load, warm up, serve, drain, stop.
 
-The port is taken first, so that a busy one is told before a model is loaded; health says NOT_SERVING until one warm-up
-step has run. What the process serves, draft or target, is given to it.
+The port is taken first, so that a busy one is reported before a model is loaded; health is NOT_SERVING until one
+warm-up step has run. The kind, draft or target, is an argument.
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.parallel.watch import Loss
-from specdec.engine.runner import Answer, Evidence, Payload
+from specdec.engine.runner import Answer, Payload, Sampler
 from specdec.engine.scheduler import Engine
 from specdec.errors import ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler, ReplicaService
 from specdec.replica.loading import SamplePiece, describe, measure_step_times
-from specdec.replica.metrics import ReplicaFigures, families
+from specdec.replica.metrics import ReplicaMetrics, page_metrics
+from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
+from specdec.replica.watch import EngineWatch
 from specdec.rpc.convert import description_to_message
-from specdec.rpc.process import set_startup_objects_aside, until_told_to_stop
+from specdec.rpc.process import set_startup_objects_aside, until_stop_requested
 from specdec.rpc.server import Context, Server, Write, message_bytes_max, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
-from specdec.telemetry.metrics import common_families
+from specdec.telemetry.metrics import common_metrics
 from specdec.telemetry.metrics_page import MetricsPage
 from specdec.telemetry.progress import loading_bar
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
 
 SWITCH_INTERVAL_S = 0.0005  # a forward in one thread must not keep the event loop in another from answering
-LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process: streams are told in half of it
+LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process; streams are notified in half of it
 
 OnReady = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind(Generic[Payload, Answer]):
-    """What tells a draft from a target: its name, its service, its stream, its evidence, and what works for sessions.
+    """The differences between draft and target: name, service, stream, sampler, and the service for its sessions.
 
-    `messages`: its stream's request and response. `sample_piece`: of a step to be timed. `has_stable_rows`: its model's
-    rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
+    `messages`: the stream's request and response. `sample_piece`: a piece of a step to be timed. `has_stable_rows`: the
+    model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
     """
 
     name: str
     service: str
     stream_method: str
     messages: tuple[type, type]
-    evidence: Evidence[Payload, Answer]
-    # Of an engine, its description and the settings of its own kind.
+    sampler: Sampler[Payload, Answer]
+    # Called with an engine, its description, the settings of its own kind and the tracing.
     make_service: Callable[[Engine[Payload, Answer], Description, Any, Tracing], ReplicaService]
     sample_piece: SamplePiece[Payload]
     has_stable_rows: bool = True
@@ -69,7 +70,7 @@ class ReplicaKind(Generic[Payload, Answer]):
 
 
 class ReplicaApp(Generic[Payload, Answer]):
-    """One replica process; with a `place`, rank 0 of a replica that is several processes."""
+    """One replica process; with a `place`, rank 0 of a replica of several processes."""
 
     def __init__(
         self, kind: ReplicaKind[Payload, Answer], settings: ModelSettings, place: RankPlace | None = None
@@ -80,14 +81,16 @@ class ReplicaApp(Generic[Payload, Answer]):
         self._model: CausalModel | None = None
         self._send_ranks_home: Callable[[], None] | None = None  # of a leader's
         self._engine: Engine[Payload, Answer]
+        self._watch: EngineWatch | None = None
         self._handler: ItemHandler
         self._description: Description | None = None  # set last: engine and handler are there then
-        self._figures = ReplicaFigures()
+        self._metrics = ReplicaMetrics()
         self._streams: set[ReplicaStream] = set()
 
     async def run(self, on_ready: OnReady | None = None) -> None:
-        """Serves until told to stop. Raises ConfigError for what the operator can mend, ReplicaUnavailable when another
-        rank is lost."""
+        """Serves until a stop is requested. Raises ConfigError for an error of configuration, ReplicaUnavailable when
+        another rank is lost; ends the process when its own engine is lost."""
+        self._startup = StartupTimes()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(self._settings.log_level, self._kind.name)
         self._tracing = Tracing.open(self._kind.name, self._settings.otlp_traces_endpoint)
@@ -96,17 +99,18 @@ class ReplicaApp(Generic[Payload, Answer]):
             self._kind.stream_method: stream_stream(self._converse),
         }
         server = Server(self._settings, {self._kind.service: methods}, message_bytes_max(0))
-        page = MetricsPage(lambda: self._families(server.is_serving))
+        page = MetricsPage(lambda: self._page_metrics(server.is_serving))
         page.open(self._settings.metrics_address)
         address = await server.start()
-        self._lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
-        self._stop_asked = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self._stop_requested = asyncio.Event()
         self._is_listening = False
         try:
             await self._unless_lost(asyncio.to_thread(self._load))
+            self._watch = EngineWatch(self._engine, self._lose)
             set_startup_objects_aside()
-            stopping = asyncio.ensure_future(until_told_to_stop(self._stop_asked))
-            await asyncio.sleep(0)  # signals are listened to before anyone is told of this process
+            stopping = asyncio.ensure_future(until_stop_requested(self._stop_requested))
+            await asyncio.sleep(0)  # signal handlers are set before the process is announced
             self._is_listening = True
             await server.set_serving(True)
             self._log_serving(address)
@@ -118,6 +122,8 @@ class ReplicaApp(Generic[Payload, Answer]):
                 await server.stop(0.0)
             else:
                 await server.stop(self._settings.drain_grace_s, self._drain())
+            if self._watch is not None:
+                self._watch.stop()
             if self._description is not None:
                 of_device: dict[str, float] = getattr(self._model, "counters", dict)()
                 get_logger().info("stopped", **self._handler.service.counters(), **of_device)
@@ -128,7 +134,7 @@ class ReplicaApp(Generic[Payload, Answer]):
                 self._send_ranks_home()
 
     async def _drain(self) -> None:
-        """Takes no more sessions, says so to all, and returns when the last has ended."""
+        """Accepts no more sessions, tells all streams, and returns when the last session has ended."""
         if self._description is None:
             return
         loop, is_empty = asyncio.get_running_loop(), asyncio.Event()
@@ -137,34 +143,46 @@ class ReplicaApp(Generic[Payload, Answer]):
             stream.say_farewell()
         await is_empty.wait()
 
-    def _ask_to_stop(self) -> None:
-        """Another rank was told to stop, and says so again and again: this process stops as if it had been told."""
+    def _lose(self, reason: str) -> None:
+        """Ends serving because this replica cannot go on; from any thread."""
+
+        def lose() -> None:
+            if not self._lost.done():
+                self._lost.set_result(reason)
+
+        self._lost.get_loop().call_soon_threadsafe(lose)
+
+    def _request_stop(self) -> None:
+        """Stops this process because another rank was asked to stop; called repeatedly."""
         if self._is_listening:
-            self._lost.get_loop().call_soon_threadsafe(self._stop_asked.set)
+            self._lost.get_loop().call_soon_threadsafe(self._stop_requested.set)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _families(self, is_serving: bool) -> Iterator[Metric]:
+    def _page_metrics(self, is_serving: bool) -> Iterator[Metric]:
         name, description = self._kind.name, self._description
         if description is None:
-            return common_families(name, False, {"model": ""})
-        return families(name, is_serving, description, self._engine, self._figures, self._handler)
+            return common_metrics(name, False, {"model": ""})
+        return page_metrics(name, is_serving, description, self._engine, self._metrics, self._handler)
 
     def _log_serving(self, address: str) -> None:
         description = self._description
         assert description is not None and description.cache is not None
         log, size, positions_max = get_logger(), description.cache, description.positions_max
+        seconds = {phase: round(own_s, 3) for phase, own_s in self._startup.seconds.items()}
+        log.debug("startup", seconds=seconds, total_s=round(sum(seconds.values()), 3))
         log.info("serving", address=address, model=description.model_name, cache=size.sentence(positions_max))
         if size.position_count < positions_max:
             log.warning("the cache holds less than one session of full length", cache=size.sentence(positions_max))
 
     async def _unless_lost(self, work: Awaitable[None]) -> None:
-        """Waits for `work`; raises ReplicaUnavailable as soon as a rank is lost, whatever the work's thread does."""
+        """Waits for `work`; raises ReplicaUnavailable as soon as a rank or the engine is lost, whatever the work's
+        thread does."""
         doing = asyncio.ensure_future(work)
         both: set[asyncio.Future[Any]] = {doing, self._lost}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._lost.done():
-            raise ReplicaUnavailable(self._lost.result().reason)
+            raise ReplicaUnavailable(self._lost.result())
         await doing
 
     def _load_model(self, progress: Progress) -> CausalModel:
@@ -175,11 +193,10 @@ class ReplicaApp(Generic[Payload, Answer]):
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
 
-        loop = self._lost.get_loop()
         ending = Ending(
-            on_lost=lambda loss: loop.call_soon_threadsafe(self._lost.set_result, loss),
+            on_lost=lambda loss: self._lose(loss.reason),
             exit_grace_s=LOST_GRACE_S,
-            on_stop_asked=self._ask_to_stop,
+            on_stop_requested=self._request_stop,
         )
         source = ModelSource(own.model, own.dtype, device(own.device))
         leader = load_leader(source, self._place, ending, progress)
@@ -189,8 +206,19 @@ class ReplicaApp(Generic[Payload, Answer]):
     def _load(self) -> None:
         settings = self._settings
         torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-        with loading_bar(f"{self._kind.name} {settings.model}") as progress:
+        with loading_bar(f"{self._kind.name} {settings.model}") as bar:
+
+            def progress(phase: str, share: float) -> None:
+                self._startup.begin(phase)
+                bar(phase, share)
+
             model = self._model = self._load_model(progress)
+            self._serve_model(model, progress)
+        self._startup.end()
+
+    def _serve_model(self, model: CausalModel, progress: Progress) -> None:
+        """Makes engine, service and handler of a loaded model, and times its steps."""
+        settings = self._settings
         block_size = settings.block_size or default_block_size(find_device(settings.device))
         settings = settings.model_copy(update={"block_size": block_size})
         description = describe(model, settings, self._kind.extra_positions)
@@ -199,13 +227,15 @@ class ReplicaApp(Generic[Payload, Answer]):
             model,
             description.cache.block_count + 1,
             block_size,
-            self._kind.evidence,
+            self._kind.sampler,
             rows_max=settings.max_num_batched_tokens,
-            stepped=self._figures.stepped,
+            stepped=self._metrics.stepped,
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)
+        progress("measuring tile sizes", 1.0)  # in the warm-up step
         engine.start(service.next_step)
+        progress("timing steps", 1.0)
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
         self._description = replace(description, step_times=times)
 
@@ -217,7 +247,7 @@ class ReplicaApp(Generic[Payload, Answer]):
     async def _converse(self, requests: AsyncIterator[bytes], write: Write, _context: Context) -> None:
         if self._description is None:
             raise ReplicaUnavailable("the model is still loading")
-        stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._figures.failed)
+        stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._metrics.failed)
         self._streams.add(stream)
         try:
             await stream.run(requests, write)
@@ -226,7 +256,7 @@ class ReplicaApp(Generic[Payload, Answer]):
 
 
 def device(asked: str, local_rank: int = 0) -> str:
-    """`auto` is a GPU where there is one; several ranks of one machine each take their own."""
+    """Returns the device; `auto` is a GPU if there is one; several ranks of one machine each take their own."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{local_rank}" if asked == "cuda" and local_rank else asked

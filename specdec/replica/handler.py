@@ -1,49 +1,66 @@
-"""What a replica does with the items of a stream: finds the session each means and hands it to the replica's service.
+"""The items of a replica's streams: finds the session of each and calls the replica's service.
 
-A session belongs to the stream that opened it, so no other stream can name it. Items of one message are carried out in
-order; what goes wrong with one is answered and costs nobody else anything. All of it runs on the engine thread.
+A session belongs to the stream that opened it, so no other stream can name it. Items of one message are handled in
+order; the failure of one is answered and affects no other session. All of it runs on the engine thread.
+
+When all places are taken, a session without work gives its place to a new one; if its coordinator still wants it, it
+opens it again. And while one stream is refused, streams that hold their share of the places get no further ones.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.engine.block_table import BlockTable
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.scheduler import Turn
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import Close, DraftAsk, Extend, Open, Short, TargetAsk
-from specdec.protocol.types import Description, Law, check_token_ids
+from specdec.protocol.items import Close, DraftItem, Extend, MissingTokens, Open, TargetItem
+from specdec.protocol.types import Description, ResolvedSamplingParams, check_token_ids
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.logs import get_logger
 
 STOPPING = "the replica stops and takes no more sessions"
+IDLE_S = 10.0  # a session at work pauses for milliseconds; opened again after a longer pause it costs its cache only
+ASKING_S = 2.0  # from a refusal on: twice the pause after which a coordinator's client tries again
 
 Reply = Callable[[object], None]
 
 
 @dataclass(eq=False)
 class ReplicaSession:
-    """A session as every replica holds it: what it was opened with, its place in the cache, its committed tokens."""
+    """A session of any replica: its Open item, its table of cache blocks, its committed tokens.
+
+    `active_s`: when its last item with tokens arrived, or its last work ended; a session that never had any may be
+    ended for another at once.
+    """
 
     opened: Open
     table: BlockTable
     reply: Reply
     tokens: list[int] = field(default_factory=list, init=False)
+    active_s: float = field(default=-math.inf, init=False)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it works on a request that is not answered yet."""
+        return False
 
     @property
     def name(self) -> tuple[int, int]:
         """(session, incarnation), as every item names it."""
         return self.opened.session, self.opened.incarnation
 
-    def hold(self, start_position: int, token_ids: Sequence[int]) -> Short | None:
-        """Takes committed tokens from `start_position` on; Short when tokens before it are missing.
+    def hold(self, start_position: int, token_ids: Sequence[int]) -> MissingTokens | None:
+        """Stores committed tokens from `start_position` on; returns MissingTokens if tokens before it are missing.
 
-        The coordinator is the only truth: tokens that disagree replace what was held from there on.
+        The coordinator owns the committed tokens: tokens that disagree replace the stored ones from there on.
         """
         if start_position > len(self.tokens):
-            return Short(*self.name, len(self.tokens))
+            return MissingTokens(*self.name, len(self.tokens))
         known = self.tokens[start_position : start_position + len(token_ids)]
         if known != list(token_ids[: len(known)]):
             self.cut(start_position)
@@ -52,52 +69,53 @@ class ReplicaSession:
         return None
 
     def cut(self, length: int) -> None:
-        """Forgets committed tokens from `length` on, and what follows from them."""
+        """Drops committed tokens from `length` on, and all state derived from them."""
         del self.tokens[length:]
 
     def fail(self, error: SpecdecError) -> None:
-        """Answers that what it was asked could not be done."""
-        get_logger().warning("work failed", **log_names(self.opened), reason=error.reason)
-        self.reply(failure_from_error(error, *self.name))
+        """Answers the session's request with an error; the text of an exception stays in the log."""
+        get_logger().warning("work failed", **log_names(self.opened), reason=error.reason, error=str(error))
+        defect = SpecdecError("the replica failed at this request; its log says why")
+        self.reply(failure_from_error(defect if type(error) is SpecdecError else error, *self.name))
 
 
 class ReplicaService(Protocol):
-    """What tells a draft from a target: what is done for a session. Every method is called on the engine thread."""
+    """The work for sessions, which differs between draft and target. Every method is called on the engine thread."""
 
     description: Description
 
     @property
     def waiting_count(self) -> int:
-        """Sessions that wait for room in the cache."""
+        """The number of sessions that wait for cache blocks."""
         return 0
 
     def check(self, item: Open) -> None:
-        """Raises SpecdecError for a session that could never be opened here."""
+        """Raises SpecdecError for a session that this replica can never open."""
 
     def open(self, item: Open, reply: Reply) -> Any:
-        """A checked session, with the room it needs from the start. Raises SpecdecError; then nothing was allocated."""
+        """Returns a checked session with its first allocation. Raises SpecdecError; then nothing was allocated."""
 
-    def extend(self, session: Any, item: Extend) -> Short | None:
-        """Holds committed tokens; Short when tokens before them are missing. Raises InvalidRequest."""
+    def extend(self, session: Any, item: Extend) -> MissingTokens | None:
+        """Stores committed tokens; returns MissingTokens if tokens before them are missing. Raises InvalidRequest."""
         check_token_ids("token_ids", item.token_ids, self.description.vocabulary_size)
         end, length_max = item.start_position + len(item.token_ids), session.opened.length_max
         if end > length_max:
             raise InvalidRequest("start_position", end, f"with its tokens at most length_max {length_max}")
-        short: Short | None = session.hold(item.start_position, item.token_ids)
-        return short
+        missing: MissingTokens | None = session.hold(item.start_position, item.token_ids)
+        return missing
 
-    def work(self, session: Any, item: Any, arrived_s: float) -> Short | None:
-        """Does what any other item asks of a session; Short when tokens before it are missing. Raises SpecdecError;
-        CacheExhausted ends the session."""
+    def work(self, session: Any, item: Any, arrived_s: float) -> MissingTokens | None:
+        """Handles any other item of a session; returns MissingTokens if tokens before it are missing. Raises
+        SpecdecError; CacheExhausted ends the session."""
 
     def close(self, session: Any) -> None:
-        """Releases what a session holds; what was asked for it is not answered any more."""
+        """Releases a session's cache; its pending request is not answered."""
 
     def next_step(self) -> Turn[Any, Any]:
-        """Its turn before every step of the engine."""
+        """Returns the service's turn before every step of the engine."""
 
     def counters(self) -> Mapping[str, int]:
-        """What it has counted, by name; statistics for logs and metrics when read from another thread."""
+        """Returns its counters by name, for logs and metrics; may be read from another thread."""
         return {}
 
 
@@ -112,14 +130,15 @@ class ItemHandler:
         self.session_count_max = session_count_max
         self.sessions: dict[tuple[object, int], Any] = {}
         self._emptied: Callable[[], object] | None = None
+        self._refused_s: dict[object, float] = {}  # streams that found no place, and when
 
-    def handle(self, stream: object, items: list[TargetAsk | DraftAsk], reply: Reply, arrived_s: float = 0.0) -> None:
-        """Carries out the items of one message in order; answers come through `reply`, some of them later."""
+    def handle(self, stream: object, items: list[TargetItem | DraftItem], reply: Reply, arrived_s: float = 0.0) -> None:
+        """Handles the items of one message in order; answers go to `reply`, some later."""
         for item in items:
             try:
-                short = self._handle(stream, item, reply, arrived_s)
-                if short is not None:
-                    reply(short)
+                missing = self._handle(stream, item, reply, arrived_s)
+                if missing is not None:
+                    reply(missing)
             except SpecdecError as error:
                 get_logger().info("item refused", **self._log_names(stream, item), reason=error.reason)
                 if isinstance(error, CacheExhausted) and not isinstance(item, Open):
@@ -132,40 +151,42 @@ class ItemHandler:
         self._say_when_empty()
 
     def drain(self, emptied: Callable[[], object]) -> None:
-        """Takes no more sessions; those open go on, and `emptied` is called when the last has ended."""
+        """Accepts no more sessions; open ones continue, and `emptied` is called when the last has ended."""
         self._emptied = emptied
         self._say_when_empty()
 
     def close_stream(self, stream: object) -> None:
-        """Ends all sessions of a stream that is gone."""
+        """Ends all sessions of a closed stream."""
         for key in [key for key in self.sessions if key[0] is stream]:
             self.service.close(self.sessions.pop(key))
+        self._refused_s.pop(stream, None)
         self._say_when_empty()
 
-    def _handle(self, stream: object, item: Any, reply: Reply, arrived_s: float) -> Short | None:
+    def _handle(self, stream: object, item: Any, reply: Reply, arrived_s: float) -> MissingTokens | None:
         if isinstance(item, Open):
-            self._open(stream, item, reply)
+            self._open(stream, item, reply, arrived_s)
             return None
         if isinstance(item, Close):
             self._end(stream, item)
             return None
         session = self._find(stream, item)
-        if session is None or isinstance(session, Short):
+        if session is None or isinstance(session, MissingTokens):
             return session
+        session.active_s = arrived_s
         if isinstance(item, Extend):
             return self.service.extend(session, item)
         return self.service.work(session, item, arrived_s)
 
     def _find(self, stream: object, item: Any) -> Any:
-        """The session an item names; None when the item is older than it, Short when it has to be opened again."""
+        """Returns the session of an item; None for an older item, MissingTokens if the session must be opened again."""
         session = self.sessions.get((stream, item.session))
         if session is None or session.opened.incarnation < item.incarnation:
-            return Short(item.session, item.incarnation, 0, unknown=True)
+            return MissingTokens(item.session, item.incarnation, 0, unknown=True)
         return session if session.opened.incarnation == item.incarnation else None
 
     def _end(self, stream: object, item: Open | Close) -> bool:
-        """Ends the session that an item ends, one of its own or an older incarnation; False where there is none. An
-        Open ends older ones only."""
+        """Ends the session of the item's own or an older incarnation, for an Open of an older one only; False if there
+        is none."""
         session = self.sessions.get((stream, item.session))
         newest = item.incarnation - isinstance(item, Open)
         if session is None or session.opened.incarnation > newest:
@@ -174,20 +195,45 @@ class ItemHandler:
         self.service.close(session)
         return True
 
-    def _open(self, stream: object, item: Open, reply: Reply) -> None:
-        """Opens a session in place of an older incarnation; nothing for one that is open already, or older."""
+    def _open(self, stream: object, item: Open, reply: Reply, now_s: float) -> None:
+        """Opens a session in place of an older incarnation; no effect if this or a newer one is open."""
         self.service.check(item)
         is_known = (stream, item.session) in self.sessions
         if not is_known and self._emptied is not None:
             raise ReplicaUnavailable(STOPPING)
         if not self._end(stream, item) and is_known:
             return
-        if len(self.sessions) >= self.session_count_max:
-            raise CacheExhausted(f"all {self.session_count_max} session slots are taken; raise --max-num-seqs")
+        if not is_known:
+            self._admit(stream, now_s)
         self.sessions[stream, item.session] = self.service.open(item, reply)
 
+    def _admit(self, stream: object, now_s: float) -> None:
+        """Makes sure that there is a place for a new session of a stream. Raises CacheExhausted."""
+        most = self.session_count_max
+        self._refused_s = {one: at_s for one, at_s in self._refused_s.items() if now_s - at_s < ASKING_S}
+        if others := self._refused_s.keys() - {stream}:
+            counts = Counter(holder for holder, _ in self.sessions)
+            share = max(1, most // len({*counts, *others, stream}))
+            if counts[stream] >= share and any(counts[other] < share for other in others):
+                raise CacheExhausted(f"{counts[stream]} of {most} session slots are taken, and other coordinators wait")
+        if len(self.sessions) >= most and not self._end_idle(now_s):
+            self._refused_s[stream] = now_s
+            raise CacheExhausted(f"all {most} session slots are taken; raise --max-num-seqs")
+        self._refused_s.pop(stream, None)
+
+    def _end_idle(self, now_s: float) -> bool:
+        """Ends the session that has been without work for longest; False if all are at work."""
+        idle = [key for key, session in self.sessions.items() if not session.is_busy]
+        key = min(idle, key=lambda one: self.sessions[one].active_s, default=None)
+        if key is None or now_s - self.sessions[key].active_s < IDLE_S:
+            return False
+        session = self.sessions.pop(key)
+        get_logger().info("idle session ended", **log_names(session.opened))
+        self.service.close(session)
+        return True
+
     def _log_names(self, stream: object, item: Any) -> dict[str, object]:
-        """What a line about an item carries: what its session does, where it is open."""
+        """Returns the log fields of an item: those of its session, if it is open."""
         if isinstance(item, Open):
             return log_names(item)
         session = self.sessions.get((stream, item.session))
@@ -199,11 +245,11 @@ class ItemHandler:
 
 
 def log_names(opened: Open) -> dict[str, object]:
-    """What every line about a session carries."""
+    """Returns the log fields of a session."""
     return {"trace_id": opened.trace.trace_id.hex(), "session": opened.session}
 
 
-def check_law_tokens(law: Law, vocabulary_size: int) -> None:
-    """Raises InvalidRequest for a token id in a law that the vocabulary does not have."""
-    check_token_ids("law.stop_token_ids", law.stop_token_ids, vocabulary_size)
-    check_token_ids("law.logit_bias", tuple(token_id for token_id, _ in law.logit_bias), vocabulary_size)
+def check_params_tokens(params: ResolvedSamplingParams, vocabulary_size: int) -> None:
+    """Raises InvalidRequest for a token id in sampling parameters outside the vocabulary."""
+    check_token_ids("params.stop_token_ids", params.stop_token_ids, vocabulary_size)
+    check_token_ids("params.logit_bias", tuple(token_id for token_id, _ in params.logit_bias), vocabulary_size)

@@ -1,4 +1,4 @@
-"""What a replica finds out while it loads: its description, how large its cache is, and what its steps take."""
+"""The facts a replica determines while it loads: its description, its cache size and its step times."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from specdec.config import ModelSettings
-from specdec.engine.block_table import BlockTable
 from specdec.engine.devices import find_device, free_memory_bytes
 from specdec.engine.interface import CausalModel
+from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model_folder import open_model_folder, read_json
 from specdec.engine.runner import Payload, Piece
 from specdec.engine.scheduler import Engine
@@ -20,20 +20,20 @@ from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import CacheSize, Description
 
 FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
-MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, where nothing is said
+MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, if not configured
 
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of the steps that are timed
 CONTEXT_LENGTH = 64
-REPEATS = 3  # the least of them counts: what else the machine does only makes a step longer
-BUDGET_S = 1.0  # spent, a row count has one repeat
+REPEATS = 3  # the minimum counts: other work of the machine only makes a step longer
+BUDGET_S = 0.5  # spent, a row count has one repeat
 
 # (table, context length, rows); no rows: the context itself
 SamplePiece = Callable[[BlockTable, int, int], Piece[Payload]]
 
 
 def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:
-    """What this replica says of itself, but for its step times. Raises ConfigError when --max-model-len is more than
-    the model has, or the cache too small. `extra_positions`: of a session in the cache, beyond its tokens."""
+    """Returns the description of this replica without step times. Raises ConfigError if --max-model-len exceeds the
+    model's positions, or the cache is too small. `extra_positions`: of a session in the cache, beyond its tokens."""
     own = model.description
     positions_max = settings.max_model_len or own.positions_max
     if positions_max > own.positions_max:
@@ -55,10 +55,10 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
 
 
 def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSettings) -> CacheSize:
-    """What `--kv-cache-bytes` or `--kv-cache-memory-share` allow, once the weights are loaded; else room for a few
-    sessions of `positions_max` positions. Raises ConfigError when that is less than a block for use.
+    """Returns the cache size by `--kv-cache-bytes` or `--kv-cache-memory-share` once the weights are loaded; by default
+    that of a few sessions of `positions_max` positions. Raises ConfigError for less than one usable block.
 
-    One block more is allocated: the zero block, which no session uses.
+    One more block is allocated: the zero block, which no session uses.
     """
     block_bytes = model.cache_bytes_per_position * settings.block_size
     if settings.kv_cache_bytes is not None:
@@ -80,9 +80,9 @@ def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSet
 def measure_step_times(
     engine: Engine[Payload, Any], positions_max: int, sample: SamplePiece[Payload]
 ) -> tuple[tuple[int, float], ...]:
-    """(rows, seconds) of steps for one session, ascending; none where the cache is too small. Engine thread only.
+    """Returns (rows, seconds) of steps for one session, ascending; none if the cache is too small. Engine thread only.
 
-    Measured once, so that the first request is no experiment.
+    Measured once, so that estimates exist before the first request.
     """
     context_length = min(CONTEXT_LENGTH, positions_max // 2)
     try:

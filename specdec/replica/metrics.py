@@ -1,7 +1,6 @@
-"""What a replica counts, and what its page says: its steps, its sessions, its cache. docs/metrics.md says what each is
-good for.
+"""The metrics of a replica and its page: steps, sessions, cache. docs/metrics.md explains each.
 
-Each has the label `replica`, target or draft, so that the two can stand on one dashboard.
+Each has the label `replica`, target or draft, so that one dashboard can show both.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from specdec.protocol.items import Failure
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler
 from specdec.rpc.status import REASONS
-from specdec.telemetry.metrics import COUNT_BOUNDS, STEP_BOUNDS_S, Histogram, common_families, counter, gauge, histogram
+from specdec.telemetry.metrics import COUNT_BOUNDS, STEP_BOUNDS_S, Histogram, common_metrics, counter, gauge, histogram
 
 COUNTERS = {
-    "prefix_query_tokens": ("specdec_prefix_cache_queries", "Tokens of sessions taken in that were looked up."),
-    "prefix_hit_tokens": ("specdec_prefix_cache_hits", "Those of them that the cache held."),
-    "evictions": ("specdec_evictions", "Sessions that gave their room to an older one."),
-    "reopenings": ("specdec_reopenings", "Evicted sessions that were read again."),
+    "prefix_query_tokens": ("specdec_prefix_cache_queries", "Tokens of admitted sessions that were looked up."),
+    "prefix_hit_tokens": ("specdec_prefix_cache_hits", "Looked-up tokens found in the prefix cache."),
+    "preemptions": ("specdec_preemptions", "Sessions preempted by an older one."),
+    "reopenings": ("specdec_reopenings", "Preempted sessions that were opened again."),
 }
 
 
 @dataclass(slots=True)
-class ReplicaFigures:
-    """What one replica process counts, an addition each; read from other threads."""
+class ReplicaMetrics:
+    """The counters of one replica process; other threads read them."""
 
     step_time: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     step_rows: Histogram = field(default_factory=lambda: Histogram(COUNT_BOUNDS))
@@ -44,48 +43,48 @@ class ReplicaFigures:
         self.step_sessions.add(session_count)
 
     def failed(self, failure: Failure) -> None:
-        """An item of a coordinator could not be done."""
+        """An item of a coordinator failed."""
         self.failures[failure.reason] += 1
 
 
-def families(
+def page_metrics(
     name: str,
     is_serving: bool,
     description: Description,
     engine: Engine[Any, Any],
-    figures: ReplicaFigures,
+    metrics: ReplicaMetrics,
     handler: ItemHandler,
 ) -> Iterator[Metric]:
-    """All families of the page, as things stand. May be called from any thread: each figure on its own is right."""
+    """Yields all metrics of the page. May be called from any thread: each value by itself is correct."""
     facts = {
         "model": description.model_name,
         "dtype": description.dtype,
         "device": description.device,
         "ranks": str(description.tensor_parallel_size),
     }
-    yield from common_families(name, is_serving, facts)
+    yield from common_metrics(name, is_serving, facts)
     labels = {"replica": name}
-    yield histogram("specdec_step_time_seconds", "One step: forward and evidence.", figures.step_time, labels)
-    yield histogram("specdec_step_rows", "Rows of a step, all sessions together.", figures.step_rows, labels)
-    yield histogram("specdec_step_sessions", "Sequences a step served.", figures.step_sessions, labels)
+    yield histogram("specdec_step_time_seconds", "One step: forward pass and sampler.", metrics.step_time, labels)
+    yield histogram("specdec_step_rows", "Rows of a step, all sessions together.", metrics.step_rows, labels)
+    yield histogram("specdec_step_sessions", "Sequences a step served.", metrics.step_sessions, labels)
     waiting_count, most = handler.service.waiting_count, handler.session_count_max
     yield gauge("specdec_sessions", "Sessions open.", len(handler.sessions), labels)
-    yield gauge("specdec_sessions_waiting", "Sessions that wait for room in the cache.", waiting_count, labels)
-    yield gauge("specdec_sessions_max", "Most sessions at a time; more are refused.", most, labels)
-    help = "Items of coordinators that could not be done, by the reason of the error."
-    failures = {(reason,): count for reason, count in figures.failures.items()}
+    yield gauge("specdec_sessions_waiting", "Sessions that wait for cache blocks.", waiting_count, labels)
+    yield gauge("specdec_sessions_max", "Limit of concurrent sessions; more are refused.", most, labels)
+    help = "Failed items of coordinators, by the reason of the error."
+    failures = {(reason,): count for reason, count in metrics.failures.items()}
     yield counter("specdec_item_failures", help, failures, labels, "reason")
-    yield from cache_families(engine.cache, labels)
+    yield from cache_metrics(engine.cache, labels)
     counts = handler.service.counters()
     for key, (metric, help) in COUNTERS.items():
         if key in counts:
             yield counter(metric, help, counts[key], labels)
 
 
-def cache_families(cache: KVCache, labels: dict[str, str]) -> Iterator[Metric]:
-    """Blocks of the cache: held by sessions, kept for whoever begins alike, free."""
-    kept, free = cache.kept_block_count, max(0, cache.free_block_count - cache.kept_block_count)
+def cache_metrics(cache: KVCache, labels: dict[str, str]) -> Iterator[Metric]:
+    """Yields the metrics of the cache: its usage, and its blocks by state."""
+    evictable, free = cache.evictable_block_count, max(0, cache.free_block_count - cache.evictable_block_count)
     yield gauge("specdec_kv_cache_usage_perc", "Share of the cache that sessions hold, 0 to 1.", cache.usage, labels)
-    states = {("held",): cache.block_count - 1 - free - kept, ("kept",): kept, ("free",): free}
-    help = "Blocks of the cache: held by sessions, kept for whoever begins alike, free."
+    states = {("held",): cache.block_count - 1 - free - evictable, ("evictable",): evictable, ("free",): free}
+    help = "Blocks of the cache: held by sessions, evictable (cached prefixes), free."
     yield gauge("specdec_kv_cache_blocks", help, states, labels, "state")

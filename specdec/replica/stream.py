@@ -1,7 +1,7 @@
 """One coordinator's stream to a replica: bytes in, items to the engine thread, answers back in as few messages as fit.
 
-Parsing and serialising happen on the event loop, everything else on the engine thread. One bad item is answered by a
-Failure and costs nobody else anything; bytes that are no message end the stream.
+Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
+and affects no other; bytes that are no message end the stream.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from specdec.engine.scheduler import Engine
-from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.items import Commit, DraftAsk, Failure, TargetAsk, Verification
+from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
+from specdec.rpc.link import ITEM_COUNT_MAX, check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns
+from specdec.telemetry.logs import get_logger
 
-ANSWER_COUNT_MAX = 65536  # a coordinator that leaves so many untaken does not read
+ANSWER_COUNT_MAX = 65536  # with more unread answers the coordinator is not reading
 
 
 class ReplicaStream:
-    """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is told of every
-    failure that is answered; `messages` are the stream's request and response."""
+    """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is called with
+    every Failure sent; `messages`: the stream's request and response."""
 
     def __init__(
         self,
@@ -56,11 +58,11 @@ class ReplicaStream:
         self._answers.append(item)
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to answer
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the stream has ended
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def say_farewell(self) -> None:
-        """Tells the coordinator that this replica stops: it takes no more sessions, and finishes those it has."""
+        """Tells the coordinator that this replica stops: it accepts no more sessions, and finishes those it has."""
         self._answers.append(failure_from_error(ReplicaUnavailable(STOPPING), 0, 0))
         self._wake.set()
 
@@ -88,6 +90,7 @@ class ReplicaStream:
                 self._stamps.received(message, arrived_ns)
                 if len(self._answers) > ANSWER_COUNT_MAX:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
+                check_item_count(len(message.items))
                 if message.items:
                     self._post(message.items, arrived_ns / 1e9)
                 else:
@@ -97,26 +100,26 @@ class ReplicaStream:
             self._wake.set()
 
     def _post(self, messages: Iterable[Any], arrived_s: float) -> None:
-        items: list[TargetAsk | DraftAsk] = []
+        items: list[TargetItem | DraftItem] = []
         for message in messages:
             try:
-                item: TargetAsk | DraftAsk = item_from_message(message)
+                item: TargetItem | DraftItem = item_from_message(message)
             except InvalidRequest as error:
                 self.reply(failure_from_error(error, *item_name(message)))
                 continue
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
-                self._stamps.force()  # so that the answer tells how long it took on the way
+                self._stamps.force()  # so that the answer measures the network time
         self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
 
     def _message(self) -> bytes:
-        """One message with the answers that are ready and fit, and a stamp where one is due; pings are answered by a
-        stamp alone."""
+        """Returns one message with the ready answers that fit, and a stamp if one is due; pings are answered by a stamp
+        alone."""
         self._is_pinged = False
         parts: list[bytes] = []
         byte_count = 0
-        while self._answers and byte_count < MESSAGE_BYTES_SOFT:
-            parts.append(item_to_bytes(self._response, self._answers.popleft()))
+        while self._answers and byte_count < MESSAGE_BYTES_SOFT and len(parts) < ITEM_COUNT_MAX:
+            parts.append(self._bytes_of(self._answers.popleft()))
             byte_count += len(parts[-1])
         now_ns = time.monotonic_ns()
         if not parts or self._stamps.is_due(now_ns):
@@ -124,3 +127,14 @@ class ReplicaStream:
             self._stamps.stamp(message, now_ns)
             parts.append(message.SerializeToString())
         return b"".join(parts)
+
+    def _bytes_of(self, answer: Any) -> bytes:
+        """Returns a serialised answer; in place of one with a value that its field cannot hold, a Failure."""
+        try:
+            return item_to_bytes(self._response, answer)
+        except Exception:
+            get_logger().exception("an answer cannot be sent", session=answer.session)
+            defect = SpecdecError("the replica failed at an answer; its log says why")
+            failure = failure_from_error(defect, answer.session, answer.incarnation)
+            self._failed(failure)
+            return item_to_bytes(self._response, failure)

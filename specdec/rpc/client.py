@@ -26,8 +26,8 @@ HEALTH_POLL_S = 0.05  # short beside a model's loading, long beside a loopback c
 
 _CHANNEL_OPTIONS = (
     *KEEPALIVE_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: links do not share a fate
-    ("grpc.enable_retries", 0),  # what may be sent again is decided by those who know its fences
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: links fail independently
+    ("grpc.enable_retries", 0),  # sending again is the decision of the session, which has the fences
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -38,7 +38,7 @@ Response = TypeVar("Response", bound=Message)
 
 
 def open_channel(address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN) -> grpc.aio.Channel:
-    """A channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read."""
+    """Returns a channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read."""
     options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
     if tls.has_tls:
         return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
@@ -48,7 +48,7 @@ def open_channel(address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BY
 async def call_unary(
     channel: grpc.aio.Channel, method: str, request: Message, response_class: type[Response], timeout_s: float
 ) -> Response:
-    """One request, one answer; `method` is "/package.Service/Method". Raises the SpecdecError the peer stated."""
+    """Sends one request, returns its answer; `method` is "/package.Service/Method". Raises the peer's SpecdecError."""
     try:
         data = await channel.unary_unary(method)(request.SerializeToString(), timeout=timeout_s)
         response: Response = response_class.FromString(data)
@@ -66,7 +66,7 @@ async def call_stream(
     response_class: type[Response],
     timeout_s: float | None = None,
 ) -> AsyncGenerator[Response, None]:
-    """One request, a stream of answers. Closing the generator cancels the call. Raises as `call_unary` does."""
+    """Sends one request, yields its answers. Closing the generator cancels the call. Raises as `call_unary` does."""
     call = channel.unary_stream(method)(request.SerializeToString(), timeout=timeout_s)
     try:
         async for data in call:
@@ -80,7 +80,7 @@ async def call_stream(
 
 
 async def wait_serving(channel: grpc.aio.Channel, service: str, timeout_s: float) -> None:
-    """Returns when the peer's health says `service` is SERVING; ReplicaUnavailable after `timeout_s`."""
+    """Returns when the peer's health of `service` is SERVING; raises ReplicaUnavailable after `timeout_s`."""
     request = health_pb2.HealthCheckRequest(service=service)
     deadline_s = time.monotonic() + timeout_s
     seen = "unreachable"

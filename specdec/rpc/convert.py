@@ -1,7 +1,7 @@
-"""Values shared by all messages, to messages and back: numbers, rows, laws, traces, descriptions.
+"""Values shared by all messages, to messages and back: numbers, draft distributions, sampling parameters, traces.
 
-Reading a message makes checked values, so InvalidRequest names whatever is out of bounds. Rows of numbers are
-little-endian bytes whatever the machine. Generated types go no further than the `convert` modules.
+Reading a message makes checked values, so InvalidRequest names any field out of bounds. Packed numbers are
+little-endian bytes on every machine. Generated types are used in the `convert` modules only.
 """
 
 from __future__ import annotations
@@ -9,20 +9,44 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from itertools import accumulate
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Trace
-from specdec.protocol.types import ROW_WEIGHT_CODES, ROW_WEIGHTS, CacheSize, Description, Law, Row, Rule
+from specdec.protocol.types import (
+    DIGEST_LENGTH_MAX,
+    DRAFT_PROBS_TOKEN_COUNT_MAX,
+    DRAFT_PROBS_WEIGHT_CODES,
+    DRAFT_PROBS_WEIGHTS,
+    LOGIT_BIAS_COUNT_MAX,
+    NAME_LENGTH_MAX,
+    PARAMS_STOP_TOKEN_COUNT_MAX,
+    STEP_TIME_COUNT_MAX,
+    CacheSize,
+    Description,
+    DraftProbs,
+    ResolvedSamplingParams,
+    Rule,
+)
 from specdec.v1 import types_pb2 as types_pb
 
 FloatCode: TypeAlias = Literal["d", "f"]
+Field = TypeVar("Field", bound=Sized)
+
+
+def bounded(field: str, value: Field, size_max: int) -> Field:
+    """Returns a repeated field, a string or bytes as it is. Raises InvalidRequest if it has more than `size_max`
+    entries, characters or bytes: it is counted before it is walked."""
+    if len(value) > size_max:
+        unit = {str: "characters", bytes: "bytes"}.get(type(value), "entries")
+        raise InvalidRequest(field, len(value), f"at most {size_max} {unit}")
+    return value
 
 
 def numbers_to_bytes(code: FloatCode, values: Iterable[float]) -> bytes:
-    """`values` as packed little-endian numbers of array type `code` (d float64, f float32)."""
+    """Returns `values` as packed little-endian numbers of array type `code` (d float64, f float32)."""
     packed = array(code, values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -40,34 +64,38 @@ def numbers_from_bytes(code: FloatCode, data: bytes, field: str) -> array[float]
     return packed
 
 
-def row_to_message(row: Row) -> types_pb.Row:
-    """The message of a row; its weights are among ROW_WEIGHTS."""
+def probs_to_message(row: DraftProbs) -> types_pb.DraftProbs:
+    """Returns the message of a draft distribution; its weights are among DRAFT_PROBS_WEIGHTS."""
     steps = list(map(operator.sub, row.token_ids, (0, *row.token_ids)))
-    return types_pb.Row(token_id_steps=steps, weight_codes=bytes(map(ROW_WEIGHT_CODES.__getitem__, row.weights)))
+    return types_pb.DraftProbs(
+        token_id_steps=steps, weight_codes=bytes(map(DRAFT_PROBS_WEIGHT_CODES.__getitem__, row.weights))
+    )
 
 
-def row_from_message(message: types_pb.Row) -> Row:
-    """The checked row of a message. Raises InvalidRequest."""
-    return Row(tuple(accumulate(message.token_id_steps)), tuple(map(ROW_WEIGHTS.__getitem__, message.weight_codes)))
+def probs_from_message(message: types_pb.DraftProbs) -> DraftProbs:
+    """Returns the checked draft distribution of a message. Raises InvalidRequest."""
+    steps = bounded("draft_probs.token_ids", message.token_id_steps, DRAFT_PROBS_TOKEN_COUNT_MAX)
+    codes = bounded("draft_probs.weights", message.weight_codes, DRAFT_PROBS_TOKEN_COUNT_MAX)
+    return DraftProbs(tuple(accumulate(steps)), tuple(map(DRAFT_PROBS_WEIGHTS.__getitem__, codes)))
 
 
-def law_to_message(law: Law) -> types_pb.Law:
-    """The message of a law."""
-    return types_pb.Law(
-        rule=rule_to_number(law.rule),
-        seed=law.seed,
-        temperature=law.temperature,
-        top_k=law.top_k,
-        top_p=law.top_p,
-        min_p=law.min_p,
-        repetition_penalty=law.repetition_penalty,
-        presence_penalty=law.presence_penalty,
-        frequency_penalty=law.frequency_penalty,
-        logit_bias=[types_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in law.logit_bias],
-        min_tokens=law.min_tokens,
-        stop_token_ids=law.stop_token_ids,
-        logprobs=law.logprobs,
-        prompt_length=law.prompt_length,
+def params_to_message(params: ResolvedSamplingParams) -> types_pb.ResolvedSamplingParams:
+    """Returns the message of sampling parameters."""
+    return types_pb.ResolvedSamplingParams(
+        rule=rule_to_number(params.rule),
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=[types_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+        prompt_length=params.prompt_length,
     )
 
 
@@ -84,9 +112,11 @@ def rule_from_number(number: int) -> Rule:
         raise InvalidRequest("rule", number, "GREEDY (1), REJECTION (2) or COUPLED (3)") from None
 
 
-def law_from_message(message: types_pb.Law) -> Law:
-    """The checked law of a message. Raises InvalidRequest naming the field."""
-    return Law(
+def params_from_message(message: types_pb.ResolvedSamplingParams) -> ResolvedSamplingParams:
+    """Returns the checked sampling parameters of a message. Raises InvalidRequest naming the field."""
+    biases = bounded("logit_bias", message.logit_bias, LOGIT_BIAS_COUNT_MAX)
+    stop_token_ids = bounded("stop_token_ids", message.stop_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)
+    return ResolvedSamplingParams(
         rule=rule_from_number(message.rule),
         seed=message.seed,
         prompt_length=message.prompt_length,
@@ -97,15 +127,15 @@ def law_from_message(message: types_pb.Law) -> Law:
         repetition_penalty=message.repetition_penalty,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in biases),
         min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_ids=tuple(stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
 
 def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:
-    """The message of a trace context; None for no trace, which sends nothing."""
+    """Returns the message of a trace context; None for no trace, which sends nothing."""
     if not trace.trace_id:
         return None
     return types_pb.TraceContext(
@@ -114,12 +144,12 @@ def trace_to_message(trace: Trace) -> types_pb.TraceContext | None:
 
 
 def trace_from_message(message: types_pb.TraceContext) -> Trace:
-    """The checked trace context of a message. Raises InvalidRequest."""
+    """Returns the checked trace context of a message. Raises InvalidRequest."""
     return Trace(message.trace_id, message.span_id, message.sampled, message.detailed)
 
 
 def description_to_message(description: Description) -> types_pb.DescribeResponse:
-    """The message of what a replica serves."""
+    """Returns the message of a replica's description."""
     size = description.cache
     return types_pb.DescribeResponse(
         model_digest=description.model_digest,
@@ -142,7 +172,7 @@ def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
 
 
 def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
-    """The numerics profile in a description, as a message of its own."""
+    """Returns the numerics profile of a description as a message of its own."""
     return types_pb.NumericsProfile(
         dtype=description.dtype,
         tensor_parallel_size=description.tensor_parallel_size,
@@ -152,20 +182,23 @@ def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
 
 
 def description_from_message(message: types_pb.DescribeResponse) -> Description:
-    """What a replica says it serves; nothing in it is checked here."""
-    size = message.cache
+    """Returns the description in a message; of its limits only sizes are checked. Raises InvalidRequest."""
+    size, numerics = message.cache, message.numerics
     return Description(
-        model_digest=message.model_digest,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        model_name=message.model_name,
+        model_digest=bounded("model_digest", message.model_digest, DIGEST_LENGTH_MAX),
+        tokenizer_fingerprint=bounded("tokenizer_fingerprint", message.tokenizer_fingerprint, DIGEST_LENGTH_MAX),
+        model_name=bounded("model_name", message.model_name, NAME_LENGTH_MAX),
         vocabulary_size=message.vocabulary_size,
         positions_max=message.positions_max,
-        end_token_ids=tuple(message.end_token_ids),
-        dtype=message.numerics.dtype,
-        device=message.numerics.device,
-        libraries=message.numerics.libraries,
-        tensor_parallel_size=message.numerics.tensor_parallel_size,
+        end_token_ids=tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)),
+        dtype=bounded("numerics.dtype", numerics.dtype, NAME_LENGTH_MAX),
+        device=bounded("numerics.device", numerics.device, NAME_LENGTH_MAX),
+        libraries=bounded("numerics.libraries", numerics.libraries, NAME_LENGTH_MAX),
+        tensor_parallel_size=numerics.tensor_parallel_size,
         protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
-        step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in message.step_times),
+        step_times=tuple(
+            (entry.rows, entry.step_us / 1e6)
+            for entry in bounded("step_times", message.step_times, STEP_TIME_COUNT_MAX)
+        ),
     )

@@ -1,6 +1,7 @@
 """The public API, to values and back.
 
-A request with a field this version does not know is refused by number: nothing a user sets is ever ignored.
+A request is counted before it is read: none of its fields makes the server walk more than that field's limit. A field
+this version does not know is refused by number: no field that a user sets is ignored.
 """
 
 from __future__ import annotations
@@ -10,13 +11,28 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from specdec.config import SpeculationSettings
 from specdec.errors import InvalidRequest
 from specdec.protocol.report import Delta, Event, Finished, Started, Statistics
-from specdec.protocol.request import Ask, SamplingPolicy, SpeculationMode, SpeculativePolicy
-from specdec.protocol.types import Description, PositionLogprobs, Rule
-from specdec.rpc.convert import description_to_message, numerics_to_message, rule_from_number, rule_to_number
+from specdec.protocol.request import (
+    STOP_STRING_COUNT_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationMode,
+    SpeculativePolicy,
+)
+from specdec.protocol.types import LOGIT_BIAS_COUNT_MAX, TOKENS_MAX, Description, PositionLogprobs, Rule
+from specdec.rpc.convert import (
+    bounded,
+    description_to_message,
+    numerics_to_message,
+    rule_from_number,
+    rule_to_number,
+)
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
+UNKNOWN_BYTES_NAMED_MAX = 4096  # more bytes of unknown fields are refused without a look for their numbers
 _OPTIONAL_SAMPLING = (
     "max_tokens",
     "min_tokens",
@@ -34,21 +50,43 @@ _OPTIONAL_SAMPLING = (
 )
 
 
-def check_known(message: Message, path: str = "") -> None:
+def check_counts(message: coordinator_pb.GenerateRequest, positions_max: int) -> None:
+    """Raises InvalidRequest for a repeated field with too many entries; reads none of them."""
+    sampling = message.sampling
+    bounded("prompt.token_ids", message.token_ids.ids, positions_max)
+    bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
+    bounded("sampling.logit_bias", sampling.logit_bias, LOGIT_BIAS_COUNT_MAX)
+    bounded("sampling.stop", sampling.stop, STOP_STRING_COUNT_MAX)
+    bounded("sampling.stop_token_ids", sampling.stop_token_ids, STOP_TOKEN_COUNT_MAX)
+
+
+def check_known(message: Message) -> None:
     """Raises InvalidRequest for a field number this version does not know, anywhere in `message`."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    size = message.ByteSize() - known.ByteSize()
+    if size > UNKNOWN_BYTES_NAMED_MAX:
+        name = message.DESCRIPTOR.name
+        raise InvalidRequest(name, f"{size} bytes of unknown fields", "of fields this server knows")
+    if size:
+        _name_unknown(message, "")
+
+
+def _name_unknown(message: Message, path: str) -> None:
     for unknown in UnknownFieldSet(message):
         raise InvalidRequest(f"{path}field {unknown.field_number}", "set", "absent: this server does not know it")
     for descriptor, value in message.ListFields():
         if descriptor.type != descriptor.TYPE_MESSAGE:
             continue
         for part in value if descriptor.is_repeated else (value,):
-            check_known(part, f"{path}{descriptor.name}.")
+            _name_unknown(part, f"{path}{descriptor.name}.")
 
 
-def sampling_from_message(message: coordinator_pb.SamplingPolicy) -> SamplingPolicy:
-    """The checked sampling policy; a field that is absent has its default. Raises InvalidRequest."""
+def sampling_from_message(message: coordinator_pb.SamplingParams) -> SamplingParams:
+    """Returns the checked sampling parameters; an absent field has its default. Raises InvalidRequest."""
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return SamplingPolicy(
+    return SamplingParams(
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
@@ -57,7 +95,7 @@ def sampling_from_message(message: coordinator_pb.SamplingPolicy) -> SamplingPol
 
 
 def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> SpeculativePolicy:
-    """The checked speculative policy; a field that is absent has its default. Raises InvalidRequest."""
+    """Returns the checked speculative policy; an absent field has its default. Raises InvalidRequest."""
     rule: Rule | None = None
     if message.rule:
         try:
@@ -69,18 +107,19 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
     except ValueError:
         limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
         raise InvalidRequest("speculative.policy", message.policy, limit) from None
-    names = ("enabled", "num_speculative_tokens", "draft_window", "draft_leaves", "draft_wait_ms")
+    names = ("enabled", "num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms")
     given = {name: getattr(message, name) for name in names if message.HasField(name)}
     return SpeculativePolicy(rule=rule, mode=mode, **given)
 
 
-def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
-    """The checked request. Raises InvalidRequest."""
+def request_from_message(message: coordinator_pb.GenerateRequest, positions_max: int = TOKENS_MAX) -> GenerationRequest:
+    """Returns the checked request to a model of `positions_max` positions. Raises InvalidRequest."""
+    check_counts(message, positions_max)
     check_known(message)
     prompt = message.WhichOneof("prompt")
     if prompt is None:
         raise InvalidRequest("prompt", "absent", "text or token_ids")
-    return Ask(
+    return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.token_ids.ids),
         sampling=sampling_from_message(message.sampling),
@@ -92,7 +131,7 @@ def ask_from_message(message: coordinator_pb.GenerateRequest) -> Ask:
 
 
 def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
-    """The message of one event; `target` tells what `started` says of the model."""
+    """Returns the message of one event; `started` describes the model of `target`."""
     if isinstance(event, Delta):
         return coordinator_pb.GenerateResponse(delta=_delta_fields(event))
     if isinstance(event, Started):
@@ -143,7 +182,7 @@ def _finished_to_message(event: Finished) -> coordinator_pb.Finished:
 
 
 def statistics_to_message(statistics: Statistics) -> coordinator_pb.Statistics:
-    """The message of statistics, derived figures included: its fields are named as theirs."""
+    """Returns the message of statistics and of those derived from them; the fields have the same names."""
     names = [field.name for field in coordinator_pb.Statistics.DESCRIPTOR.fields if field.name not in ("time", "rule")]
     counts = {name: getattr(statistics, name) for name in names}
     parts = [field.name for field in coordinator_pb.TimeSplit.DESCRIPTOR.fields]
@@ -155,14 +194,15 @@ def coordinator_description_to_message(
     target: Description | None,
     draft: Description | None,
     draft_absent_reason: str,
-    num_speculative_tokens: int,
-    num_speculative_tokens_max: int,
+    limits: SpeculationSettings,
 ) -> coordinator_pb.CoordinatorDescribeResponse:
-    """What a coordinator serves; replicas that are not there are absent."""
+    """Returns the message of a coordinator's description, with its limits; absent replicas are not in it."""
     return coordinator_pb.CoordinatorDescribeResponse(
         target=None if target is None else description_to_message(target),
         draft=None if draft is None else description_to_message(draft),
         draft_absent_reason=draft_absent_reason,
-        num_speculative_tokens=num_speculative_tokens,
-        num_speculative_tokens_max=num_speculative_tokens_max,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        num_speculative_tokens_max=limits.num_speculative_tokens_max,
+        draft_window_max=limits.draft_window_max,
+        draft_nodes_per_step_max=limits.draft_nodes_per_step_max,
     )

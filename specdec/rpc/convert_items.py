@@ -1,26 +1,36 @@
 """Items of the two replica streams, to messages and back.
 
-One table per stream message says which value stands in which field of its oneof, and how: as the fields of a message by
-name, and from one. Reading checks everything that a value must obey; only nodes of a draft tree are read leniently,
-because what came before a malformed one is good.
+One table per stream message maps each field of its oneof to a value's type, a writer (fields by name) and a reader.
+Reading checks every limit of a value; only nodes of a draft tree are read leniently, because the nodes before a
+malformed one are valid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
-from specdec.protocol.types import Evidence, PositionLogprobs
+from specdec.protocol.types import (
+    DRAFT_LENGTH_LIMIT,
+    FAILURE_TEXT_LENGTH_MAX,
+    FAILURE_WORD_LENGTH_MAX,
+    LOGPROBS_MAX,
+    NODES_PER_ITEM_MAX,
+    PositionLogprobs,
+    SamplerOutput,
+)
 from specdec.rpc.convert import (
-    law_from_message,
-    law_to_message,
+    bounded,
     numbers_from_bytes,
     numbers_to_bytes,
-    row_from_message,
-    row_to_message,
+    params_from_message,
+    params_to_message,
+    probs_from_message,
+    probs_to_message,
     trace_from_message,
     trace_to_message,
 )
@@ -32,37 +42,37 @@ Fields = dict[str, Any]
 _NAME = ("session", "incarnation")
 _EXTEND = (*_NAME, "start_position")
 _VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
-_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "leaves")
+_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step")
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
-_SHORT = (*_NAME, "known_length", "unknown")
-_TIMES = ("queue_us", "forward_us", "evidence_us")
-_COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions")
-_EVIDENCE = (*_TIMES, *_COUNTS, "server_us")  # in the order of EvidenceAnswer
+_MISSING = (*_NAME, "known_length", "unknown")
+_TIMES = ("queue_us", "forward_us", "sampling_us")
+_COUNTS = ("step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions")
+_RESULT = (*_TIMES, *_COUNTS, "server_us")  # in the order of VerificationResult
 
 
 def _fields_of(*names: str) -> Callable[[Any], Fields]:
-    """A writer of fields that are named and typed as the value's."""
+    """Returns a writer of fields that have the value's names and types."""
     get = attrgetter(*names)
     return lambda item: dict(zip(names, get(item)))
 
 
 def _reader_of(made: type, *names: str) -> Callable[[Any], Any]:
-    """A reader of values whose fields stand in the message in this order."""
+    """Returns a reader of values from the message's fields in this order."""
     get = attrgetter(*names)
     return lambda message: made(*get(message))
 
 
 _verification_fields = _fields_of(*_VERIFICATION)
 _commit_fields = _fields_of(*_COMMIT)
-_evidence_fields = _fields_of(*_NAME, "round_index", *_EVIDENCE)
-_evidence_figures = attrgetter(*_EVIDENCE)
+_result_fields = _fields_of(*_NAME, "round_index", *_RESULT)
+_sampler_measurements = attrgetter(*_RESULT)
 
 
 def _open_fields(item: items.Open) -> Fields:
     return {
         "session": item.session,
         "incarnation": item.incarnation,
-        "law": law_to_message(item.law),
+        "params": params_to_message(item.params),
         "length_max": item.length_max,
         "vocabulary_size": item.vocabulary_size,
         "trace": trace_to_message(item.trace),
@@ -74,7 +84,7 @@ def _open_from_message(message: types_pb.OpenItem) -> items.Open:
     return items.Open(
         message.session,
         message.incarnation,
-        law_from_message(message.law),
+        params_from_message(message.params),
         message.length_max,
         message.vocabulary_size,
         trace_from_message(message.trace),
@@ -83,13 +93,18 @@ def _open_from_message(message: types_pb.OpenItem) -> items.Open:
 
 
 def _extend_from_message(message: types_pb.ExtendItem) -> items.Extend:
-    return items.Extend(message.session, message.incarnation, message.start_position, tuple(message.token_ids))
+    token_ids = bounded("token_ids", message.token_ids, items.EXTEND_TOKEN_COUNT_MAX)
+    return items.Extend(message.session, message.incarnation, message.start_position, tuple(token_ids))
+
+
+def _suffix(message: Any) -> tuple[int, ...]:
+    return tuple(bounded("suffix_token_ids", message.suffix_token_ids, items.EXTEND_TOKEN_COUNT_MAX))
 
 
 def _write_verification(item: items.Verification) -> Fields:
     fields = _verification_fields(item)
-    if item.rows:
-        fields["rows"] = list(map(row_to_message, item.rows))
+    if item.draft_probs:
+        fields["draft_probs"] = list(map(probs_to_message, item.draft_probs))
     if item.trace.trace_id:
         fields["trace"] = trace_to_message(item.trace)
     return fields
@@ -101,9 +116,9 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         message.incarnation,
         message.round_index,
         message.base_position,
-        tuple(message.suffix_token_ids),
-        tuple(message.draft_token_ids),
-        tuple(map(row_from_message, message.rows)),
+        _suffix(message),
+        tuple(bounded("draft_token_ids", message.draft_token_ids, DRAFT_LENGTH_LIMIT)),
+        tuple(map(probs_from_message, bounded("draft_probs", message.draft_probs, DRAFT_LENGTH_LIMIT))),
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
     ).checked()
 
@@ -120,18 +135,18 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         message.session,
         message.incarnation,
         message.committed_length,
-        tuple(message.suffix_token_ids),
+        _suffix(message),
         message.window,
-        message.leaves or 1,
+        message.nodes_per_step or 1,
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
     ).checked()
 
 
 def _node_fields(node: items.DraftNode) -> Fields:
-    back = node.node - 1 - node.parent
-    fields = {"node": node.node, "parent_back": back, "token_id": node.token_id, "branch": not node.proposal}
-    if node.row is not None:
-        fields["row"] = row_to_message(node.row)
+    back = node.node_id - 1 - node.parent_id
+    fields = {"node_id": node.node_id, "parent_back": back, "token_id": node.token_id, "branch": not node.proposal}
+    if node.draft_probs is not None:
+        fields["draft_probs"] = probs_to_message(node.draft_probs)
     return fields
 
 
@@ -140,7 +155,7 @@ def _write_nodes(item: items.Nodes) -> Fields:
         "session": item.session,
         "incarnation": item.incarnation,
         "epoch": item.epoch,
-        "root_length": item.root_length if any(node.parent == 0 for node in item.nodes) else 0,
+        "root_length": item.root_length if any(node.parent_id == 0 for node in item.nodes) else 0,
         "nodes": list(map(_node_fields, item.nodes)),
         "step_us": item.step_us,
         "step_rows": item.step_rows,
@@ -149,17 +164,16 @@ def _write_nodes(item: items.Nodes) -> Fields:
 
 
 def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
-    """A malformed node ends the list and is counted: what came before it stays good."""
+    """Returns the nodes before the first malformed one; counts it and those after it, also those beyond the limit."""
     nodes = []
-    malformed_count = 0
     try:
-        for node in message.nodes:
-            number = node.node
-            row = row_from_message(node.row) if node.HasField("row") else None
+        for node in islice(message.nodes, NODES_PER_ITEM_MAX):
+            number = node.node_id
+            probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
             parent = number - 1 - node.parent_back
-            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, row).checked())
+            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, probs).checked())
     except InvalidRequest:
-        malformed_count = len(message.nodes) - len(nodes)
+        pass
     return items.Nodes(
         message.session,
         message.incarnation,
@@ -168,16 +182,16 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
         tuple(nodes),
         message.step_us,
         message.step_rows,
-        malformed_count,
+        len(message.nodes) - len(nodes),
         message.step_began_us,
     )
 
 
-def _logprobs_to_message(evidence: Evidence) -> target_pb.Logprobs:
-    positions = evidence.replacement_logprobs
+def _logprobs_to_message(output: SamplerOutput) -> target_pb.Logprobs:
+    positions = output.recovered_logprobs
     return target_pb.Logprobs(
-        draft=numbers_to_bytes("f", [position.logprob for position in evidence.draft_logprobs]),
-        replacement=numbers_to_bytes("f", [position.logprob for position in positions]),
+        draft=numbers_to_bytes("f", [position.logprob for position in output.draft_logprobs]),
+        recovered=numbers_to_bytes("f", [position.logprob for position in positions]),
         top_token_ids=[token_id for position in positions for token_id in position.top_token_ids],
         top=numbers_to_bytes("f", [value for position in positions for value in position.top_logprobs]),
     )
@@ -186,12 +200,14 @@ def _logprobs_to_message(evidence: Evidence) -> target_pb.Logprobs:
 def _positions_from_message(
     message: target_pb.Logprobs, count: int
 ) -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
-    """(draft, replacement) logprobs of a verification with `count` positions."""
+    """Returns (draft, recovered) logprobs of a verification with `count` positions."""
+    for name, size_max in (("draft", 4 * count), ("recovered", 4 * count), ("top", 4 * LOGPROBS_MAX * count)):
+        bounded(f"logprobs.{name}", getattr(message, name), size_max)
     draft = numbers_from_bytes("f", message.draft, "logprobs.draft")
-    replacement = numbers_from_bytes("f", message.replacement, "logprobs.replacement")
+    recovered = numbers_from_bytes("f", message.recovered, "logprobs.recovered")
     top = numbers_from_bytes("f", message.top, "logprobs.top")
-    sizes = len(draft), len(replacement), len(top), len(message.top_token_ids)
-    if len(draft) != count - 1 or len(replacement) != count or len(top) != sizes[3] or len(top) % count:
+    sizes = len(draft), len(recovered), len(top), len(message.top_token_ids)
+    if len(draft) != count - 1 or len(recovered) != count or len(top) != sizes[3] or len(top) % count:
         raise InvalidRequest("logprobs", sizes, f"numbers for {count} positions")
     width = len(top) // count
 
@@ -199,57 +215,72 @@ def _positions_from_message(
         start, end = index * width, (index + 1) * width
         return PositionLogprobs(logprob, tuple(message.top_token_ids[start:end]), tuple(top[start:end]))
 
-    return tuple(map(at, range(count), draft)), tuple(map(at, range(count), replacement))
+    return tuple(map(at, range(count), draft)), tuple(map(at, range(count), recovered))
 
 
-def _write_evidence(item: items.EvidenceAnswer) -> Fields:
-    fields, evidence = _evidence_fields(item), item.evidence
-    fields["replacement_token_ids"] = evidence.replacement_token_ids
-    if evidence.target_probs:
-        fields["target_probs"] = numbers_to_bytes("d", evidence.target_probs)
-    if evidence.replacement_logprobs:
-        fields["logprobs"] = _logprobs_to_message(evidence)
+def _write_result(item: items.VerificationResult) -> Fields:
+    fields, output = _result_fields(item), item.output
+    fields["recovered_token_ids"] = output.recovered_token_ids
+    if output.target_probs:
+        fields["target_probs"] = numbers_to_bytes("d", output.target_probs)
+    if output.recovered_logprobs:
+        fields["logprobs"] = _logprobs_to_message(output)
     return fields
 
 
-def _evidence_from_message(message: target_pb.EvidenceItem) -> items.EvidenceAnswer:
-    replacements = tuple(message.replacement_token_ids)
+def _result_from_message(message: target_pb.VerificationResultItem) -> items.VerificationResult:
+    most = DRAFT_LENGTH_LIMIT + 1
+    recovered = tuple(bounded("recovered_token_ids", message.recovered_token_ids, most))
     draft_logprobs: tuple[PositionLogprobs, ...] = ()
-    replacement_logprobs: tuple[PositionLogprobs, ...] = ()
+    recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     target_probs: tuple[float, ...] = ()
     if message.HasField("logprobs"):
-        draft_logprobs, replacement_logprobs = _positions_from_message(message.logprobs, len(replacements))
+        draft_logprobs, recovered_logprobs = _positions_from_message(message.logprobs, len(recovered))
     if message.target_probs:
-        target_probs = tuple(numbers_from_bytes("d", message.target_probs, "target_probs"))
-        if len(target_probs) != len(replacements) - 1:
-            raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(replacements) - 1}")
-    return items.EvidenceAnswer(
+        packed = bounded("target_probs", message.target_probs, 8 * DRAFT_LENGTH_LIMIT)
+        target_probs = tuple(numbers_from_bytes("d", packed, "target_probs"))
+        if len(target_probs) != len(recovered) - 1:
+            raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(recovered) - 1}")
+    return items.VerificationResult(
         message.session,
         message.incarnation,
         message.round_index,
-        Evidence(replacements, target_probs, draft_logprobs, replacement_logprobs),
-        *_evidence_figures(message),
+        SamplerOutput(recovered, target_probs, draft_logprobs, recovered_logprobs),
+        *_sampler_measurements(message),
+    )
+
+
+def _failure_from_message(message: types_pb.ErrorItem) -> items.Failure:
+    """Returns the failure; texts beyond their limit are cut, so that it ends what it names and not the stream."""
+    return items.Failure(
+        message.session,
+        message.incarnation,
+        message.code,
+        message.reason[:FAILURE_WORD_LENGTH_MAX],
+        message.message[:FAILURE_TEXT_LENGTH_MAX],
+        message.field[:FAILURE_WORD_LENGTH_MAX],
+        message.retry_after_ms,
     )
 
 
 # Per stream message: the oneof's field, the value's type, to fields of a message, from message.
-_COMMON_ASKS = (
+_COMMON_ITEMS = (
     ("open", items.Open, _open_fields, _open_from_message),
     ("extend", items.Extend, _fields_of(*_EXTEND, "token_ids"), _extend_from_message),
     ("close", items.Close, _fields_of(*_NAME), _reader_of(items.Close, *_NAME)),
 )
 _COMMON_ANSWERS = (
-    ("short", items.Short, _fields_of(*_SHORT), _reader_of(items.Short, *_SHORT)),
-    ("error", items.Failure, _fields_of(*_FAILURE), _reader_of(items.Failure, *_FAILURE)),
+    ("missing_tokens", items.MissingTokens, _fields_of(*_MISSING), _reader_of(items.MissingTokens, *_MISSING)),
+    ("error", items.Failure, _fields_of(*_FAILURE), _failure_from_message),
 )
-_VERIFY_ASKS = (*_COMMON_ASKS, ("verify", items.Verification, _write_verification, _verification_from_message))
-_VERIFY_ANSWERS = (*_COMMON_ANSWERS, ("evidence", items.EvidenceAnswer, _write_evidence, _evidence_from_message))
-_DRAFT_ASKS = (*_COMMON_ASKS, ("commit", items.Commit, _write_commit, _commit_from_message))
+_VERIFY_ITEMS = (*_COMMON_ITEMS, ("verify", items.Verification, _write_verification, _verification_from_message))
+_VERIFY_ANSWERS = (*_COMMON_ANSWERS, ("result", items.VerificationResult, _write_result, _result_from_message))
+_DRAFT_ITEMS = (*_COMMON_ITEMS, ("commit", items.Commit, _write_commit, _commit_from_message))
 _DRAFT_ANSWERS = (*_COMMON_ANSWERS, ("nodes", items.Nodes, _write_nodes, _nodes_from_message))
 _TABLES = {
-    target_pb.VerifyRequest: (target_pb.VerifyRequestItem, _VERIFY_ASKS),
+    target_pb.VerifyRequest: (target_pb.VerifyRequestItem, _VERIFY_ITEMS),
     target_pb.VerifyResponse: (target_pb.VerifyResponseItem, _VERIFY_ANSWERS),
-    draft_pb.DraftRequest: (draft_pb.DraftRequestItem, _DRAFT_ASKS),
+    draft_pb.DraftRequest: (draft_pb.DraftRequestItem, _DRAFT_ITEMS),
     draft_pb.DraftResponse: (draft_pb.DraftResponseItem, _DRAFT_ANSWERS),
 }
 _WRITERS: dict[type, dict[type, tuple[str, Callable[[Any], Fields]]]] = {
@@ -261,15 +292,15 @@ _READERS: dict[type, dict[str, Callable[[Any], Any]]] = {
 
 
 def item_to_bytes(message_class: type[Any], item: object) -> bytes:
-    """A whole stream message (`VerifyRequest`, …) that carries `item` alone, serialised. Several in a row are one
-    message that carries all of their items: that is how protobuf encodes repeated fields."""
+    """Returns a serialised stream message (`VerifyRequest`, …) with `item` alone. Several concatenated are one message
+    with all their items, by protobuf's encoding of repeated fields."""
     name, write = _WRITERS[message_class][type(item)]
     data: bytes = message_class(items=({name: write(item)},)).SerializeToString()
     return data
 
 
 def item_from_message(message: Any) -> Any:
-    """The checked value an item carries. Raises InvalidRequest naming what is out of bounds, or that it is empty."""
+    """Returns the checked value of an item. Raises InvalidRequest for a field out of bounds or an empty item."""
     name = message.WhichOneof("item")
     if name is None:
         raise InvalidRequest("item", "empty", "one of " + ", ".join(_READERS[type(message)]))
@@ -277,6 +308,6 @@ def item_from_message(message: Any) -> Any:
 
 
 def item_name(message: Any) -> tuple[int, int]:
-    """(session, incarnation) an item names, unchecked; zeros when it is empty. For answering malformed items."""
+    """Returns (session, incarnation) of an item, unchecked; zeros if it is empty. For answers to malformed items."""
     name = message.WhichOneof("item")
     return (0, 0) if name is None else (getattr(message, name).session, getattr(message, name).incarnation)

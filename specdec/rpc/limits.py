@@ -1,8 +1,8 @@
-"""Bounds that both sides of a connection share: how soon a dead peer is noticed, how large a message may be."""
+"""Limits of connections: the time to detect a dead peer or a stalled reader, the sizes and numbers of what it sends."""
 
 from __future__ import annotations
 
-# A cut network or a frozen peer is noticed within 3 s only with all of these together.
+# Only all of these together detect a cut network or a frozen peer within 3 s.
 KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -12,3 +12,17 @@ KEEPALIVE_OPTIONS = (
 )
 MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is refused by field, not by size
 MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
+READER_STALL_S_MAX = 30.0  # a client that takes no message for this time loses its generation, or its health watch
+STREAMS_PER_CONNECTION_MAX = 1024  # a call held open costs some 20 kB; further ones wait in their client
+
+WATCH_COUNT_MAX = 256  # health watches of one server: gRPC's client-side health checking has one per connection
+HELPER_REQUEST_BYTES_MAX = 1024  # of health and reflection: it holds a name, as long as the call lasts
+
+# The port of the probes demands no certificate. A probe is one short call, mostly on a connection of its own; a call
+# that a client holds open, or does not read, ends with its connection.
+PROBE_CONNECTION_OPTIONS = (
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_connection_age_ms", 10_000),
+    ("grpc.max_connection_age_grace_ms", 1000),
+    ("grpc.max_receive_message_length", 4096),  # so much more than a valid one that its field is named in the refusal
+)

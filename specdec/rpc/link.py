@@ -1,10 +1,11 @@
-"""A link: the long-lived stream between a coordinator and one replica, kept up by itself.
+"""A link: the long-lived stream between a coordinator and one replica, which reconnects by itself.
 
-It carries items of many sessions and knows nothing about them. An item is queued as the bytes of a request that holds
-it alone: the bytes of several in a row are one request that holds them all, so those queued in one turn of the event
-loop go out as one message. A message without items is a ping and is answered by one, so an idle link is measured and a
-silent peer is noticed. When a connection is lost all that was queued is dropped: the owner opens its sessions again on
-`on_up`.
+It carries items of many sessions and knows nothing about them. An item is queued as the bytes of a request with it
+alone; the concatenated bytes of several are one request with all items, so those queued in one turn of the event loop
+are one message. A message without items is a ping and is answered by one, so that an idle link is measured and a silent
+peer is detected. A lost connection drops all queued items: the owner opens its sessions again on `on_up`. The pause
+before the next connection doubles unless the last one was up for HEALTHY_S, so that a peer which is lost after each
+`on_up` does not make the owner send everything ten times a second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.rpc.client import Response, call_unary
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
@@ -26,23 +28,31 @@ from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
+HEALTHY_S = 10.0  # five times the longest back-off: a connection that is lost earlier does not reset it
 TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
-SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer is taken for dead
+SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer counts as dead
 CLOSED = "closed"  # by this side
-QUEUE_ITEM_COUNT_MAX = 65536  # a peer that leaves so many untaken is as good as dead
+QUEUE_ITEM_COUNT_MAX = 65536  # with more unsent items the peer counts as dead
+ITEM_COUNT_MAX = 1024  # of one message: 10 ms of reading, and several items for each of the usual 64 sessions
+
+
+def check_item_count(count: int) -> None:
+    """Raises InvalidRequest for a message with too many items, before any is read."""
+    if count > ITEM_COUNT_MAX:
+        raise InvalidRequest("items", count, f"at most {ITEM_COUNT_MAX} in one message")
 
 
 class LinkDown(Exception):
-    """The connection is over; the sentence says why."""
+    """The connection is over; the message is the reason."""
 
 
 class Link:
     """One link. All methods and callbacks belong to the event loop's thread; callbacks must not block.
 
-    `connect` makes a fresh channel for each connection. `on_up()`: the peer has answered. `on_items(items,
-    bytes_received)`: one message's items, in order; InvalidRequest from it drops the connection as malformed.
-    `on_down(reason)`: after every `on_up`, once.
+    `connect` makes a fresh channel for each connection, which `ask` uses too. `on_up()`: the peer has answered.
+    `on_items(items, bytes_received)`: one message's items, in order; InvalidRequest from it drops the connection as
+    malformed. `on_down(reason)`: after every `on_up`, once.
     """
 
     def __init__(
@@ -63,6 +73,8 @@ class Link:
         self.bytes_received = 0
         self.stamps = Stamps(wall_offset_ns)
         self._connect = connect
+        self._channel: grpc.aio.Channel | None = None
+        self._up_s = 0.0
         self._method = method
         self._request_class = request_class
         self._response_class = response_class
@@ -76,8 +88,8 @@ class Link:
         return f"Link({self.peer}, {'up' if self.is_up else 'down: ' + self.down_reason})"
 
     def send(self, request: bytes, is_timed: bool = False) -> bool:
-        """Queues the item of a serialised request for the next message, which is stamped if it is to be timed; False,
-        and dropped, while the link is down."""
+        """Queues the item of a serialised request for the next message, which gets a stamp if `is_timed`; returns False
+        and drops it while the link is down."""
         if self.is_up:
             if is_timed:
                 self.stamps.force()
@@ -86,15 +98,21 @@ class Link:
             self._queue.append(request)
         return self.is_up
 
+    async def ask(self, method: str, request: Message, response_class: type[Response], timeout_s: float) -> Response:
+        """Calls a unary method of the process at the other end of the stream. Raises the peer's SpecdecError, and
+        ReplicaUnavailable without a connection. It is cancelled when the connection is lost."""
+        if self._channel is None:
+            raise ReplicaUnavailable(self.down_reason)
+        return await call_unary(self._channel, method, request, response_class, timeout_s)
+
     async def run(self) -> None:
         """Keeps the link up until cancelled; then the connection is closed and `on_down` has been called."""
         backoff_s = BACKOFF_MIN_S
         while True:
-            was_up = False
+            self._up_s = float("inf")
             try:
                 await self._connection()
             except LinkDown as down:
-                was_up = self.is_up
                 self._set_down(str(down))
             except SpecdecError as error:  # such as a TLS file that cannot be read just then
                 self._set_down(str(error))
@@ -103,12 +121,12 @@ class Link:
                 self._set_down(f"{self.peer}: {type(error).__name__}")
             finally:
                 self._set_down(CLOSED)
-            backoff_s = BACKOFF_MIN_S if was_up else backoff_s
+            backoff_s = BACKOFF_MIN_S if time.monotonic() - self._up_s >= HEALTHY_S else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
     def _set_down(self, reason: str) -> None:
-        """Idempotent: the first reason after a connection counts."""
+        """Marks the link as down; idempotent: the first reason after a connection counts."""
         if self.is_up:
             self.is_up = False
             self._queue.clear()
@@ -116,15 +134,16 @@ class Link:
             log("link down", peer=self.peer, reason=reason)
             self.down_reason = reason
             self._on_down(reason)
-        elif reason != CLOSED:
+        elif reason not in (CLOSED, self.down_reason):
+            get_logger().warning("link not up", peer=self.peer, reason=reason)
             self.down_reason = reason
 
     async def _connection(self) -> None:
-        """One connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
+        """Runs one connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
         self.stamps = Stamps(wall_offset_ns)
         self._queue.clear()
         self._silent_ticks = self._idle_ticks = 0
-        channel = self._connect()
+        channel = self._channel = self._connect()
         call = channel.stream_stream(self._method)()
         parts = [asyncio.create_task(part(call)) for part in (self._read, self._write, self._watch)]
         try:
@@ -136,6 +155,7 @@ class Link:
             for part in parts:
                 part.cancel()
             call.cancel()
+            self._channel = None
             await asyncio.gather(*parts, return_exceptions=True)
             await channel.close()
 
@@ -150,12 +170,13 @@ class Link:
         raise LinkDown(f"{self.peer} ended the stream")
 
     def _take(self, data: bytes) -> None:
-        """One message: measure, report the first as `on_up`, hand its items over."""
+        """Handles one message: measures it, calls `on_up` at the first, passes its items on."""
         try:
             response = self._response_class.FromString(data)
+            check_item_count(len(response.items))
             self.stamps.received(response, time.monotonic_ns())
             if not self.is_up:
-                self.is_up = True
+                self.is_up, self._up_s = True, time.monotonic()
                 get_logger().info("link up", peer=self.peer)
                 self._on_up()
             if response.items:
@@ -168,7 +189,7 @@ class Link:
             raise LinkDown(f"an answer of {self.peer} could not be handled") from error
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Sends a first ping, then whatever is queued. When the call is over, the reader knows why."""
+        """Sends a first ping, then all queued items. When the call is over, the reader has the reason."""
         self._wake.set()
         try:
             while True:
@@ -182,15 +203,15 @@ class Link:
             return
 
     def _next_message(self) -> bytes:
-        """The queued items that fit one message, at least one if there is any, with a stamp where one is due; a ping
-        when there is none."""
-        parts, self._queue = self._queue, []
+        """Returns the queued items that fit one message, at least one if there is any, with a stamp if one is due; a
+        ping if there is none."""
+        parts, self._queue = self._queue[:ITEM_COUNT_MAX], self._queue[ITEM_COUNT_MAX:]
         if sum(map(len, parts)) > MESSAGE_BYTES_SOFT:
             sizes = itertools.accumulate(map(len, parts))
             count = max(1, sum(size <= MESSAGE_BYTES_SOFT for size in sizes))
-            parts, self._queue = parts[:count], parts[count:]
-            if self._queue:
-                self._wake.set()
+            parts, self._queue = parts[:count], parts[count:] + self._queue
+        if self._queue:
+            self._wake.set()
         now_ns = time.monotonic_ns()
         if not parts or self.stamps.is_due(now_ns):
             request = self._request_class()
@@ -199,7 +220,7 @@ class Link:
         return b"".join(parts)
 
     async def _watch(self, _call: grpc.aio.StreamStreamCall) -> None:
-        """Pings and notices silence. It counts its own ticks, so a pause of this process blames no peer."""
+        """Sends pings and detects silence. It counts its own ticks, so a pause of this process is no peer's silence."""
         while True:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1

@@ -1,6 +1,6 @@
-"""Ports to listen on: whether one can be had, and the second, plain one that answers health checks only.
+"""Ports to listen on: a check that one is free, and the second, plain port that answers health checks only.
 
-A kubelet's probe speaks no TLS, so beside a port with mutual TLS it needs another. Nothing else can be asked there.
+A kubelet's probe speaks no TLS, so beside a port with mutual TLS it needs another, without any other method.
 """
 
 from __future__ import annotations
@@ -11,30 +11,27 @@ import socket
 from collections.abc import Sequence
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
 
 from specdec.config import split_address
 from specdec.errors import ConfigError
-from specdec.rpc.limits import KEEPALIVE_OPTIONS
-
-HEALTH_CALL_COUNT_MAX = 64  # whoever reaches the port may ask; watching is a call that stays
-HEALTH_MESSAGE_BYTES_MAX = 4096
+from specdec.rpc.health import Health
+from specdec.rpc.limits import KEEPALIVE_OPTIONS, PROBE_CONNECTION_OPTIONS
 
 _HEALTH_OPTIONS = (
     *KEEPALIVE_OPTIONS,
+    *PROBE_CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.max_receive_message_length", HEALTH_MESSAGE_BYTES_MAX),
 )
 
 
 def bracketed(host: str) -> str:
-    """The host as it stands before a colon and a port."""
+    """Returns the host in the form for HOST:PORT, an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def check_port(host: str, port: int, flag: str = "--port", host_flag: str = "--host") -> None:
-    """ConfigError saying what is wrong when `port` cannot be had. Asked first because gRPC reports no cause."""
+    """Raises ConfigError with the cause if `port` cannot be bound. Called first because gRPC reports no cause."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -51,16 +48,17 @@ def check_port(host: str, port: int, flag: str = "--port", host_flag: str = "--h
 
 
 class HealthPort:
-    """The plain port: the health of `servicer`, and UNIMPLEMENTED for everything else."""
+    """The plain port: Check of `health`, and UNIMPLEMENTED for everything else, Watch included.
 
-    def __init__(self, servicer: health.aio.HealthServicer, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
-        self._server = grpc.aio.server(
-            options=_HEALTH_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=HEALTH_CALL_COUNT_MAX
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+    Calls are bounded per connection and not together: otherwise one client could take the places of the probes.
+    """
+
+    def __init__(self, health: Health, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
+        self._server = grpc.aio.server(options=_HEALTH_OPTIONS, interceptors=interceptors)
+        self._server.add_generic_rpc_handlers((health.handlers(has_watch=False),))
 
     async def start(self, address: str) -> str:
-        """Listens; returns HOST:PORT. ConfigError, one line, when the port cannot be had."""
+        """Listens; returns HOST:PORT. Raises ConfigError, one line, if the port cannot be bound."""
         flag = "--health-address"
         host, port = split_address(address, port_min=0)
         check_port(host, port, flag, flag)
@@ -72,5 +70,5 @@ class HealthPort:
         return f"{bracketed(host)}:{port}"
 
     async def stop(self) -> None:
-        """Ends it, and every watch."""
+        """Stops the port, and every call."""
         await self._server.stop(0.0)

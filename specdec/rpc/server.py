@@ -1,8 +1,7 @@
-"""A gRPC server as every service runs it: health, reflection, TLS, limits, draining, and errors that say what is wrong.
+"""The gRPC server of every service: health, reflection, TLS, limits, draining, and errors with their causes.
 
-Methods are registered by bytes and parse for themselves, so malformed messages are answered INVALID_ARGUMENT like any
-other bad input. A handler raises SpecdecError; whatever else it raises is logged and answered INTERNAL without details,
-and costs that call only.
+Methods take bytes and parse them, so malformed messages are answered INVALID_ARGUMENT like any other bad input. A
+handler raises SpecdecError; any other exception is logged, answered INTERNAL without details, and ends that call only.
 """
 
 from __future__ import annotations
@@ -16,12 +15,18 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.config import ServiceSettings
 from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
+from specdec.rpc.delivery import Delivery
+from specdec.rpc.health import HEALTH_SERVICE, Health
+from specdec.rpc.limits import (
+    HELPER_REQUEST_BYTES_MAX,
+    KEEPALIVE_OPTIONS,
+    MESSAGE_BYTES_MIN,
+    STREAMS_PER_CONNECTION_MAX,
+)
 from specdec.rpc.ports import HealthPort, bracketed, check_port
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
@@ -32,13 +37,12 @@ MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's t
 _SERVER_OPTIONS = (
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.so_reuseport", 0),  # two services on one port would share its connections in silence
+    ("grpc.so_reuseport", 0),  # two services on one port would share its connections without an error
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
 )
 
-ALIVE = "alive"  # a name in the health service that is SERVING until the drain, for probes of whether to restart
-LAST_WORDS_S = 1.0  # of calls that are given up when the grace is over
-READER_STALL_S_MAX = 30.0  # a reader that takes nothing for so long loses its generation
+ALIVE = "alive"  # a name in the health service that is SERVING until the drain, for liveness probes
+LAST_WORDS_S = 1.0  # for the last messages of calls that are cancelled at the end of the grace
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -46,12 +50,12 @@ Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 def message_bytes_max(positions_max: int) -> int:
-    """The largest message to take for a model of so many positions."""
+    """Returns the message size limit for a model of `positions_max` positions."""
     return max(MESSAGE_BYTES_MIN, MESSAGE_BYTES_PER_POSITION * positions_max)
 
 
 def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
-    """The message in `data`; InvalidRequest naming the message when the bytes are not one."""
+    """Returns the message in `data`. Raises InvalidRequest naming the message if the bytes are malformed."""
     try:
         message: AnyMessage = message_class.FromString(data)
     except DecodeError:
@@ -62,7 +66,7 @@ def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a service: its kind, its request's class (of no meaning for bytes) and its handler."""
+    """One method of a service: its kind, its request's class (unused for bytes) and its handler."""
 
     kind: str
     request_class: type[Message]
@@ -70,57 +74,24 @@ class Method:
 
 
 def unary(request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], Awaitable[Message]]) -> Method:
-    """A method with one request and one answer."""
+    """Returns a method with one request and one answer."""
     return Method("unary", request_class, handler)
 
 
 def unary_stream(
     request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], AsyncGenerator[Message, None]]
 ) -> Method:
-    """A method with one request and a stream of answers. The generator is closed when the client is gone."""
+    """Returns a method with one request and a stream of answers. The client's disconnection closes the generator."""
     return Method("unary_stream", request_class, handler)
 
 
 def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awaitable[None]]) -> Method:
-    """A link: bytes in, bytes out. `requests` ends when the client has; the handler is cancelled when it is gone.
+    """Returns a link: bytes in, bytes out. `requests` ends with the client's; its disconnection cancels the handler.
 
-    The handler parses each message itself, so that a bad one is answered and the link goes on. A link has no end of
-    its own: draining waits for the work it carries, where `stop` is told of some.
+    The handler parses each message itself, so that a bad one is answered and the link continues. A link has no end of
+    its own: draining waits for the work it carries if `stop` gets `links_idle`.
     """
     return Method("stream_stream", Message, handler)
-
-
-class Delivery:
-    """The stream of one call. When its reader takes nothing for long, the work behind the messages ends at once."""
-
-    def __init__(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
-        self._responses = responses
-        self._context = context
-        self._loop = asyncio.get_running_loop()
-        self._written_s: float | None = None  # since when a message has been waiting to be taken
-        self._ending: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(READER_STALL_S_MAX, self._look)
-
-    async def run(self) -> None:
-        """Writes all. Raises DeliveryStalled once a stalled reader took what was written: no status leaves before."""
-        try:
-            async for response in self._responses:
-                self._written_s = self._loop.time()
-                await self._context.write(response.SerializeToString())
-                self._written_s = None
-                if self._ending is not None:
-                    await self._ending
-                    raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s")
-        finally:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        """Gives up on a message that waited too long, or looks again when it will have."""
-        waited_s = 0.0 if self._written_s is None else self._loop.time() - self._written_s
-        if waited_s >= READER_STALL_S_MAX:
-            self._ending = self._loop.create_task(self._responses.aclose())
-            return
-        self._timer = self._loop.call_later(READER_STALL_S_MAX - waited_s, self._look)
 
 
 class Server:
@@ -141,8 +112,12 @@ class Server:
         self._draining = False
         self._grace_over = False
         self.is_serving = False
-        self._health = health.aio.HealthServicer()
-        options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
+        self._health = Health()
+        options = (
+            *_SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", message_bytes),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+        )
         interceptors = (_StrictParsing(),)
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         self._health_port = HealthPort(self._health, interceptors) if settings.health_address else None
@@ -150,14 +125,12 @@ class Server:
             handlers = {name: self._handler(f"{service}/{name}", method) for name, method in methods.items()}
             self._server.add_registered_method_handlers(service, handlers)
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._server.add_generic_rpc_handlers((self._health.handlers(has_watch=True),))
+        reflection.enable_server_reflection((*services, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> str:
-        """Listens, NOT_SERVING; returns HOST:PORT. ConfigError, one line, when the port cannot be had."""
+        """Listens, NOT_SERVING; returns HOST:PORT. Raises ConfigError, one line, if the port cannot be bound."""
         await self.set_serving(False)
-        await self._health.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
         host, port = self._settings.host, self._settings.port
         certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
         check_port(host, port)
@@ -175,11 +148,9 @@ class Server:
         return self.address
 
     async def set_serving(self, serving: bool) -> None:
-        """Says so in the health of every service and of the server as a whole."""
+        """Sets the health of every service and of the server as a whole; NOT_SERVING in a drain."""
         self.is_serving = serving and not self._draining
-        states = health_pb2.HealthCheckResponse
-        for name in ("", *self._service_names):
-            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+        self._health.set({**dict.fromkeys(("", *self._service_names), self.is_serving), ALIVE: not self._draining})
 
     async def stop(
         self,
@@ -187,14 +158,13 @@ class Server:
         links_idle: Awaitable[object] | None = None,
         give_up: Callable[[], None] | None = None,
     ) -> None:
-        """NOT_SERVING at once and calls refused; running ones get `grace_s` to finish, then UNAVAILABLE.
+        """Stops: NOT_SERVING and refused calls at once; running calls get `grace_s` to finish, then UNAVAILABLE.
 
-        `links_idle` is waited for as long, where links carry work. `give_up` is called when the grace is over, and what
-        still runs gets a moment to say its last words, before it is cancelled.
+        `links_idle`: ends when links carry no more work; awaited for the same time. `give_up` is called when the grace
+        is over; running calls then have LAST_WORDS_S for their last messages before they are cancelled.
         """
         self._draining = True
         await self.set_serving(False)
-        await self._health.enter_graceful_shutdown()
         if links_idle is not None:
             await _wait((self._idle.wait(), links_idle), grace_s)
         elif self._calls:
@@ -219,8 +189,10 @@ class Server:
 
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
+                delivery = Delivery(context)
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
-                    await Delivery(responses, context).run()
+                    async for response in responses:
+                        await delivery.write(response.SerializeToString())
 
         async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._answering(name, context, counted=False):
@@ -234,7 +206,7 @@ class Server:
 
     @asynccontextmanager
     async def _answering(self, name: str, context: Context, counted: bool = True) -> AsyncIterator[None]:
-        """Around every handler: counts it while it runs, and turns what it raises into a status."""
+        """The context of every handler: counts it while it runs, and turns its exceptions into a status."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -245,6 +217,8 @@ class Server:
                 self._idle.clear()
             yield
         except SpecdecError as error:
+            if isinstance(error, DeliveryStalled):
+                self._uncount(task)  # its work has ended; its status may wait behind unread messages for ever
             await abort(context, error)
         except asyncio.CancelledError:
             if not (self._grace_over and counted):
@@ -253,25 +227,28 @@ class Server:
         except grpc.aio.AbortError:
             raise
         except Exception:
-            if context.done():  # the client is gone, and what was being written with it
+            if context.done():  # the client has disconnected during a write
                 raise
             get_logger().exception("call failed", method=name)
             await abort(context, SpecdecError("the service failed at this call; its log says why"))
         finally:
-            self._calls.discard(task)
-            if not self._calls:
-                self._idle.set()
+            self._uncount(task)
+
+    def _uncount(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not self._calls:
+            self._idle.set()
 
 
 async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> None:
-    """Waits until all hold, `timeout_s` at most."""
+    """Waits for all conditions, `timeout_s` at most."""
     _, unmet = await asyncio.wait([asyncio.ensure_future(one) for one in conditions], timeout=timeout_s)
     for one in unmet:
         one.cancel()
 
 
 class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Lets the library services (health, reflection) answer malformed bytes as ours do."""
+    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -283,6 +260,9 @@ class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
         async def checked(data: bytes, context: Context) -> Message:
             try:
+                if len(data) > HELPER_REQUEST_BYTES_MAX:
+                    name, limit = message_class.DESCRIPTOR.full_name, f"at most {HELPER_REQUEST_BYTES_MAX} bytes"
+                    raise InvalidRequest(name, f"{len(data)} bytes", limit)
                 return parse(message_class, data)
             except InvalidRequest as error:
                 await abort(context, error)

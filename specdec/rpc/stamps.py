@@ -1,10 +1,10 @@
-"""The times that stream messages carry, and what they tell about the hop: arithmetic only, no clock.
+"""Stamps: the times that stream messages carry, and network time and clock offset computed from them; no clock.
 
-A stamp names the last stamp its sender had received, when it left (t2), and how long the named one had been there by
-then (t2 - t1). With t0 the time the named one was sent and t3 the time this one arrived, the network took
-(t3 - t0) - (t2 - t1): differences of one clock each, so no common clock is needed. How far the clocks stand apart is
-((t1 - t0) + (t2 - t3)) / 2, wrong by half the network time at most; the quickest of the last exchanges tells it best.
-Both sides of a stream use the same class.
+A stamp names the last stamp its sender received, its own send time (t2), and the time since the named one's arrival
+(t2 - t1). With t0 the send time of the named one and t3 the arrival of this one, the network time is
+(t3 - t0) - (t2 - t1): differences of one clock each, so no common clock is needed. The clock offset is
+((t1 - t0) + (t2 - t3)) / 2, wrong by half the network time at most; the quickest of the last exchanges is the best
+estimate. Both sides of a stream use the same class.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 UNECHOED_COUNT_MAX = 4096  # stamps on the way at once, far more than a link that is not silent can have
 WINDOW_LENGTH = 64  # about a minute of an idle link, a second of a busy one
-INTERVAL_NS = 5_000_000  # between stamps on a busy stream: more would cost bytes and tell nothing
-WALL_INTERVAL_NS = 1_000_000_000  # between tellings of the wall time, which nobody sets more often
-OFFSET_AGE_NS = 5_000_000_000  # of exchanges that clocks are compared by: badly kept ones part by 0.3 ms in it
+INTERVAL_NS = 5_000_000  # between stamps on a busy stream: more would cost bytes without information
+WALL_INTERVAL_NS = 1_000_000_000  # between reports of the wall time, which is rarely set
+OFFSET_AGE_NS = 5_000_000_000  # of exchanges for the clock offset: poor clocks drift by 0.3 ms in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Exchange:
 class Stamps:
     """One side of one stream. Times are readings of this side's monotonic clock, in nanoseconds.
 
-    `wall_offset_ns` gives wall time less that clock; without it nothing is told of wall time.
+    `wall_offset_ns` returns wall time less that clock; without it no wall time is sent.
     """
 
     def __init__(self, wall_offset_ns: Callable[[], int] | None = None) -> None:
-        self.network_s: float | None = None  # of the last stamp that told one, both ways
+        self.network_s: float | None = None  # both ways, of the last stamp that gave one
         self._wall_offset_ns = wall_offset_ns
         self._own_wall_offset_ns: int | None = None
         self._peer_wall_offset_ns: int | None = None
@@ -55,15 +55,15 @@ class Stamps:
         self._exchanges: deque[Exchange] = deque(maxlen=WINDOW_LENGTH)
 
     def force(self) -> None:
-        """The next message is stamped, however short ago the last one was: something in it is to be timed."""
+        """Stamps the next message regardless of the last stamp's age, because an item in it is to be timed."""
         self._is_forced = True
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether a message with items is worth a stamp."""
+        """Whether the next message with items gets a stamp."""
         return self._is_forced or self._stamped_ns is None or now_ns - self._stamped_ns >= INTERVAL_NS
 
     def stamp(self, message: Any, now_ns: int) -> None:
-        """Stamps a stream message about to be sent: a ping always, others as often as it is worth it."""
+        """Stamps a stream message about to be sent: a ping always, others if due."""
         if message.items and not self.is_due(now_ns):
             return
         self._stamped_ns, self._is_forced = now_ns, False
@@ -88,9 +88,9 @@ class Stamps:
             stamp.wall_time_us = (now_ns + self._own_wall_offset_ns) // 1000
 
     def received(self, message: Any, now_ns: int) -> float | None:
-        """Takes note of a stream message; returns the network time in seconds, both ways, where it tells one.
+        """Takes the stamp of a stream message; returns the network time in seconds, both ways, if it gives one.
 
-        What a peer claims can only spoil what is measured about that peer: nonsense is passed over.
+        Invalid stamps are ignored; a peer's false times affect only the measurements of that peer.
         """
         if not message.HasField("stamp"):
             return None
@@ -110,12 +110,12 @@ class Stamps:
         return self.network_s
 
     def _forget_before(self, sequence: int) -> None:
-        """Echoes only grow, so earlier messages will not be named again."""
+        """Drops earlier stamps: echoes only grow, so these are not named again."""
         while (first := next(iter(self._sent_ns))) < sequence:
             del self._sent_ns[first]
 
     def _best(self) -> Exchange | None:
-        """The quickest exchange of the last few seconds: it tells best how the clocks stand."""
+        """The quickest exchange of the last few seconds: the best estimate of the clock offset."""
         if not self._exchanges:
             return None
         since_ns = self._exchanges[-1].own_ns - OFFSET_AGE_NS
@@ -123,7 +123,7 @@ class Stamps:
 
     @property
     def clock_offset_s(self) -> float | None:
-        """The peer's wall clock less this side's, as estimated; None before both have been told."""
+        """The estimate of the peer's wall clock less this side's; None before both are known."""
         best = self._best()
         if best is None or self._own_wall_offset_ns is None or self._peer_wall_offset_ns is None:
             return None
@@ -131,9 +131,9 @@ class Stamps:
         return (monotonic_ns + self._peer_wall_offset_ns - self._own_wall_offset_ns) / 1e9
 
     def earliest_own_ns(self, peer_time_us: int) -> int | None:
-        """The earliest that this side's clock can have shown when the peer's showed `peer_time_us`; None: unknown.
+        """Returns the earliest possible time of this side's clock at `peer_time_us` of the peer's; None: unknown.
 
-        As if all of the network time had been on the way here; later by that time if all was on the way there.
+        It assumes all network time on the way here; later by that time if all was on the way there.
         """
         best = self._best()
         return None if best is None else best.own_ns - best.network_ns + 1000 * peer_time_us - best.peer_ns

@@ -1,8 +1,8 @@
 """Errors to gRPC statuses and back: the only place that knows gRPC codes.
 
-A status carries google.rpc.ErrorInfo (reason, domain, what the error names), BadRequest when a field is at fault and
-RetryInfo where waiting helps. Inside a long-lived stream the same facts travel in a Failure item, since one bad item
-must not end the stream. Reading is forgiving: a status without details becomes the error its code stands for.
+A status contains google.rpc.ErrorInfo (reason, domain, the error's values), BadRequest for a bad field and RetryInfo if
+waiting helps. In a long-lived stream a Failure item contains the same, since one bad item must not end the stream.
+Reading is lenient: a status without details becomes the error of its code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.errors import SpecdecError
 from specdec.protocol.items import Failure
 
 DOMAIN = "specdec.dev"
-MESSAGE_LENGTH_MAX = 1000  # gRPC refuses metadata beyond 8 KiB; a longer sentence helps nobody
+MESSAGE_LENGTH_MAX = 1000  # gRPC refuses metadata beyond 8 KiB
 
 _CODES: dict[type[SpecdecError], grpc.StatusCode] = {
     SpecdecError: grpc.StatusCode.INTERNAL,
@@ -34,7 +34,7 @@ _CODES: dict[type[SpecdecError], grpc.StatusCode] = {
     errors.NumericsError: grpc.StatusCode.INTERNAL,
 }
 _CLASSES_BY_REASON = {error_class.reason: error_class for error_class in _CODES}
-REASONS = tuple(_CLASSES_BY_REASON)  # all words there are for what goes wrong
+REASONS = tuple(_CLASSES_BY_REASON)  # all reasons of errors
 _CLASSES_BY_CODE = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.CacheExhausted,
@@ -45,7 +45,7 @@ _CLASSES_BY_CODE = {
     grpc.StatusCode.ABORTED: errors.DeliveryStalled,
 }
 _CODES_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
-# What an error of a class carries beside its sentence, with the value it has when the wire does not say.
+# The values of an error class beside its message, with the defaults for a status without them.
 _FACTS: dict[type[SpecdecError], dict[str, object]] = {
     errors.InvalidRequest: {"field": "", "value": "", "limit": ""},
     errors.CacheExhausted: {"retry_after_s": 1.0},
@@ -54,17 +54,17 @@ _FACTS: dict[type[SpecdecError], dict[str, object]] = {
 
 
 def code_of(error: SpecdecError) -> grpc.StatusCode:
-    """The code of the nearest class in the error tree that has one."""
+    """Returns the code of the nearest class in the error tree that has one."""
     return next(_CODES[base] for base in type(error).__mro__ if base in _CODES)
 
 
 def sentence_of(error: SpecdecError) -> str:
-    """The error's sentence, cut to what a status may carry."""
+    """Returns the error's message, cut to MESSAGE_LENGTH_MAX."""
     return str(error)[:MESSAGE_LENGTH_MAX]
 
 
 def status_from_error(error: SpecdecError) -> status_pb2.Status:
-    """The rich status of an error."""
+    """Returns the status of an error, with details."""
     status = status_pb2.Status(code=code_of(error).value[0], message=sentence_of(error))
     facts = {name: str(getattr(error, name, "")) for name in ("field", "value", "limit") if hasattr(error, name)}
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=facts))
@@ -86,7 +86,7 @@ async def abort(context: grpc.aio.ServicerContext, error: SpecdecError) -> NoRet
 
 
 def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
-    """The error a failed call stands for, to be raised at the client in its place."""
+    """Returns the error of a failed call, to be raised at the client in its place."""
     facts: dict[str, object] = {}
     error_class = _CLASSES_BY_CODE.get(failed.code(), SpecdecError)
     for detail in _details(failed):
@@ -96,14 +96,14 @@ def error_from_rpc(failed: grpc.aio.AioRpcError) -> SpecdecError:
             facts.update(info.metadata)
         elif detail.Unpack(retry):
             facts["retry_after_s"] = retry.retry_delay.ToMilliseconds() / 1000
-    # A failed connection is told with gRPC's own preamble; what follows "last error" is the cause.
+    # For a failed connection gRPC adds a preamble; the cause follows "last error".
     sentence = (failed.details() or failed.code().name).rpartition("last error: ")[2]
     sentence = sentence.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
     return _remake(error_class, sentence, facts)
 
 
 def _details(failed: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
-    """The status details of a failed call; none when the peer sent none or sent nonsense."""
+    """Returns the status details of a failed call; none if the peer sent none or malformed ones."""
     for key, value in failed.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             try:
@@ -114,7 +114,7 @@ def _details(failed: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
 
 
 def _remake(error_class: type[SpecdecError], message: str, facts: dict[str, object]) -> SpecdecError:
-    """An error as it was at the peer. Its sentence was made there, so the constructor must not make it again."""
+    """Returns the peer's error. Its message was made there, so the constructor must not make it again."""
     error = error_class.__new__(error_class, message)
     for name, absent in _FACTS.get(error_class, {}).items():
         setattr(error, name, facts.get(name, absent))
@@ -122,7 +122,7 @@ def _remake(error_class: type[SpecdecError], message: str, facts: dict[str, obje
 
 
 def failure_from_error(error: SpecdecError, session: int, incarnation: int) -> Failure:
-    """The item that reports an error of one session; zeros where the item at fault named none."""
+    """Returns the item that reports an error of one session; zeros if the failed item named none."""
     return Failure(
         session,
         incarnation,
@@ -135,7 +135,7 @@ def failure_from_error(error: SpecdecError, session: int, incarnation: int) -> F
 
 
 def error_from_failure(failure: Failure) -> SpecdecError:
-    """The error a Failure item reports."""
+    """Returns the error that a Failure item reports."""
     by_code = _CLASSES_BY_CODE.get(_CODES_BY_NUMBER.get(failure.code, grpc.StatusCode.UNKNOWN), SpecdecError)
     facts = {"field": failure.field, "retry_after_s": failure.retry_after_ms / 1000}
     return _remake(_CLASSES_BY_REASON.get(failure.reason, by_code), failure.message, facts)

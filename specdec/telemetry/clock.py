@@ -1,20 +1,20 @@
-"""How this process's monotonic clock stands to wall time.
+"""The offset of wall time to this process's monotonic clock.
 
 Durations and decisions use the monotonic clock (`time.monotonic` and `time.perf_counter`, one clock on Linux); only
-what leaves the machine to be read by people, such as the times of spans, is in wall time.
+times that people read, such as those of spans, are in wall time.
 """
 
 from __future__ import annotations
 
 import time
 
-READING_COUNT = 3  # a reading that was interrupted is told from one that was not
+READING_COUNT = 3  # the quickest was not interrupted
 
 
 def wall_offset_ns() -> int:
-    """Nanoseconds to add to the monotonic clock to have wall time since 1970, by the quickest of a few readings.
+    """Returns the nanoseconds from the monotonic clock to wall time since 1970, by the quickest of a few readings.
 
-    It changes when the wall clock is set: whoever wants spans that agree with each other reads it once for all of them.
+    It changes when the wall clock is set: read it once for all spans that must agree.
     """
     readings = []
     for _ in range(READING_COUNT):

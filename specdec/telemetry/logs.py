@@ -26,14 +26,14 @@ bind = structlog.contextvars.bind_contextvars
 
 
 def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Replaces what users wrote or were answered; lines are kept longer and read by more people than texts."""
+    """Replaces the texts of users and answers; log lines are kept longer and read by more people than texts."""
     for name in WITHHELD_FIELDS & event.keys():
         event[name] = "(withheld)"
     return event
 
 
 class _Forwarding(logging.Handler):
-    """Lines of modules that know the standard library's logging only, such as the engine's, in our own form."""
+    """Formats the lines of modules that use the standard library's logging, such as the engine's, like all others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         get_logger(component=record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)

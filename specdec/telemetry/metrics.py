@@ -1,7 +1,7 @@
-"""What a process counts, as plain values, and the metric families made of them when somebody asks.
+"""The counts of a process as plain values, and the Prometheus metrics made of them on request.
 
-Counting is an addition by one thread and takes no lock; another reads. A reader may find one figure an event ahead of
-another, never a wrong one. Labels are words from fixed lists, never what users sent.
+Counting is an addition by one thread without a lock; another thread reads. One value may be an event ahead of another,
+never wrong. Labels are words from fixed lists, never texts of users.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Names = TypeVar("Names", bound=tuple[str, ...])
 
 
 class Histogram:
-    """Observations by size. `counts[i]` are those above `bounds[i - 1]` and at most `bounds[i]`; the last are above all
-    bounds. `exemplars` are the newest of each bucket that has one, with their traces and times since 1970."""
+    """Observations by size. `counts[i]`: those above `bounds[i - 1]` and at most `bounds[i]`; the last: those above all
+    bounds. `exemplars`: the newest of each bucket that has one, with its trace and its time since 1970."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -54,7 +54,7 @@ class Histogram:
         self.exemplars[self.add(value)] = Exemplar({"trace_id": trace_id}, value, wall_s)
 
 
-def _family(
+def _metric(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     help: str,
@@ -62,32 +62,32 @@ def _family(
     labels: Labels | None = None,
     *names: str,
 ) -> Metric:
-    """One number, or numbers by the values of the labels `names`; `labels` stand on all of them."""
+    """Returns a metric of one number, or of numbers by the values of the labels `names`; all have `labels`."""
     labels = labels or {}
-    family = kind(name, help, labels=[*labels, *names])
+    metric = kind(name, help, labels=[*labels, *names])
     for key, number in (value if isinstance(value, Mapping) else {(): value}).items():
-        family.add_metric([*labels.values(), *key], number)
-    return family
+        metric.add_metric([*labels.values(), *key], number)
+    return metric
 
 
-gauge = partial(_family, GaugeMetricFamily)  # as things are now
-counter = partial(_family, CounterMetricFamily)  # since the start; the name gets `_total`
+gauge = partial(_metric, GaugeMetricFamily)  # current values
+counter = partial(_metric, CounterMetricFamily)  # since the start; the name gets `_total`
 
 
-def histogram(name: str, help: str, figures: Histogram, labels: Labels | None = None) -> HistogramMetricFamily:
-    """Observations by size, with their exemplars."""
-    bounds = [*map(floatToGoString, figures.bounds), "+Inf"]
-    counts = map(float, accumulate(figures.counts))
-    family = HistogramMetricFamily(name, help, labels=list(labels or {}))
-    # The library takes None for no exemplar, and does not say so.
-    buckets: list[Any] = [(*own, figures.exemplars.get(index)) for index, own in enumerate(zip(bounds, counts))]
-    family.add_metric([*(labels or {}).values()], buckets, figures.total)
-    return family
+def histogram(name: str, help: str, metrics: Histogram, labels: Labels | None = None) -> HistogramMetricFamily:
+    """Returns the metric of a histogram, with its exemplars."""
+    bounds = [*map(floatToGoString, metrics.bounds), "+Inf"]
+    counts = map(float, accumulate(metrics.counts))
+    metric = HistogramMetricFamily(name, help, labels=list(labels or {}))
+    # The library takes None for no exemplar, which its types omit.
+    buckets: list[Any] = [(*own, metrics.exemplars.get(index)) for index, own in enumerate(zip(bounds, counts))]
+    metric.add_metric([*(labels or {}).values()], buckets, metrics.total)
+    return metric
 
 
-def common_families(service: str, is_serving: bool, facts: Labels) -> Iterator[Metric]:
-    """What every service says of itself. `facts`: what it serves and with what, by name."""
+def common_metrics(service: str, is_serving: bool, facts: Labels) -> Iterator[Metric]:
+    """Yields the metrics that every service has. `facts`: labels of its model and settings."""
     info = {"service": service, "version": __version__, **facts}
-    yield InfoMetricFamily("specdec_service", "What this process is and serves.", info)
-    help = "1 while health says SERVING; 0 while loading, without a target, draining."
+    yield InfoMetricFamily("specdec_service", "The service of this process, its version and its model.", info)
+    help = "1 while health is SERVING; 0 while loading, without a target, draining."
     yield gauge("specdec_serving", help, is_serving)

@@ -1,7 +1,7 @@
-"""The page Prometheus reads, on a port of its own: `/metrics`, made anew for every request.
+"""The page that Prometheus reads, on a port of its own: `/metrics`, made anew for every request.
 
-It is plain HTTP, for it holds numbers only. One thread answers one request at a time, so a reader that is slow keeps
-other readers of the page waiting and nobody else. What stands on it is given to it.
+It is plain HTTP, for it contains numbers only. One thread answers one request at a time, so a slow reader delays other
+readers of the page and nothing else. The metrics are an argument.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from specdec.errors import ConfigError
 from specdec.telemetry.logs import get_logger
 
 PATH = "/metrics"
-REQUEST_TIMEOUT_S = 5.0  # for a reader that says or takes nothing
+REQUEST_TIMEOUT_S = 5.0  # for a reader that sends or reads nothing
 POLL_S = 0.2
 
 
 class MetricsPage(Collector):
-    """The page of one process. `families` is called for every request, on the page's own thread."""
+    """The page of one process. `metrics` is called for every request, on the page's own thread."""
 
-    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        self._families = families
+    def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
+        self._metrics = metrics
         self._process = ProcessCollector(registry=None)
         self._server: TCPServer | None = None
 
     def collect(self) -> Iterable[Metric]:
-        """The families of now."""
-        yield from self._families()
+        """Returns the current metrics."""
+        yield from self._metrics()
         yield from self._process.collect()
 
     def open(self, address: str | None) -> None:
-        """Serves on HOST:PORT and logs where; None: nowhere. Raises ConfigError when it cannot be had."""
+        """Serves on HOST:PORT and logs the address; None: not at all. Raises ConfigError if it cannot be bound."""
         if address is None:
             return
         host, port = split_address(address, port_min=0)
         try:
-            family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-            server = type("PageServer", (TCPServer,), {"address_family": family, "allow_reuse_address": True})
-            self._server = server(place, _handler(self))
+            version, _, _, _, listen = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+            server = type("PageServer", (TCPServer,), {"address_family": version, "allow_reuse_address": True})
+            self._server = server(listen, _handler(self))
         except OSError as error:
             raise ConfigError(f"--metrics-address {address} cannot be had: {error.strerror or error}") from error
         serving = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
@@ -65,7 +65,7 @@ class MetricsPage(Collector):
 
 def _handler(page: Collector) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """GET of the page, with exemplars for readers that take them; every other method and path is refused."""
+        """Answers GET of the page, with exemplars for readers that accept them; refuses every other method and path."""
 
         timeout = REQUEST_TIMEOUT_S
 
@@ -76,7 +76,7 @@ def _handler(page: Collector) -> type[BaseHTTPRequestHandler]:
             takes_exemplars = "application/openmetrics-text" in self.headers.get("Accept", "")
             make = openmetrics.generate_latest if takes_exemplars else generate_latest
             content_type = openmetrics.CONTENT_TYPE_LATEST if takes_exemplars else CONTENT_TYPE_PLAIN_0_0_4
-            body = make(page, openmetrics.ALLOWUTF8)  # names are plain, yet escaping would make vllm_ of vllm:
+            body = make(page, openmetrics.ALLOWUTF8)  # escaping would turn vllm: into vllm_
             self.send_response(200)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
@@ -84,6 +84,6 @@ def _handler(page: Collector) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Says nothing: a reader comes every few seconds."""
+            """Logs nothing: a request comes every few seconds."""
 
     return Handler

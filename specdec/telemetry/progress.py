@@ -1,4 +1,4 @@
-"""Progress of long work, shown to people only: on a terminal a bar, elsewhere nothing."""
+"""Progress of long work, for people only: on a terminal a bar, elsewhere nothing."""
 
 from __future__ import annotations
 

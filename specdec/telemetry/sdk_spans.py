@@ -1,6 +1,6 @@
-"""Our spans as the OpenTelemetry SDK's, with its queue, exporter and sampler as the environment sets them up.
+"""Spans for the OpenTelemetry SDK, with its queue, exporter and sampler as the environment configures them.
 
-The one module that imports the SDK; it is imported only where tracing is on.
+The one module that imports the SDK; it is imported only if tracing is on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from specdec.telemetry.logs import get_logger
 from specdec.telemetry.spans import AttributeValue, Span
 from specdec.telemetry.tracing import CLOSE_TIMEOUT_S, Tracing
 
-QUEUE_SPAN_COUNT_MAX = 16384  # above fifty generations of 2,000 rounds; some 30 MB should the collector be away
-BATCH_SPAN_COUNT_MAX = 256  # collectors take 4 MiB a message; a segment with all its rounds and notes takes 14 KB
+QUEUE_SPAN_COUNT_MAX = 16384  # above fifty generations of 2,000 rounds; some 30 MB without a collector
+BATCH_SPAN_COUNT_MAX = 256  # collectors accept 4 MiB a message; a round group with all events has 14 KB
 QUEUE_VARIABLE, BATCH_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
 WARNING_INTERVAL_S = 60.0
 SCOPE = InstrumentationScope("specdec")
@@ -77,14 +77,14 @@ class SdkTracing(Tracing):
 
 
 def context_of(trace_id: bytes, span_id: bytes) -> otel.SpanContext:
-    """The SDK's name of a span that is recorded."""
+    """Returns the SDK's context of a recorded span."""
     return otel.SpanContext(int.from_bytes(trace_id), int.from_bytes(span_id), is_remote=False, trace_flags=SAMPLED)
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A span in the SDK's queue, which asks for its flags only. The thread that sends it makes it the SDK's own: the
-    loop that serves requests spends nothing on it."""
+    """A span in the SDK's queue, which reads its flags only. The sending thread converts it to the SDK's span, so the
+    event loop spends nothing on it."""
 
     context: ClassVar[otel.SpanContext] = context_of(b"", b"")
     span: Span
@@ -92,7 +92,7 @@ class Waiting:
     offset_ns: int
 
     def readable(self) -> ReadableSpan:
-        """The span as the SDK's exporter reads it."""
+        """Returns the span in the form for the SDK's exporter."""
         span = self.span
         return ReadableSpan(
             name=span.name,
@@ -114,15 +114,15 @@ class Waiting:
 
 
 class LateExporter(OTLPSpanExporter):
-    """The SDK's exporter, of spans that wait."""
+    """The SDK's exporter, for waiting spans."""
 
     def export(self, spans: Sequence[Waiting]) -> SpanExportResult:  # type: ignore[override]  # what the queue holds
         return super().export([waiting.readable() for waiting in spans])
 
 
 class OwnResource(Resource):
-    """What a service says of itself: `attributes`, and what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say instead
-    or beside. Its hash is worked out once: the exporter asks for it at every span."""
+    """The resource of a service: `attributes`, overridden and extended by OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES. Its hash is computed once: the exporter needs it for every span."""
 
     def __init__(self, attributes: Mapping[str, AttributeValue]) -> None:
         said = Resource.create(attributes).merge(OTELResourceDetector().detect())
@@ -134,7 +134,7 @@ class OwnResource(Resource):
 
 
 class _SdkLog(logging.Handler):
-    """What the SDK complains of, as a line of ours: the first, and then one a minute."""
+    """Logs warnings of the SDK: the first, and then one a minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

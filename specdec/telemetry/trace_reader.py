@@ -1,8 +1,7 @@
-"""Traces read back from Jaeger's `/api/v3/traces` or a file, and what one says: its tree of spans on one clock, and
-where the time went.
+"""Traces read from Jaeger's `/api/v3/traces` or a file: the tree of spans on one clock, and the shares of the time.
 
-Both give OTLP's JSON: ids are hexadecimal and numbers may be strings. The root's totals say where the time went for
-every round, whatever was recorded in detail.
+Both give OTLP's JSON: ids are hexadecimal and numbers may be strings. The root's totals contain the time of every
+round, detailed or not.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ VALUES: dict[str, Callable[[Any], Any]] = {"stringValue": str, "boolValue": bool
 SEARCH_SERVICE = "specdec-coordinator"
 SEARCH_HOURS = 24 * 14
 OFFSET = "specdec.clock_offset_ms"
-# In the order they are shown: name, the root's attributes summed, what it means.
+# In the order of display: name, the root's attributes summed, meaning.
 PARTS = (
     ("draft", ("specdec.wait_ms",), "held back for draft tokens"),
     ("network", ("specdec.network_ms",), "on the way to the target and back"),
     ("queue", ("specdec.queue_ms",), "at the target, before its step"),
-    ("forward", ("specdec.forward_ms", "specdec.evidence_ms"), "the target's model and its evidence"),
+    ("forward", ("specdec.forward_ms", "specdec.sampling_ms"), "the target's model and its sampler"),
     ("rule", ("specdec.rule_ms",), "the coordinator's own work"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """A span as it was read; `start_ns` and `end_ns` are wall times of its own machine."""
+    """A span as read; `start_ns` and `end_ns` are wall times of its own machine."""
 
     name: str
     service: str
@@ -59,7 +58,7 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the waterfall: a span, how deep it stands, and when it began by the root's clock."""
+    """One line of the waterfall: a span, its depth, and its start by the root's clock."""
 
     span: ReadSpan
     depth: int
@@ -67,15 +66,15 @@ class Line:
 
 
 def fetch(address: str, trace_id: str) -> list[dict[str, Any]]:
-    """The resource spans of a trace, from Jaeger's API at `address` (http://HOST:16686).
+    """Returns the resource spans of a trace, from Jaeger's API at `address` (http://HOST:16686).
 
-    Raises SessionUnknown where there is no such trace, ConfigError where nobody answers or not as Jaeger does.
+    Raises SessionUnknown if there is no such trace, ConfigError without an answer or for one that is not Jaeger's.
     """
     return resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces/{trace_id}"))
 
 
 def find(address: str, request_id: str, since: str, until: str) -> list[dict[str, Any]]:
-    """The same for the trace whose root has `specdec.request_id`, begun between two RFC 3339 times.
+    """Returns those of the trace whose root has `specdec.request_id`, begun between two RFC 3339 times.
 
     Newer versions of Jaeger search by attributes here and spell parameters in another way; both spellings are sent.
     """
@@ -88,7 +87,7 @@ def find(address: str, request_id: str, since: str, until: str) -> list[dict[str
     found = resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces?{urlencode(query)}"))
     # a version that does not search by attributes answers with any trace
     if all(span.attributes.get("specdec.request_id") != request_id for span in spans_of(found)):
-        raise SessionUnknown(f"no trace has request id {request_id}; give its trace id, which `finished` tells")
+        raise SessionUnknown(f"no trace has request id {request_id}; give its trace id, which `finished` contains")
     return found
 
 
@@ -102,11 +101,11 @@ def _get(url: str) -> bytes:
             raise SessionUnknown(f"{url} knows no such trace; spans arrive some seconds after the end") from None
         raise ConfigError(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nobody answers at {url}: {error}; is --jaeger right?") from None
+        raise ConfigError(f"no answer from {url}: {error}; is --jaeger right?") from None
 
 
 def resource_spans(data: bytes) -> list[dict[str, Any]]:
-    """The resource spans in an answer of Jaeger's, an export, or lines of either. Raises ConfigError."""
+    """Returns the resource spans in an answer of Jaeger, an export, or lines of either. Raises ConfigError."""
     found: list[dict[str, Any]] = []
     try:
         text = data.decode("utf-8")
@@ -123,7 +122,7 @@ def resource_spans(data: bytes) -> list[dict[str, Any]]:
 
 
 def spans_of(found: list[dict[str, Any]]) -> list[ReadSpan]:
-    """All spans, in order of their start; one that came twice is there once. Raises ConfigError."""
+    """Returns all spans in order of their start, duplicates once. Raises ConfigError."""
     spans: dict[str, ReadSpan] = {}
     try:
         for own in found:
@@ -147,7 +146,7 @@ def spans_of(found: list[dict[str, Any]]) -> list[ReadSpan]:
 
 
 def _identifier(text: str) -> str:
-    """A span's id in hexadecimal; protobuf's own JSON has base64 in its place."""
+    """Returns a span's id in hexadecimal; protobuf's own JSON has base64 in its place."""
     if len(text) not in (0, 16):
         try:
             return base64.b64decode(text, validate=True).hex()
@@ -157,7 +156,7 @@ def _identifier(text: str) -> str:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a resource or span that are words or numbers."""
+    """Returns the attributes of a resource or span that are words or numbers."""
     said = {}
     for entry in holder.get("attributes", []):
         for kind, value in entry.get("value", {}).items():
@@ -167,7 +166,7 @@ def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
 
 
 class TraceTree:
-    """The spans of one generation. Raises SessionUnknown where there is no `Generate` among them."""
+    """The spans of one generation. Raises SessionUnknown if there is no `Generate` among them."""
 
     def __init__(self, spans: list[ReadSpan]) -> None:
         self.roots = [span for span in spans if span.name == "Generate"]
@@ -180,7 +179,7 @@ class TraceTree:
         self._spans = [span for siblings in self._children.values() for span in siblings]
 
     def lines(self, root: ReadSpan) -> Iterator[Line]:
-        """The tree in order, parents before children, each machine's times moved to the coordinator's clock."""
+        """Yields the tree in order, parents before children, each machine's times moved to the coordinator's clock."""
         waiting = [(root, 0, 0.0)]
         while waiting:
             span, depth, skew_ms = waiting.pop()
@@ -191,7 +190,7 @@ class TraceTree:
                 waiting.append((child, depth + 1, skew_ms + offset_ms))
 
     def shares(self) -> list[tuple[str, float, float, str]]:
-        """Where the time of the call went: name, milliseconds, share of the call, meaning. They add up to the call."""
+        """Returns the parts of the call's time: name, milliseconds, share of the call, meaning. Their sum: the call."""
         total_ms = max(self.root.duration_ms, 1e-9)
         spent = [
             (name, sum(float(self.root.attributes.get(key, 0.0)) for key in attributes), meaning)
@@ -202,10 +201,10 @@ class TraceTree:
         return [(name, spent_ms, spent_ms / total_ms, meaning) for name, spent_ms, meaning in spent]
 
     def drafting_ms(self) -> float:
-        """Time of the draft steps that are recorded; they run beside the rounds."""
+        """Milliseconds of the recorded draft steps; they run beside the rounds."""
         return sum(span.duration_ms for span in self._spans if span.name == "draft" and span.kind in SERVER)
 
     def clock_offsets_ms(self) -> Mapping[str, float]:
-        """By service, how far its machine's clock is ahead of the coordinator's, as the link's stamps say."""
+        """Returns, by service, by how many milliseconds its clock is ahead of the coordinator's (the link's stamps)."""
         clients = [span for span in self._spans if span.kind in CLIENT and OFFSET in span.attributes]
         return {"draft" if span.name == "draft" else "target": float(span.attributes[OFFSET]) for span in clients}

@@ -1,7 +1,7 @@
-"""Where spans leave the process: OTLP over gRPC, as the standard OTEL_* variables say, and never in a request's way.
+"""The export of spans: OTLP over gRPC, configured by the standard OTEL_* variables, never blocking a request.
 
-A collector that is absent, slow or silent costs spans and nothing else. Without an endpoint nothing is recorded, and
-the SDK is not even imported. Which spans there are is not known here.
+A collector that is absent, slow or silent costs spans and nothing else. Without an endpoint no span is recorded, and
+the SDK is not imported. This module does not know the spans' contents.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from specdec.errors import ConfigError
 from specdec.protocol.items import Trace
 from specdec.telemetry.spans import Span
 
-CLOSE_TIMEOUT_S = 2.0  # for the last batch: a service that is told to stop does not wait for a silent collector
+CLOSE_TIMEOUT_S = 2.0  # for the last batch: a stopping service does not wait for a silent collector
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class Tracing:
-    """The spans of one process: this one drops them, `open` gives one that sends them where somebody wants them."""
+    """The spans of one process: this class drops them; `open` returns one that sends them if an endpoint is set."""
 
     is_on = False
 
     @staticmethod
     def open(service: str, endpoint: str | None = None, environment: Mapping[str, str] = os.environ) -> Tracing:
-        """The tracing of this process as `endpoint`, or else the environment, asks for. Raises ConfigError.
+        """Returns the tracing of this process by `endpoint`, or else by the environment. Raises ConfigError.
 
-        `service` is its name unless OTEL_SERVICE_NAME gives one. Does not connect: the exporter does, by itself.
+        `service` is its name unless OTEL_SERVICE_NAME is set. Does not connect: the exporter does, by itself.
         """
         is_refused = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
         is_refused |= environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp"
@@ -44,13 +44,13 @@ class Tracing:
         return SdkTracing(service, endpoint, environment)
 
     def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
-        """Whether the trace of a new request is recorded, as OTEL_TRACES_SAMPLER says; `caller`: its own context."""
+        """Whether the trace of a new request is recorded, by OTEL_TRACES_SAMPLER; `caller`: its own context."""
         return False
 
     def record(self, spans: Iterable[Span], offset_ns: int | None = None) -> None:
-        """Queues spans, from any thread, and never blocks; the oldest are dropped where too many wait.
+        """Queues spans, from any thread, without blocking; drops the oldest if too many wait.
 
-        `offset_ns`: wall time less monotonic time; None: as it is now.
+        `offset_ns`: wall time less monotonic time; None: the current one.
         """
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Tracing:
 
 
 def caller_trace(metadata: Iterable[tuple[str, str | bytes]] | None) -> Trace | None:
-    """The W3C trace context in a call's metadata; a malformed `traceparent` counts as none, as the standard says."""
+    """Returns the W3C trace context in a call's metadata; a malformed `traceparent` counts as none, by the standard."""
     for key, value in metadata or ():
         match = TRACEPARENT.fullmatch(value) if key == "traceparent" and isinstance(value, str) else None
         if match and int(match[1], 16) and int(match[2], 16):

@@ -19,7 +19,7 @@ class TokenKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_KIND_UNSPECIFIED: _ClassVar[TokenKind]
     TOKEN_KIND_ACCEPTED: _ClassVar[TokenKind]
-    TOKEN_KIND_CORRECTION: _ClassVar[TokenKind]
+    TOKEN_KIND_RECOVERED: _ClassVar[TokenKind]
     TOKEN_KIND_BONUS: _ClassVar[TokenKind]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -33,7 +33,7 @@ POLICY_FIXED: Policy
 POLICY_OFF: Policy
 TOKEN_KIND_UNSPECIFIED: TokenKind
 TOKEN_KIND_ACCEPTED: TokenKind
-TOKEN_KIND_CORRECTION: TokenKind
+TOKEN_KIND_RECOVERED: TokenKind
 TOKEN_KIND_BONUS: TokenKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
@@ -50,12 +50,12 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
-    sampling: SamplingPolicy
+    sampling: SamplingParams
     speculative: SpeculativePolicy
     resume: Resume
     label: str
     cache_salt: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingPolicy, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -63,7 +63,7 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class SamplingPolicy(_message.Message):
+class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "n")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -100,22 +100,22 @@ class SamplingPolicy(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_leaves", "draft_wait_ms")
+    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_LEAVES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     rule: _types_pb2.Rule
     policy: Policy
     draft_window: int
-    draft_leaves: int
+    draft_nodes_per_step: int
     draft_wait_ms: float
-    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_leaves: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("output_token_ids",)
@@ -204,7 +204,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_leaves", "num_branch_leaves", "num_correction_lookups", "num_correction_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "evictions", "rule", "rule_reason", "num_rounds_trial", "trial_loss_s")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -216,10 +216,10 @@ class Statistics(_message.Message):
     TARGET_LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAITS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
-    NUM_EVALUATED_LEAVES_FIELD_NUMBER: _ClassVar[int]
-    NUM_BRANCH_LEAVES_FIELD_NUMBER: _ClassVar[int]
-    NUM_CORRECTION_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CORRECTION_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVALUATED_NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BRANCH_NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERED_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERED_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_BONUS_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BONUS_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_BRANCH_TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -230,11 +230,11 @@ class Statistics(_message.Message):
     STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     RULE_REASON_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROUNDS_TRIAL_FIELD_NUMBER: _ClassVar[int]
-    TRIAL_LOSS_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_EXPLORING_FIELD_NUMBER: _ClassVar[int]
+    EXPLORATION_LOSS_S_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -246,10 +246,10 @@ class Statistics(_message.Message):
     target_link_bytes: int
     draft_waits_expired: int
     time: TimeSplit
-    num_evaluated_leaves: int
-    num_branch_leaves: int
-    num_correction_lookups: int
-    num_correction_hits: int
+    num_evaluated_nodes: int
+    num_branch_nodes: int
+    num_recovered_lookups: int
+    num_recovered_hits: int
     num_bonus_lookups: int
     num_bonus_hits: int
     num_branch_tokens_accepted: int
@@ -260,41 +260,45 @@ class Statistics(_message.Message):
     step_sessions: int
     active_sessions: int
     cached_prompt_tokens: int
-    evictions: int
+    preemptions: int
     rule: _types_pb2.Rule
     rule_reason: str
-    num_rounds_trial: int
-    trial_loss_s: float
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_leaves: _Optional[int] = ..., num_branch_leaves: _Optional[int] = ..., num_correction_lookups: _Optional[int] = ..., num_correction_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., evictions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_trial: _Optional[int] = ..., trial_loss_s: _Optional[float] = ...) -> None: ...
+    num_rounds_exploring: int
+    exploration_loss_s: float
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
-    __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_evidence_s", "target_link_s")
+    __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")
     TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_FORWARD_S_FIELD_NUMBER: _ClassVar[int]
-    TARGET_EVIDENCE_S_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
     TARGET_LINK_S_FIELD_NUMBER: _ClassVar[int]
     time_to_first_token_s: float
     total_s: float
     draft_wait_s: float
     target_queue_s: float
     target_forward_s: float
-    target_evidence_s: float
+    target_sampling_s: float
     target_link_s: float
-    def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_evidence_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
 
 class CoordinatorDescribeResponse(_message.Message):
-    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens")
+    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ABSENT_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WINDOW_MAX_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NODES_PER_STEP_MAX_FIELD_NUMBER: _ClassVar[int]
     target: _types_pb2.DescribeResponse
     draft: _types_pb2.DescribeResponse
     draft_absent_reason: str
     num_speculative_tokens_max: int
     num_speculative_tokens: int
-    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    draft_window_max: int
+    draft_nodes_per_step_max: int
+    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_window_max: _Optional[int] = ..., draft_nodes_per_step_max: _Optional[int] = ...) -> None: ...

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """What users call: text or token ids in, a stream of committed tokens out.
+    """The service for clients: text or token ids in, a stream of committed tokens out.
     """
 
     def __init__(self, channel):
@@ -49,21 +49,21 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """What users call: text or token ids in, a stream of committed tokens out.
+    """The service for clients: text or token ids in, a stream of committed tokens out.
     """
 
     def Generate(self, request, context):
         """Generates. Messages: one started, deltas, one finished. Fields not known to the server are INVALID_ARGUMENT.
-        Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo where waiting helps. Losing the target is
-        UNAVAILABLE: send the request again with `resume` and, under COUPLED, the seed of `started`: the text goes on. So is
-        a coordinator that stops before the text is finished; one that stops refuses new requests UNAVAILABLE.
+        Errors carry google.rpc.ErrorInfo, BadRequest for fields, RetryInfo if waiting helps. A lost target, and a
+        coordinator that stops before the end of the text, are UNAVAILABLE: send the request again with `resume` and, under
+        COUPLED, the seed of `started`; the text continues. A stopping coordinator refuses new requests UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this coordinator serves and which replicas it uses.
+        """Returns the replicas in use and the limits of speculation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """What users call: text or token ids in, a stream of committed tokens out.
+    """The service for clients: text or token ids in, a stream of committed tokens out.
     """
 
     @staticmethod

@@ -28,22 +28,22 @@ class DraftRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class CommitItem(_message.Message):
-    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "leaves")
+    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     committed_length: int
     suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     window: int
     trace: _types_pb2.TraceContext
-    leaves: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., leaves: _Optional[int] = ...) -> None: ...
+    nodes_per_step: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("stamp", "items")
@@ -54,14 +54,14 @@ class DraftResponse(_message.Message):
     def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[DraftResponseItem, _Mapping]]] = ...) -> None: ...
 
 class DraftResponseItem(_message.Message):
-    __slots__ = ("nodes", "short", "error")
+    __slots__ = ("nodes", "missing_tokens", "error")
     NODES_FIELD_NUMBER: _ClassVar[int]
-    SHORT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     nodes: NodesItem
-    short: _types_pb2.ShortItem
+    missing_tokens: _types_pb2.MissingTokensItem
     error: _types_pb2.ErrorItem
-    def __init__(self, nodes: _Optional[_Union[NodesItem, _Mapping]] = ..., short: _Optional[_Union[_types_pb2.ShortItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
+    def __init__(self, nodes: _Optional[_Union[NodesItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
 
 class NodesItem(_message.Message):
     __slots__ = ("session", "incarnation", "epoch", "root_length", "nodes", "step_us", "step_rows", "step_began_us")
@@ -84,15 +84,15 @@ class NodesItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_began_us: _Optional[int] = ...) -> None: ...
 
 class TreeNode(_message.Message):
-    __slots__ = ("node", "parent_back", "token_id", "branch", "row")
-    NODE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_BACK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
-    ROW_FIELD_NUMBER: _ClassVar[int]
-    node: int
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    node_id: int
     parent_back: int
     token_id: int
     branch: bool
-    row: _types_pb2.Row
-    def __init__(self, node: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., row: _Optional[_Union[_types_pb2.Row, _Mapping]] = ...) -> None: ...
+    draft_probs: _types_pb2.DraftProbs
+    def __init__(self, node_id: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., draft_probs: _Optional[_Union[_types_pb2.DraftProbs, _Mapping]] = ...) -> None: ...

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without being asked per round.
+    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without a request per round.
     """
 
     def __init__(self, channel):
@@ -49,7 +49,7 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without being asked per round.
+    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without a request per round.
     """
 
     def Draft(self, request_iterator, context):
@@ -60,7 +60,7 @@ class DraftServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this replica serves. Answers before the first session is opened.
+        """Returns model, tokenizer and numerics of this replica, also before the first session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without being asked per round.
+    """Runs the draft model: grows a tree of draft tokens below the committed tokens, without a request per round.
     """
 
     @staticmethod

@@ -28,14 +28,14 @@ class VerifyRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "rows", "trace")
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
@@ -43,9 +43,9 @@ class VerifyItem(_message.Message):
     base_position: int
     suffix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.Row]
+    draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftProbs]
     trace: _types_pb2.TraceContext
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[_types_pb2.Row, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("stamp", "items")
@@ -56,59 +56,59 @@ class VerifyResponse(_message.Message):
     def __init__(self, stamp: _Optional[_Union[_types_pb2.LinkStamp, _Mapping]] = ..., items: _Optional[_Iterable[_Union[VerifyResponseItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyResponseItem(_message.Message):
-    __slots__ = ("evidence", "short", "error")
-    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
-    SHORT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("result", "missing_tokens", "error")
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    evidence: EvidenceItem
-    short: _types_pb2.ShortItem
+    result: VerificationResultItem
+    missing_tokens: _types_pb2.MissingTokensItem
     error: _types_pb2.ErrorItem
-    def __init__(self, evidence: _Optional[_Union[EvidenceItem, _Mapping]] = ..., short: _Optional[_Union[_types_pb2.ShortItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[VerificationResultItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
 
-class EvidenceItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "replacement_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "evidence_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "evictions", "server_us")
+class VerificationResultItem(_message.Message):
+    __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
-    REPLACEMENT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_PROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     FORWARD_US_FIELD_NUMBER: _ClassVar[int]
-    EVIDENCE_US_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
     STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
-    replacement_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    recovered_token_ids: _containers.RepeatedScalarFieldContainer[int]
     target_probs: bytes
     logprobs: Logprobs
     queue_us: int
     forward_us: int
-    evidence_us: int
+    sampling_us: int
     step_rows: int
     step_sessions: int
     active_sessions: int
     cached_prompt_tokens: int
     step_count: int
-    evictions: int
+    preemptions: int
     server_us: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., replacement_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., evidence_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., evictions: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., recovered_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., preemptions: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("draft", "replacement", "top_token_ids", "top")
+    __slots__ = ("draft", "recovered", "top_token_ids", "top")
     DRAFT_FIELD_NUMBER: _ClassVar[int]
-    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     draft: bytes
-    replacement: bytes
+    recovered: bytes
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top: bytes
-    def __init__(self, draft: _Optional[bytes] = ..., replacement: _Optional[bytes] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, draft: _Optional[bytes] = ..., recovered: _Optional[bytes] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top: _Optional[bytes] = ...) -> None: ...

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class TargetServiceStub(object):
-    """Runs the target model: reports evidence about draft tokens; decides nothing.
+    """Runs the target model: samples at every position of the draft tokens; accepts and rejects nothing.
     """
 
     def __init__(self, channel):
@@ -49,7 +49,7 @@ class TargetServiceStub(object):
 
 
 class TargetServiceServicer(object):
-    """Runs the target model: reports evidence about draft tokens; decides nothing.
+    """Runs the target model: samples at every position of the draft tokens; accepts and rejects nothing.
     """
 
     def Verify(self, request_iterator, context):
@@ -61,7 +61,7 @@ class TargetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this replica serves. Answers before the first session is opened.
+        """Returns model, tokenizer and numerics of this replica, also before the first session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +89,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService(object):
-    """Runs the target model: reports evidence about draft tokens; decides nothing.
+    """Runs the target model: samples at every position of the draft tokens; accepts and rejects nothing.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ RULE_GREEDY: Rule
 RULE_REJECTION: Rule
 RULE_COUPLED: Rule
 
-class Law(_message.Message):
+class ResolvedSamplingParams(_message.Message):
     __slots__ = ("rule", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "logprobs", "prompt_length")
     RULE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -58,7 +58,7 @@ class LogitBias(_message.Message):
     bias: float
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
-class Row(_message.Message):
+class DraftProbs(_message.Message):
     __slots__ = ("token_id_steps", "weight_codes")
     TOKEN_ID_STEPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_CODES_FIELD_NUMBER: _ClassVar[int]
@@ -93,22 +93,22 @@ class TraceContext(_message.Message):
     def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., sampled: bool = ..., detailed: bool = ...) -> None: ...
 
 class OpenItem(_message.Message):
-    __slots__ = ("session", "incarnation", "law", "length_max", "vocabulary_size", "trace", "cache_salt")
+    __slots__ = ("session", "incarnation", "params", "length_max", "vocabulary_size", "trace", "cache_salt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LAW_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
-    law: Law
+    params: ResolvedSamplingParams
     length_max: int
     vocabulary_size: int
     trace: TraceContext
     cache_salt: str
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., law: _Optional[_Union[Law, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., params: _Optional[_Union[ResolvedSamplingParams, _Mapping]] = ..., length_max: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ExtendItem(_message.Message):
     __slots__ = ("session", "incarnation", "start_position", "token_ids")
@@ -130,7 +130,7 @@ class CloseItem(_message.Message):
     incarnation: int
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
-class ShortItem(_message.Message):
+class MissingTokensItem(_message.Message):
     __slots__ = ("session", "incarnation", "known_length", "unknown")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]

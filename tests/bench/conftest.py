@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.network import namespaces
-from bench.network.machines import Network, emulated
+from specdec.bench.network import namespaces
+from specdec.bench.network.machines import Network, emulated
 
 MACHINES = {"target": (0,), "coordinator": (), "draft": ()}
 
@@ -30,8 +30,8 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 def undisturbed() -> Iterator[None]:
     """A process of the lowest priority on every core, and this thread before all others where that is permitted.
 
-    An idle virtual processor takes some tenths of a millisecond to wake, and a busy one some milliseconds to turn to a
-    reader: that is this machine's and not the network's.
+    An idle virtual processor needs some tenths of a millisecond to wake, and a busy one some milliseconds to switch to
+    a reader: delays of this machine, not of the network.
     """
     idling = [sys.executable, "-c", "import os\nos.nice(19)\nwhile True: pass"]
     spinners = []

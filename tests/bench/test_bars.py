@@ -1,4 +1,4 @@
-"""Bars: when one is met, what counts of several values, the exit code of a check, and where goals finds them."""
+"""Bars: when one is met, which of several values counts, the exit code of a check, and where goals finds bars."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
-from bench.goals import bars_in
-from bench.pipeline.bars import against_fixed, never_slower
-from bench.pipeline.figures import Ratio
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.goals import bars_in
+from specdec.bench.pipeline.bars import against_fixed, never_slower
+from specdec.bench.pipeline.measurements import Ratio
 
 QUIET = Console(quiet=True)
 
@@ -30,7 +30,7 @@ QUIET = Console(quiet=True)
     ],
 )
 def test_a_bar_is_met_at_its_bound(bar: Bar, state: str) -> None:
-    """Claim: the bound itself is enough, on the side the bar is on; without a measurement nothing is met or missed."""
+    """Claim: the bound itself is enough, for limits too; without a measurement nothing is met or missed."""
     assert bar.state == state
 
 
@@ -43,7 +43,7 @@ def test_the_worst_of_several_counts() -> None:
 
 
 def test_a_check_fails_where_a_bar_is_missed() -> None:
-    """Claim: only a missed bar, and only when asked to check, ends in 1."""
+    """Claim: the exit code is 1 only for a missed bar, and only with --check."""
     parser = argparse.ArgumentParser()
     add_check_flag(parser)
     missed, met, unknown = Bar("a", 1.0, 0.9), Bar("b", 1.0, 1.1), Bar("c", 1.0, None)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.deepened import load, step_times_ms, write_deepened
-from bench.harness import TARGET_MODEL, heldout_prompts
+from specdec.bench.deepened import load, step_times_ms, write_deepened
+from specdec.bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.model_folder import open_model_folder
 from tests.support.engine_models import Driver
 from tests.support.threads import one_thread  # noqa: F401
@@ -40,7 +40,7 @@ def test_it_costs_more(deepened: Path) -> None:
     """Claim: the extra layers are computed, not skipped: half as many layers again take at least a fifth longer."""
     models = {folder: load(folder, "auto") for folder in (TARGET_MODEL, deepened)}
     times_ms: dict[Path, list[float]] = {folder: [] for folder in models}
-    for _ in range(4):  # in turns, and the least of each: others on this machine only ever make a step longer
+    for _ in range(4):  # in turns, and the least of each: other processes only make a step longer
         for folder, model in models.items():
             times_ms[folder].append(step_times_ms(model, [(1, 1)], 7)[1, 1])
     assert min(times_ms[deepened]) >= 1.2 * min(times_ms[TARGET_MODEL])

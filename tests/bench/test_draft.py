@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from bench.draft.alone import draft_steps_ms
-from bench.draft.bare import BareLoop
-from bench.draft.delivery import Delivery
-from bench.draft.reader import ROOM, texts_of
-from bench.harness import DRAFT_MODEL
-from bench.pipeline.variants import RULES_DEFAULT, rule_of
-from specdec.protocol.types import Law
+import pytest
+
+from specdec.bench.draft.alone import draft_steps_ms
+from specdec.bench.draft.bare import BareLoop
+from specdec.bench.draft.delivery import Delivery
+from specdec.bench.draft.reader import SPARE_TOKENS, texts_of
+from specdec.bench.harness import DRAFT_MODEL
+from specdec.bench.pipeline.variants import RULES_DEFAULT, rule_of
+from specdec.protocol.types import ResolvedSamplingParams
 from tests.support.threads import one_thread  # noqa: F401
 
 CONTEXT = 64
-LAWS = [Law(rule, 1, CONTEXT, temperature) for rule, temperature in map(rule_of, RULES_DEFAULT[:3])]
+ALL_PARAMS = [
+    ResolvedSamplingParams(rule, 1, CONTEXT, temperature) for rule, temperature in map(rule_of, RULES_DEFAULT[:3])
+]
 
 
 def test_steps_of_every_size_are_timed_under_every_rule() -> None:
-    """Claim: the draft takes steps of as many nodes as it is asked for, whatever the rule, and they are timed.
+    """Claim: the draft takes steps of every requested size under every rule, and times them.
 
     Conclusive: a size without a step has no time.
     """
-    found = draft_steps_ms(DRAFT_MODEL, "float32", LAWS, (1, 4), 4)
+    found = draft_steps_ms(DRAFT_MODEL, "float32", ALL_PARAMS, (1, 4), 4)
     assert [list(own) for own in found] == [[1, 4]] * 3
     assert all(0 < own[1] < 1000 and 0 < own[4] < 1000 for own in found)
 
 
 def test_the_bare_loop_is_timed_again_and_again_on_the_same_text() -> None:
-    """Claim: a loop leaves the cache as it found it, so that every turn measures the same context."""
+    """Claim: a loop does not change the cache, so that every turn measures the same context."""
     bare = BareLoop(DRAFT_MODEL, "float32")
     texts = texts_of(2, CONTEXT)
     assert bare.step_ms(texts, 3) > 0
@@ -35,8 +39,12 @@ def test_the_bare_loop_is_timed_again_and_again_on_the_same_text() -> None:
     assert bare._filled(texts).get_seq_length() == length == CONTEXT - 1
 
 
+@pytest.mark.more
 def test_draft_tokens_arrive_over_a_link_of_their_own_process() -> None:
     """Claim: nodes of all sessions arrive and are counted, and a second measurement uses the same process."""
     with Delivery(DRAFT_MODEL, "float32", 4096) as delivery:
-        rates = [delivery.rate(LAWS[0], texts_of(2, CONTEXT + ROOM), leaves, 0.1) for leaves in (1, 4)]
+        rates = [
+            delivery.rate(ALL_PARAMS[0], texts_of(2, CONTEXT + SPARE_TOKENS), nodes_per_step, 0.1)
+            for nodes_per_step in (1, 4)
+        ]
     assert min(rates) > 10

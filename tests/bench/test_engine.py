@@ -1,4 +1,4 @@
-"""The engine's benchmark: what it counts, what it leaves out, and a run of all of it on tiny shapes."""
+"""The engine's benchmark: what it counts and leaves out, and a whole run on tiny shapes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine.__main__ import bars_of, main
-from bench.engine.bandwidth import limit_ms, step_bytes
-from bench.engine.evidence import LAWS, made_up_logits, noise_of, request_of
-from bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepFigure, independence_shapes, shapes_of
-from bench.engine.streams import Block, StreamFigure, Streams, figure_of, gain
-from bench.harness import DRAFT_MODEL
-from specdec.decoding.evidence import evidence
+from specdec.bench.engine.__main__ import bars_of, main
+from specdec.bench.engine.bandwidth import limit_ms, step_bytes
+from specdec.bench.engine.sampler import ALL_PARAMS, made_up_logits, noise_of, request_of
+from specdec.bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasurement, independence_shapes, shapes_of
+from specdec.bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
+from specdec.bench.harness import DRAFT_MODEL
+from specdec.decoding.verification import verify
 from specdec.engine.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
@@ -29,7 +29,7 @@ def shipped_draft(dtype: str = "float32") -> TransformersModel:
 
 
 def test_every_count_is_measured_at_every_context_and_none_twice() -> None:
-    """Claim: rows of one sequence and sequences of 1 and 5 rows, each with each context; what both ask for once."""
+    """Claim: rows of one sequence, and sequences of 1 and 5 rows, each with each context; no shape twice."""
     shapes = shapes_of((1, 5, 8), (1, 4), (64, 256))
     assert len(shapes) == len(set(shapes)) == 2 * (3 + 2)
     assert {shape for shape in shapes if shape.context == 256} == {
@@ -54,11 +54,11 @@ def test_a_step_must_read_every_weight_once_and_what_is_cached() -> None:
     assert model.product_bytes == 4 * (layer + 256 * vocabulary_size)
     assert step_bytes(model, 3, 10) == model.product_bytes + 3 * 10 * (2 * 2 * 64 * 4)
     assert limit_ms(2_000_000, 4.0) == 0.5
-    assert StepFigure("m", "t", 1, 1, 64, step_ms=2.0, limit_ms=0.5, unpadded_ms=None).limit_share == 0.25
+    assert StepMeasurement("m", "t", 1, 1, 64, step_ms=2.0, limit_ms=0.5, unpadded_ms=None).limit_share == 0.25
 
 
 def test_a_step_runs_on_real_cached_text_of_its_own() -> None:
-    """Claim: every sequence of a batch has valid content in blocks of its own, so the step costs what steps cost.
+    """Claim: every sequence of a batch has valid content in blocks of its own, so the step has a real step's cost.
 
     Conclusive: the logits of the last sequence, whose blocks were copied, are bit for bit those of the same tokens fed
     to an engine from the beginning, and no block occurs twice.
@@ -67,15 +67,15 @@ def test_a_step_runs_on_real_cached_text_of_its_own() -> None:
     texts = CachedTexts(model, 3, 70)
     batch = texts.batch(Shape(3, 2, 66))
     logits = model.forward(batch).logits
-    ids = [block_id for segment in batch.segments for block_id in segment.block_ids]
+    ids = [block_id for chunk in batch.chunks for block_id in chunk.block_ids]
     assert len(ids) == len(set(ids)) == 3 * -(-70 // BLOCK_SIZE)
     driver = Driver(model)
     assert torch.equal(logits[4:], driver.feed(driver.open(70), texts.token_ids[:68], 2))
-    assert [segment.token_ids for segment in batch.segments] == [texts.token_ids[66:68]] * 3
+    assert [chunk.token_ids for chunk in batch.chunks] == [texts.token_ids[66:68]] * 3
 
 
 def test_streams_decode_what_one_alone_decodes() -> None:
-    """Claim: a block decodes as many tokens as it counts, the greedy ones, and gives its cache back.
+    """Claim: a block decodes the tokens it counts, the greedy ones, and frees its cache blocks.
 
     Conclusive: 9 tokens by hand through the same model; every step but the first is timed.
     """
@@ -92,43 +92,43 @@ def test_streams_decode_what_one_alone_decodes() -> None:
         streams.stop()
 
 
-def test_what_is_outside_is_what_neither_forward_nor_evidence_took() -> None:
-    """Claim: figures are medians over all steps of all blocks, and throughput is of all streams together."""
+def test_time_outside_is_the_rest_beside_forward_and_sampler() -> None:
+    """Claim: times are medians over all steps of all blocks; throughput is the sum of all streams."""
     blocks = [Block(100.0, ((0.010, 0.007, 0.001),)), Block(120.0, ((0.020, 0.015, 0.002),)), Block(90.0, ())]
-    figure = figure_of("m", "t", 4, blocks)
-    assert (figure.tokens_per_s, figure.streams) == (100.0, 4)
-    assert figure.outside_ms == pytest.approx(2.5) and figure.forward_ms == pytest.approx(11.0)
-    one = StreamFigure("m", "t", 1, 20.0, 0, 0, 0, 0)
-    assert gain([figure, one], "m", "t", 4) == 5.0
-    assert gain([figure], "m", "t", 4) is None and gain([figure, one], "m", "other", 4) is None
+    measurement = measurement_of("m", "t", 4, blocks)
+    assert (measurement.tokens_per_s, measurement.streams) == (100.0, 4)
+    assert measurement.outside_ms == pytest.approx(2.5) and measurement.forward_ms == pytest.approx(11.0)
+    one = StreamMeasurement("m", "t", 1, 20.0, 0, 0, 0, 0)
+    assert gain([measurement, one], "m", "t", 4) == 5.0
+    assert gain([measurement], "m", "t", 4) is None and gain([measurement, one], "m", "other", 4) is None
 
 
-@pytest.mark.parametrize("rule", LAWS)
-def test_evidence_is_of_a_real_request_and_noise_is_part_of_it(rule: str) -> None:
-    """Claim: the timed request passes the real evidence function and yields a replacement for every row; only GREEDY
-    has no noise."""
+@pytest.mark.parametrize("rule", ALL_PARAMS)
+def test_verification_is_of_a_real_request_and_noise_is_part_of_it(rule: str) -> None:
+    """Claim: the timed request passes the real `verify` and yields a recovered token for every row; only GREEDY has no
+    noise."""
     logits = made_up_logits(3, 500)
-    request = request_of(LAWS[rule], logits)
-    (found,) = evidence([request], [3], logits)
-    assert len(found.replacement_token_ids) == 3
+    request = request_of(ALL_PARAMS[rule], logits)
+    (found,) = verify([request], [3], logits)
+    assert len(found.recovered_token_ids) == 3
     assert (noise_of(request, logits) is None) == (rule == "GREEDY")
     assert logits.softmax(-1).topk(16).values.sum(-1).min() > 0.95
 
 
 def test_the_goal_is_judged_by_the_worst_model() -> None:
-    """Claim: one model below the bar misses the goal; without figures nothing counts as met."""
-    figures = [
-        StreamFigure(model, "bfloat16", streams, rate, 0, 0, 0, 0)
+    """Claim: one model below the bar misses the goal; without measurements nothing counts as met."""
+    measurements = [
+        StreamMeasurement(model, "bfloat16", streams, rate, 0, 0, 0, 0)
         for model, rates in (("a", (10.0, 90.0)), ("b", (10.0, 49.0)))
         for streams, rate in zip((1, 16), rates)
     ]
-    assert [bar.state for bar in bars_of(figures)] == ["missed"]
-    assert [bar.state for bar in bars_of(figures[:2])] == ["stretch"]
+    assert [bar.state for bar in bars_of(measurements)] == ["missed"]
+    assert [bar.state for bar in bars_of(measurements[:2])] == ["stretch"]
     assert [bar.state for bar in bars_of([])] == ["not measured"]
 
 
 def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Claim: the command runs all its parts, prints their tables and writes every figure it shows."""
+    """Claim: the command runs all its parts, prints their tables and writes every measurement it shows."""
     arguments = "--models draft --dtypes float32 --rows 1 4 --sequences 2 --contexts 64 --streams 1 2 --tokens 4"
     arguments += f" --vocabularies 4096 --rounds 1 --out {tmp_path}"
     assert main(arguments.split()) == 0
@@ -137,7 +137,7 @@ def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.Capture
     assert sum(step["unpadded_ms"] is not None for step in run["steps"]) == 4
     assert [stream["streams"] for stream in run["streams"]] == [1, 2]
     assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in run["steps"])
-    assert len(run["evidence"]) == 2 * len(LAWS)
+    assert len(run["sampler"]) == 2 * len(ALL_PARAMS)
     printed = capsys.readouterr().out
-    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "Evidence, of which noise", "bars"):
+    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "SamplerOutput, of which noise", "bars"):
         assert title in printed

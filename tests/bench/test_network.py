@@ -1,4 +1,4 @@
-"""The emulated network: the delays asked for, changed while it runs, cut and healed, cheap, and gone afterwards."""
+"""The emulated network: delays as set, changed while it runs, cut and healed, cheap, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.network import namespaces
-from bench.network.echo import Echo, median_rtt_ms
-from bench.network.machines import ROOT, Network, emulated
-from bench.network.waiting import parse_delay
+from specdec.bench.network import namespaces
+from specdec.bench.network.echo import Echo, median_rtt_ms
+from specdec.bench.network.machines import ROOT, Network, emulated
+from specdec.bench.network.waiting import parse_delay
 
 RTT_ERROR_MS_MAX = 0.5
 needs_namespaces = pytest.mark.skipif(
@@ -30,9 +30,9 @@ def named_namespaces() -> set[str]:
 
 
 def best_median_ms(echo: Echo) -> float:
-    """The least of up to five medians of 15 round trips: others on this machine may make one late, none makes it early.
+    """The least of up to five medians of 15 round trips: other processes may make one late, none makes it early.
 
-    Stops at the first that is near the least one seen, so that a quiet machine is not kept long.
+    Stops at the first median near the least one, so that a quiet machine needs two.
     """
     medians = []
     for _ in range(5):
@@ -102,7 +102,7 @@ def test_a_cut_holds_everything_and_healing_lets_it_pass(network: Network) -> No
 
 
 def test_an_idle_network_sleeps(network: Network) -> None:
-    """Claim: with open connections and nothing to carry the emulation uses no CPU: it takes none from what is measured.
+    """Claim: with open connections and no traffic the emulation uses no CPU, so it takes none from the measurement.
 
     Conclusive: below 1 % of a core over a second, where polling even once a millisecond takes several.
     """
@@ -128,7 +128,7 @@ def test_processes_run_on_their_machine(network: Network) -> None:
 
 
 def test_an_unknown_machine_is_refused_and_changes_nothing(network: Network) -> None:
-    """Claim: a delay for a machine that is not there is an error of the caller's, and the network goes on."""
+    """Claim: a delay for an unknown machine is an error of the caller, and the network goes on."""
     with pytest.raises(ValueError, match="moon"):
         network.set_delay("coordinator", "moon", 1.0)
     assert median_rtt_ms(network, "coordinator", "draft", 3) < 100.0
@@ -136,15 +136,15 @@ def test_an_unknown_machine_is_refused_and_changes_nothing(network: Network) -> 
 
 @needs_namespaces
 def test_nothing_is_left_behind() -> None:
-    """Claim: namespaces are gone after an orderly end, after SIGTERM, and when the steering process goes away."""
+    """Claim: namespaces are gone after an orderly end, after SIGTERM, and after the end of the steering process."""
     before = named_namespaces()
     with emulated({"target": (), "draft": ()}):
         assert len(named_namespaces() - before) == 2
     assert named_namespaces() == before
-    for is_told in (True, False):
+    for is_terminated in (True, False):
         hub = start_hub()
         assert len(named_namespaces() - before) == 2
-        if is_told:
+        if is_terminated:
             hub.terminate()
         hub.communicate(timeout=10)  # closes its standard input
         assert hub.returncode == 0
@@ -153,7 +153,7 @@ def test_nothing_is_left_behind() -> None:
 
 @needs_namespaces
 def test_what_a_killed_run_left_is_removed_and_a_living_one_is_not() -> None:
-    """Claim: the next start removes namespaces whose owner was killed, and touches nothing of one that lives."""
+    """Claim: the next start removes the namespaces of a killed owner, and none of a living one."""
     killed, living = start_hub(), start_hub()
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
@@ -178,6 +178,6 @@ def test_a_malformed_delay_is_refused(text: str) -> None:
 
 
 def test_a_delay_is_read_in_milliseconds() -> None:
-    """Claim: what is written in milliseconds comes back in seconds."""
+    """Claim: delays written in milliseconds are returned in seconds."""
     assert parse_delay("a:b=2.5") == ("a", "b", 0.0025)
     assert parse_delay(".5") == ("", "", 0.0005)

@@ -1,4 +1,4 @@
-"""The picture of a trace: drawn from what `specdec trace --export` writes."""
+"""The picture of a trace: drawn from the output of `specdec trace --export`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.trace_picture import lines_until, main
+from specdec.bench.trace_picture import lines_until, main
 from specdec.errors import ConfigError
 from specdec.telemetry.trace_reader import TraceTree, spans_of
 
@@ -31,8 +31,8 @@ def exported(count: int) -> dict:
 
 
 def test_a_picture_is_drawn_up_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Claim: the spans that begin before the end are drawn, in order below their parent; too many are refused with
-    what to do, and nothing is written."""
+    """Claim: the spans that begin before the end are drawn, in order below their parent; too many are refused with a
+    remedy, and nothing is written."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     content = exported(100)
     lines = lines_until(TraceTree(spans_of(content["resourceSpans"])), 3.0)

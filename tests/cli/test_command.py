@@ -1,4 +1,4 @@
-"""The `specdec` command as a person meets it: real processes, exit codes, what stands on which stream."""
+"""The `specdec` command as a user runs it: real processes, exit codes, standard output and standard error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.config import EMBEDDED_MODELS, DraftSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 
-# Flags of a coordinator that starts and waits for a target in vain.
+# Flags of a coordinator that starts and waits for a target that does not exist.
 UNREADY = ["--target", "127.0.0.1:1", "--tokenizer", str(EMBEDDED_MODELS / "target"), "--port", "0"]
 HEAVY = ("torch", "transformers", "grpc", "tokenizers", "numpy", "structlog")
 
@@ -52,7 +52,7 @@ def folders(tmp_path_factory) -> Path:
 
 
 class Serving:
-    """`specdec serve` as a process. `lines` are what it printed until it served."""
+    """`specdec serve` as a process. `lines`: its output until it served."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "specdec.cli", "serve", "--port", "0", "--drain-grace-s", "2", *arguments]
@@ -74,14 +74,14 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def serving(folders):
-    """The three services with table models, for the tests that only ask."""
+    """The three services with table models, for tests that only send requests."""
     serving = Serving("--model", str(folders / "target"), "--draft-model", str(folders / "draft"))
     yield serving
     serving.end()
 
 
 def token_ids_of(done: subprocess.CompletedProcess) -> list[int]:
-    """The output tokens in what `generate --json` printed."""
+    """The output tokens in the output of `generate --json`."""
     deltas = [json.loads(line).get("delta", {}) for line in done.stdout.splitlines()]
     return [token_id for delta in deltas for token_id in delta.get("token_ids", [])]
 
@@ -104,7 +104,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 
 
 def test_help_is_immediate():
-    """Help, of `specdec` and of each command, loads none of the heavy packages: nobody waits for a model library."""
+    """Help, of `specdec` and of each command, loads none of the heavy packages, so it is immediate."""
     code = (
         "import sys\nfrom specdec.cli.main import COMMANDS, run_command\n"
         "run_command(['--help'])\n"
@@ -128,7 +128,7 @@ def test_help_is_immediate():
     ],
 )
 def test_errors_are_one_line_on_standard_error(arguments, code, expected):
-    """Exit code 2 for being asked wrongly, 1 for failing; nothing on standard output, no traceback."""
+    """Exit code 2 for a usage error, 1 for a failure; nothing on standard output, no traceback."""
     done = specdec(*arguments)
     assert done.returncode == code and done.stdout == ""
     assert expected in done.stderr and done.stderr.count("\n") == 1
@@ -158,7 +158,7 @@ def test_generate_reads_standard_input_and_resumes(serving):
 
 
 def test_generate_colours_what_the_draft_guessed(serving):
-    """Colours on demand only: green for accepted draft tokens, yellow for corrections; the text stays the same."""
+    """Colours on demand only: green for accepted draft tokens, yellow for recovered tokens; the text is the same."""
     request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--policy", "fixed")
     request = (*request, "--address", serving.address)
     plain, coloured = specdec(*request).stdout, specdec(*request, "--color", "always").stdout
@@ -210,7 +210,7 @@ def test_serve_starts_a_lost_draft_again_and_stops_all_it_started(serving):
 
 
 def wait_for_line(serving: Serving, part: str) -> None:
-    """Reads what it complains of until a line has this part; fails when it ends first."""
+    """Reads its standard error until a line has this part; fails when it ends first."""
     while part not in (line := serving.process.stderr.readline()):
         assert line, part
 
@@ -225,7 +225,7 @@ def draft_token_count(serving: Serving) -> int:
 
 def test_a_draft_that_cannot_stay_is_given_up(folders):
     """Claim: a draft that ends again and again is started RESTART_COUNT_MAX times and then no more. Real processes,
-    which refuse their settings; only the clock that the keeper is told runs ahead of its pauses."""
+    which refuse their settings; only the keeper's clock runs ahead of its pauses."""
     ended = [Child("target", ["--help"]), Child("draft", ["--help"])]
     ended[1].address = "127.0.0.1:50999"
     settings = DraftSettings(model=str(folders / "draft")).model_copy(update={"block_size": 7})
@@ -262,7 +262,7 @@ def test_different_tokenizers_end_serve(folders):
 
 
 def test_a_child_that_cannot_start_says_why():
-    """The child's own sentence reaches whoever waits, as an error, though another child would keep it waiting."""
+    """The child's own sentence is raised as an error, although another child is not ready yet."""
     with Child("coordinator", UNREADY) as waiting, Child("coordinator", [*UNREADY, "--tokenizer", "/none"]) as failing:
         with pytest.raises(ConfigError, match="/none"):
             wait_all_ready([waiting, failing], 60.0)
@@ -270,7 +270,7 @@ def test_a_child_that_cannot_start_says_why():
 
 
 def test_a_frozen_child_is_stopped():
-    """SIGTERM alone would wait in vain for a stopped process; `stop` ends it, and is idempotent."""
+    """SIGTERM alone does not end a stopped process; `stop` ends it, and is idempotent."""
     with Child("coordinator", UNREADY) as child:
         assert not child.check_ready(0.5)
         child.signal(signal.SIGSTOP)
@@ -280,8 +280,8 @@ def test_a_frozen_child_is_stopped():
 
 
 def test_bench_lists_and_finds_its_benchmarks():
-    """Claim: `specdec bench` lists what there is, each benchmark explains its flags, and an unknown
-    one is refused like an unknown command. Every listed module is asked, so none is missing or broken at import."""
+    """Claim: `specdec bench` lists the benchmarks, each explains its flags, and an unknown one is refused like an
+    unknown command. The help of every listed module is run, so none is missing or broken at import."""
     listed = specdec("bench")
     assert listed.returncode == 0
     names = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]

@@ -1,4 +1,4 @@
-"""`specdec demo` as a person meets it: real processes, on the embedded pair; no time is judged."""
+"""`specdec demo` as a user runs it: real processes, on the embedded pair; no time is judged."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import specdec
 from specdec.cli.demo import PROMPT_IDS, DemoText, Run, heldout_prompts, misses_of
 from specdec.cli.demo_view import closing_line
 
@@ -24,12 +21,13 @@ CONTROL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    """What `specdec demo --json` printed: all of standard output is one object, and nothing was complained of."""
+    """The output of `specdec demo --json`: all of standard output is one object, standard error is empty."""
     done = subprocess.run([*COMMAND, "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr == ""
     return json.loads(done.stdout)
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_json_is_one_object_of_equal_texts(report):
     """Claim: every prompt has a text of full length, the same with speculation and without, and draft tokens were
@@ -42,6 +40,7 @@ def test_json_is_one_object_of_equal_texts(report):
     assert report["is_equal"] and 0 < report["acceptance"] < 1
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_without_a_terminal_the_texts_and_the_table_are_plain(report):
     """Claim: piped, the demo prints the prompts, the texts that --json reports for the same seed, the sampling
@@ -60,11 +59,12 @@ def test_without_a_terminal_the_texts_and_the_table_are_plain(report):
     assert printed[-1] == "Each text had the same tokens with speculation and without."
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_on_a_terminal_tokens_are_in_colour_and_rates_are_live():
     """Claim: on a terminal accepted tokens are green and recovered ones yellow, and the line of rates is drawn
-    before the rate without speculation is known: it is live. The demo takes a pseudo-terminal for a terminal, and all
-    that it writes is read."""
+    before the rate without speculation is known: it is live. Conclusive: the demo runs on a pseudo-terminal, and
+    its whole output is read."""
     reading, writing = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "60"}
     with subprocess.Popen(COMMAND, stdout=writing, stderr=subprocess.PIPE, env=environment) as process:
@@ -97,7 +97,7 @@ def text_of(prompt_id: int, ratio: float, is_equal: bool = True) -> DemoText:
 
 
 def test_check_names_the_bars_that_are_missed():
-    """Claim: --check wants 1.25 of the median and 1 of every text, and says which was missed and by what; at the
+    """Claim: --check wants 1.25 of the median and 1 of every text, and reports each missed bar with its ratio; at the
     bars nothing is missed. Ratios are given, so nothing depends on the machine."""
     assert misses_of([text_of(1, 1.0), text_of(2, 1.25), text_of(3, 1.5)]) == []
     assert misses_of([text_of(1, 0.9), text_of(2, 1.2), text_of(3, 1.5)]) == [
@@ -111,19 +111,3 @@ def test_a_text_that_differs_is_called_a_defect():
     texts = [text_of(4, 1.3, is_equal=False), text_of(6, 1.3)]
     assert closing_line(texts).startswith("DIFFERENT TOKENS") and "prompt 4:" in closing_line(texts)
     assert closing_line(texts[1:]).startswith("Each text had the same tokens")
-
-
-@pytest.mark.parametrize("place", ["specdec/models", "models"])
-def test_the_embedded_pair_is_found_in_a_package_and_in_a_checkout(tmp_path, place):
-    """Claim: `models` is looked for inside the package, as it is installed, and otherwise beside it, where a checkout
-    has it. A copy of the package elsewhere, run by an interpreter of its own, finds the folder it was given."""
-    shutil.copytree(Path(specdec.__file__).parent, tmp_path / "specdec", ignore=shutil.ignore_patterns("models"))
-    (tmp_path / place / "target").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", "from specdec.config import EMBEDDED_MODELS; print(EMBEDDED_MODELS)"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str((tmp_path / place).resolve()), done.stderr

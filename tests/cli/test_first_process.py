@@ -1,4 +1,4 @@
-"""`specdec` as the first process of a container, where the kernel ignores signals nobody asked for."""
+"""`specdec` as the first process of a container, where the kernel ignores signals without a handler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ is_allowed = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False
 
 @pytest.mark.skipif(not is_allowed, reason="making a process namespace is not allowed here")
 def test_sigterm_ends_a_service_that_is_still_loading():
-    """Claim: a pod that is deleted while its service loads does not wait for its grace to pass.
+    """Claim: a pod that is deleted while its service loads ends before its grace period is over.
 
     Conclusive: rank 0 of two machines waits for the other one for ten minutes; it is the first process of a namespace,
     and without a handler of its own SIGTERM would not reach it.

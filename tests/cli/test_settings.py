@@ -1,4 +1,4 @@
-"""Settings: where values come from, which one wins, and what is said when one is wrong."""
+"""Settings: the sources of values, their order, and the errors of wrong values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(command: str, *arguments: str, environment: dict[str, str] | None = Non
 
 
 def refusal(command: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """What is said about a command line that is wrong: always one line."""
+    """The error of a wrong command line: always one line."""
     with pytest.raises(UsageError) as raised:
         read(command, *arguments, environment=environment)
     assert "\n" not in str(raised.value)
@@ -71,7 +71,7 @@ def test_the_file_can_be_named_in_the_environment(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_holds_every_setting_with_a_sentence(command):
-    """One schema makes flags and help, so none can be without the other; each says what it is in a sentence."""
+    """One schema makes flags and help, so every flag has its help; each is explained in a sentence."""
     text = help_of(command)
     for name, field in COMMANDS[command].settings.model_fields.items():
         extra = field.json_schema_extra
@@ -81,7 +81,7 @@ def test_help_holds_every_setting_with_a_sentence(command):
 
 
 def test_flags_are_spelt_as_users_know_them():
-    """The spellings of other inference servers, so that nobody has to look them up."""
+    """The spellings of other inference servers, which users know."""
     for flags, command in ((CONVENTIONAL_FLAGS, "target"), (CONVENTIONAL_FLAGS, "draft"), (SAMPLING_FLAGS, "generate")):
         text = help_of(command).split()
         assert [flag for flag in flags if flag not in [word.rstrip(",") for word in text]] == []
@@ -107,6 +107,11 @@ def test_flags_are_spelt_as_users_know_them():
             ["--num-speculative-tokens", "20"],
             "--num-speculative-tokens 20 is above --num-speculative-tokens-max 16",
         ),
+        (
+            "serve",
+            ["--num-speculative-tokens-max", "40"],
+            "--num-speculative-tokens-max 40 is above --draft-window-max 32",
+        ),
         ("generate", ["hi", "--logit-bias", "5"], "it must be ID=BIAS, such as 5=-1.5"),
         ("generate", ["hi", "--prompt-ids", "1,x"], "--prompt-ids is"),
         ("generate", ["hi", "--max-tokens", "-1"], "--max-tokens is '-1'; it must be from 0 to"),
@@ -115,12 +120,12 @@ def test_flags_are_spelt_as_users_know_them():
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(command, arguments, expected):
-    """Flag, value and what it must be, or the flag that was probably meant."""
+    """Flag, value and requirement, or the flag that was probably meant."""
     assert expected in refusal(command, *arguments)
 
 
 def test_wrong_values_are_blamed_on_where_they_came_from(tmp_path):
-    """A value nobody typed just now must be findable: the variable, or the file."""
+    """The error names the source of a value that is not on the command line: the variable, or the file."""
     file = tmp_path / "c.yaml"
     file.write_text("model: m\nport: many\n")
     assert f"port in {file} is 'many'" in refusal("draft", "--config", str(file))
@@ -138,7 +143,7 @@ def test_a_file_that_is_not_understood_is_refused(tmp_path, content, expected):
 
 
 def test_the_environment_is_checked_too():
-    """A misspelt variable is an error; one of another command is not, nor an address that Kubernetes put there."""
+    """A misspelt variable is an error; one of another command is not, nor an address set by Kubernetes."""
     assert "did you mean SPECDEC_MODEL?" in refusal("draft", environment={"SPECDEC_MODLE": "m"})
     shared = {
         "SPECDEC_TEMPERATURE": "0",
@@ -161,7 +166,7 @@ def test_lists_come_from_flags_environment_and_file(tmp_path):
 
 
 def test_settings_never_change():
-    """What was checked at the start holds for ever (style: configuration is immutable)."""
+    """Settings checked at the start never change (style: configuration is immutable)."""
     settings = DraftSettings(model="m")
     with pytest.raises(pydantic.ValidationError):
         settings.port = 1
@@ -171,7 +176,7 @@ def test_settings_never_change():
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", "127.0.0.1.example.com"])
 def test_beyond_loopback_needs_tls_or_insecure(host, tmp_path):
-    """A port others can reach is never plain by accident; either three TLS files or a flag that says so."""
+    """A port that other machines can reach is never plain by accident: three TLS files, or the flag --insecure."""
     assert "reaches beyond this machine" in refusal("draft", "--model", "m", "--host", host)
     assert read("draft", "--model", "m", "--host", host, "--insecure").host == host
     files = [tmp_path / name for name in ("key", "cert", "ca")]
@@ -184,12 +189,12 @@ def test_beyond_loopback_needs_tls_or_insecure(host, tmp_path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_loopback_needs_nothing(host):
-    """What no other machine can reach needs no certificates."""
+    """A host that no other machine can reach needs no certificates."""
     assert is_loopback(host) and ServiceSettings(host=host).host == host
 
 
 def test_connecting_beyond_loopback_needs_the_same():
-    """Prompts leave a client, and tokens a coordinator, as they would leave a server."""
+    """Prompts leave a client, and tokens a coordinator, as they leave a server."""
     assert "--address 10.0.0.1" in refusal("generate", "hi", "--address", "10.0.0.1:50051")
     assert "--draft 10.0.0.1" in refusal(
         "coordinator", "--tokenizer", "t", "--target", "127.0.0.1:1", "--draft", "10.0.0.1:2"
@@ -231,11 +236,11 @@ def test_serve_gives_its_settings_to_the_three():
     ],
 )
 def test_a_child_is_given_the_same_settings(command, settings):
-    """Flags made from settings make the settings again, so a child runs with what its parent checked."""
+    """Flags made from settings make the same settings again, so a child runs with the settings its parent checked."""
     assert read(command, *arguments_of(settings)) == settings
 
 
 def test_an_unknown_command_is_refused():
-    """The commands there are, in one line."""
+    """One line with all commands."""
     with pytest.raises(UsageError, match="^sreve is not a command; choose from serve, target, draft"):
         run_command(["sreve"])

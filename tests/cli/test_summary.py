@@ -6,7 +6,7 @@ from specdec.cli.generate import summary
 from specdec.v1 import coordinator_service_pb2 as pb
 
 
-def test_it_has_the_figures_and_the_id_to_look_the_trace_up_by():
+def test_it_has_the_statistics_and_the_trace_id():
     """Claim: tokens, speed, acceptance, length, and the trace id as `specdec trace` takes it."""
     finished = pb.Finished(trace_id="ab" * 16)
     finished.usage.output_tokens = 50

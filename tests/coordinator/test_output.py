@@ -1,7 +1,7 @@
 """The walker: where a text ends, and which text is certain, one token at a time.
 
-The reference is plain decoding written naively: decode everything so far, look for stops in the whole. Real tokenizer,
-random tokens, random groupings into rounds: grouping must not matter, and nothing sent may be taken back.
+The reference is naive plain decoding: decode all tokens so far, search the whole text for stops. Real tokenizer,
+random tokens, random groupings into rounds: grouping must not matter, and sent text may not be taken back.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from coordinator.output import OutputWalker, Walked
-from coordinator.tokenizer import Tokenizer
 from specdec.config import EMBEDDED_MODELS
+from specdec.coordinator.output import OutputWalker, Walked
+from specdec.coordinator.tokenizer import Tokenizer
 from specdec.protocol.types import FinishReason
 
 
@@ -70,7 +70,7 @@ def test_stop_strings_end_the_text_where_plain_decoding_would(tokenizer: Tokeniz
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer):
-    """Claim: nothing is sent that a later token could turn into part of a stop string; at the end it is released."""
+    """Claim: text that a later token could make part of a stop string is not sent; at the end it is released."""
     tokens = ids(tokenizer, "return 12")
     held = walker(tokenizer, stop=["12345"], max_tokens=len(tokens))
     texts = [text for token in tokens[:-1] for text in held.walk([token]).texts]

@@ -1,21 +1,24 @@
-"""The rule of requests that leave it open: the service's choice, by what it measured."""
+"""The rule of requests that name none: the service's choice, by its measurements; and limits of a request's plan."""
 
 from __future__ import annotations
 
-from coordinator.speculation import REJECTION_EVERY, RULE_ROUNDS, Speculation
+import pytest
+
 from specdec.config import CoordinatorSettings
+from specdec.coordinator.speculation import REJECTION_EVERY, RULE_ROUNDS, Speculation
+from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.protocol.report import RoundRecord
-from specdec.protocol.request import Ask, SamplingPolicy, SpeculativePolicy
+from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Rule, TokenKind
 
 SETTINGS = CoordinatorSettings(target="localhost:1", tokenizer="none", speculation_policy="auto")
-OPEN = Ask(token_ids=(1,))
+OPEN = GenerationRequest(token_ids=(1,))
 
 
 def run_rounds(speculation: Speculation, rule: Rule, round_s: float) -> None:
-    """A generation under a rule whose rounds all take so long and accept all that is planned."""
-    policy = speculation.policy(Ask(token_ids=(1,)), rule)
+    """A generation under a rule whose rounds all take `round_s` and accept all planned tokens."""
+    policy = speculation.policy(GenerationRequest(token_ids=(1,)), rule)
     assert isinstance(policy, AutoPolicy)
     for index in range(round(3 * RULE_ROUNDS)):
         plan = policy.plan(1000)
@@ -25,31 +28,58 @@ def run_rounds(speculation: Speculation, rule: Rule, round_s: float) -> None:
 
 
 def test_what_is_named_or_follows_is_not_chosen() -> None:
-    """Claim: temperature 0 is GREEDY, a seed COUPLED, a rule named is that rule; each says why."""
+    """Claim: temperature 0 is GREEDY, a seed COUPLED, a rule named is that rule; each has its reason."""
     speculation = Speculation(SETTINGS)
-    greedy = Ask(token_ids=(1,), sampling=SamplingPolicy(temperature=0))
+    greedy = GenerationRequest(token_ids=(1,), sampling=SamplingParams(temperature=0))
     assert speculation.rule(greedy) == (Rule.GREEDY, "temperature 0")
-    seeded = Ask(token_ids=(1,), sampling=SamplingPolicy(seed=3))
+    seeded = GenerationRequest(token_ids=(1,), sampling=SamplingParams(seed=3))
     assert speculation.rule(seeded) == (Rule.COUPLED, "the request has a seed")
-    named = Ask(token_ids=(1,), speculative=SpeculativePolicy(rule=Rule.REJECTION))
+    named = GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(rule=Rule.REJECTION))
     assert speculation.rule(named) == (Rule.REJECTION, "named by the request")
 
 
 def test_a_small_share_runs_rejection_to_measure_it() -> None:
-    """Claim: COUPLED until both rules were measured, but for one request in REJECTION_EVERY; none of a resumed text's
-    parts needs a rule or a seed. Conclusive: all of four times as many requests are counted."""
+    """Claim: COUPLED until both rules are measured, but for one request in REJECTION_EVERY; a resumed text needs
+    neither rule nor seed. Conclusive: all requests of four such periods are counted."""
     speculation = Speculation(SETTINGS)
-    resumed = Ask(token_ids=(1,), resumed_token_ids=(2, 3))
+    resumed = GenerationRequest(token_ids=(1,), resumed_token_ids=(2, 3))
     rules = [speculation.rule(resumed)[0] for _ in range(4 * REJECTION_EVERY)]
     assert rules.count(Rule.REJECTION) == 4 and rules.count(Rule.COUPLED) == len(rules) - 4
     assert rules[0] is Rule.COUPLED
 
 
 def test_the_faster_rule_is_chosen() -> None:
-    """Claim: once both are measured, the one that is worth more runs, and the reason gives both figures."""
+    """Claim: once both are measured, the rule with more tokens/s runs, and the reason gives both measurements."""
     for rejection_s, chosen in ((0.01, Rule.REJECTION), (0.04, Rule.COUPLED)):
         speculation = Speculation(SETTINGS)
         run_rounds(speculation, Rule.COUPLED, 0.02)
         run_rounds(speculation, Rule.REJECTION, rejection_s)
         rule, reason = speculation.rule(OPEN)
         assert rule is chosen and "tokens/s measured" in reason, reason
+
+
+def fixed(**asked: int) -> GenerationRequest:
+    return GenerationRequest(token_ids=(1,), speculative=SpeculativePolicy(mode=SpeculationMode.FIXED, **asked))
+
+
+@pytest.mark.parametrize("field", ["num_speculative_tokens", "draft_window", "draft_nodes_per_step"])
+def test_a_request_may_not_ask_for_more_than_the_servers_maximum(field: str) -> None:
+    """Claim: a plan named by a request obeys the server's maxima, each a setting (a finding by reading: 16 tokens and
+    64 nodes of one client override load control). Conclusive: both sides of each limit."""
+    limits = {"num_speculative_tokens": 4, "draft_window": 6, "draft_nodes_per_step": 2}
+    maxima = {f"{name}_max": value for name, value in limits.items()}
+    speculation = Speculation(SETTINGS.model_copy(update={**maxima, "num_speculative_tokens": 2}))
+    plan = speculation.policy(fixed(**{field: limits[field]}), Rule.COUPLED).plan(1000)
+    assert (plan.draft_length_max, plan.window, plan.nodes_per_step)[list(limits).index(field)] == limits[field]
+    with pytest.raises(
+        InvalidRequest, match=f"speculative.{field} is {limits[field] + 1}; .* maximum, {limits[field]}"
+    ):
+        speculation.policy(fixed(**{field: limits[field] + 1}), Rule.COUPLED)
+
+
+def test_the_window_by_default_obeys_the_maximum() -> None:
+    """Claim: a request without a window gets one more than its draft tokens, or the server's maximum if that is less.
+    Conclusive: both cases."""
+    speculation = Speculation(SETTINGS.model_copy(update={"num_speculative_tokens_max": 6, "draft_window_max": 6}))
+    windows = [speculation.policy(fixed(num_speculative_tokens=n), Rule.COUPLED).plan(1000).window for n in (4, 6)]
+    assert windows == [5, 6]

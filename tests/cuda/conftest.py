@@ -1,4 +1,4 @@
-"""What a GPU would run, run here in the test's own process."""
+"""The code of a GPU, run here in the test's own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device backend answers what `transformers` answers: every architecture, in ragged and in padded steps."""
+"""The device backend gives the answers of `transformers`: every architecture, in ragged and in padded steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from tests.support.device_models import device_driver
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
 
@@ -44,8 +44,8 @@ def test_every_architecture_answers_as_transformers_does(architecture: str, tmp_
     """Claim: prompts, decodes and verifications of several sequences, in steps of their own shape and in steps padded
     to a captured one, give transformers' logits at every position, to the rounding of another order of additions.
 
-    Conclusive: any wrong slot, table, mask, window, head order or padding row moves logits by far more; the cache is
-    what later rounds read, so a row written to a wrong place shows there.
+    Conclusive: any wrong slot, table, mask, window, head order or padding row moves logits by far more; later rounds
+    read the cache, so a row written to a wrong slot shows there.
     """
     folder = make_tiny_model(tmp_path / architecture, architecture)
     lengths = [prompt + sum(counts[i] for counts in ROUNDS) for i, prompt in enumerate(PROMPT_LENGTHS)]
@@ -81,9 +81,9 @@ def test_rollback_copies_and_other_blocks_give_the_same_text(llama: Path, with_g
     driver.feed(table, prompt, 1)
     driver.feed(table, random_tokens(7, 9))  # draft tokens that were not accepted
     driver.cache.truncate(table, len(prompt))
-    driver.cache.publish(table, prompt, len(prompt))
+    driver.cache.cache_prefix(table, prompt, len(prompt))
     other = driver.cache.open(80)
-    driver.cache.truncate(other, driver.cache.adopt(other, prompt) - 3)
+    driver.cache.truncate(other, driver.cache.match_prefix(other, prompt) - 3)
     shared = list(other.block_ids)
     driver.feed(other, random_tokens(5, 8))  # copies the last block both share; must not reach the first
     assert other.block_ids[: len(shared)] != shared == table.block_ids[: len(shared)]
@@ -96,7 +96,7 @@ def test_rollback_copies_and_other_blocks_give_the_same_text(llama: Path, with_g
     assert driver.greedy(prompt, 24) == wanted
 
 
-def test_not_a_number_is_told_of_its_sequence_only(llama: Path) -> None:
+def test_not_a_number_is_reported_for_its_sequence_only(llama: Path) -> None:
     """Claim: not-a-number in one sequence's cache marks that sequence's flag and no other, with and without padding,
     and is gone once its positions are scrubbed. Conclusive: the neighbours' logits equal those of a clean step.
     """
@@ -121,7 +121,7 @@ def test_not_a_number_is_told_of_its_sequence_only(llama: Path) -> None:
 
 
 def test_logits_outlive_the_next_step(llama: Path) -> None:
-    """Claim: what a replayed step returned is not changed by the next one, though both compute into the same memory.
+    """Claim: the logits of a replayed step are not changed by the next one, though both compute into the same memory.
 
     The runner repeats a failed step piece by piece and judges all pieces afterwards.
     """
@@ -134,17 +134,17 @@ def test_logits_outlive_the_next_step(llama: Path) -> None:
 
 
 def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:
-    """Claim: a batch whose table is too short raises when it is planned, before any other rank is told of it."""
+    """Claim: a batch whose table is too short raises when it is planned, before any other rank receives it."""
     driver = device_driver(llama, False)
-    batch = RaggedBatch((Segment([1], 15, [1, 2, 3], 1),))
+    batch = RaggedBatch((SequenceChunk([1], 15, [1, 2, 3], 1),))
     with pytest.raises((IndexError, ValueError)):
         driver.model.backend.plan(batch)
 
 
 def test_margins_are_measured_and_counted(llama: Path) -> None:
-    """Claim: the drift is measured at the first step and leaves the cache as it was; one step in sixteen is looked at,
-    and its rows that lie nearer than the drift are counted. Conclusive: with a drift set beyond any margin all rows
-    looked at count, with 0 none.
+    """Claim: the drift is measured at the first step, which does not change the cache; one step in sixteen is sampled,
+    and its rows with a margin below the drift are counted. Conclusive: with a drift beyond any margin all sampled rows
+    count, with 0 none.
     """
     driver = device_driver(llama, False)
     backend = driver.model.backend

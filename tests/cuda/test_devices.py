@@ -1,4 +1,4 @@
-"""Devices by name: what is there, what to say when it is not, and how the command is told."""
+"""Devices by name: those of the machine, the error of a missing one, and the settings that follow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CUDA = torch.device("cuda:1")
 
 
 def test_a_device_that_is_not_there_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: without a GPU `auto` is a CPU and `cuda` an error that says why and what helps; with two, `auto` and
-    `cuda` are the first, and a third is an error that names those there are; other names are errors of their own.
+    """Claim: without a GPU `auto` is a CPU and `cuda` an error with reason and remedy; with two, `auto` and `cuda` are
+    the first, and a third is an error that names the existing ones; other names are errors of their own.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto") == find_device("cpu") == torch.device("cpu")
@@ -37,7 +37,7 @@ def test_a_device_that_is_not_there_is_named_with_what_to_do(monkeypatch: pytest
 
 
 def test_loading_refuses_before_it_reads(tmp_path: Path) -> None:
-    """Claim: a missing device is refused before the folder is looked at."""
+    """Claim: a missing device is refused before the folder is read."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match="device is 'cuda:0'"):
@@ -46,7 +46,7 @@ def test_loading_refuses_before_it_reads(tmp_path: Path) -> None:
 
 def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own there; the weights' float16 is kept on
-    a GPU and widened on a CPU; --enforce-eager leaves graphs out.
+    a GPU and widened on a CPU; --enforce-eager disables graphs.
     """
     assert default_block_size(torch.device("cpu")) == 64 and default_block_size(CUDA) == 256
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu` runs with torch and transformers alone, from checks to figures."""
+"""`python -m bench.gpu` runs with torch and transformers alone, from checks to measurements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Everything the project depends on, but for torch and transformers and what these need themselves.
+# All dependencies of the project, but for torch, transformers and their own dependencies.
 ABSENT = "grpc google.protobuf pydantic pydantic_core structlog rich uvloop matplotlib pytest hypothesis".split()
 PROGRAM = """
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent!r}))  # a module that is None there cannot be imported, nor found
 sys.argv = ["bench.gpu", *sys.argv[1:]]
-runpy.run_module("bench.gpu", run_name="__main__")
+runpy.run_module("specdec.bench.gpu", run_name="__main__")
 """
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_the_small_run_needs_torch_and_transformers_only(tmp_path: Path) -> None:
     """Claim: with every other dependency of the project hidden, the whole script runs: all checks pass, every step is
@@ -30,10 +31,10 @@ def test_the_small_run_needs_torch_and_transformers_only(tmp_path: Path) -> None
     command = [sys.executable, "-c", program, "--small", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(file.read_text())
-    assert len(figures["checks"]) == 3 and all(check["passed"] for check in figures["checks"])
-    shapes = {(step["sequences"], step["rows"], step["with_graphs"]) for step in figures["steps"]}
+    measurements = json.loads(file.read_text())
+    assert len(measurements["checks"]) == 3 and all(check["passed"] for check in measurements["checks"])
+    shapes = {(step["sequences"], step["rows"], step["with_graphs"]) for step in measurements["steps"]}
     assert shapes == {(s, r, g) for s, r in ((1, 1), (1, 3), (2, 2)) for g in (True, False)}
-    assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in figures["steps"])
-    (margins,) = figures["margins"]
+    assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in measurements["steps"])
+    (margins,) = measurements["margins"]
     assert margins["positions"] > 0 and margins["close"] <= margins["positions"] and margins["way"] == "plain"

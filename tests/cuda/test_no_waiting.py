@@ -1,6 +1,6 @@
-"""A step on a device asks it for nothing before the end: neither the forward nor the evidence.
+"""A step reads no number of its device before the end: neither the forward nor the sampler.
 
-Every question costs a wait for all that was queued, and a forward that asks cannot be captured.
+Every read waits for all queued work, and a forward that reads cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.decoding import crossing as crossing_module
-from specdec.decoding import evidence as evidence_module
+from specdec.decoding import host_copy as host_copy_module
 from specdec.decoding import proposal as proposal_module
-from specdec.decoding.crossing import Crossing
-from specdec.decoding.evidence import EvidenceRequest, evidence
+from specdec.decoding import verification as verification_module
+from specdec.decoding.host_copy import HostCopy
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.protocol.types import Law, Row, Rule
+from specdec.decoding.verification import VerificationRequest, verify
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 from tests.support.device_models import device_driver
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, random_tokens
 
-ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "argwhere")
+READING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "argwhere")
 
 
 class Listener(TorchDispatchMode):
-    """Notes every operation whose result's shape, or the program's way, depends on numbers of a device."""
+    """Records every operation whose result's shape, or the program's branch, depends on numbers of a device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.reads: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__.split(".")[0]
@@ -39,15 +39,15 @@ class Listener(TorchDispatchMode):
             isinstance(index, torch.Tensor) and index.dtype == torch.bool
             for index in (args[1] if name in ("index", "index_put", "index_put_") else ())
         )
-        if name.startswith(ASKING) or masks:
-            self.asked.append(name)
+        if name.startswith(READING) or masks:
+            self.reads.append(name)
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_forward_asks_nothing(architecture: str, tmp_path: Path) -> None:
-    """Claim: no architecture's forward, modules of transformers included, contains an operation that must know a number
-    of the device. Conclusive: every operation is dispatched through the listener, which does hear one (last lines).
+def test_a_forward_reads_nothing(architecture: str, tmp_path: Path) -> None:
+    """Claim: no architecture's forward, modules of transformers included, contains an operation that reads a number of
+    the device. Conclusive: every operation is dispatched through the listener, which does record one (last lines).
     """
     driver = device_driver(make_tiny_model(tmp_path / architecture, architecture), False)
     tables = [driver.open(), driver.open()]
@@ -61,14 +61,14 @@ def test_a_forward_asks_nothing(architecture: str, tmp_path: Path) -> None:
 
     backend._step = heard
     driver.step([(tables[0], random_tokens(3, 2), 3), (tables[1], random_tokens(1, 3), 1)])
-    assert listener.asked == []
+    assert listener.reads == []
     with listener:
         int(torch.ones(1).sum())
-    assert listener.asked == ["_local_scalar_dense"]
+    assert listener.reads == ["_local_scalar_dense"]
 
 
 class NoWaitingCopies(TorchFunctionMode):
-    """Fails on ways to make a tensor on a device that wait for it."""
+    """Fails where the making of a tensor on a device waits for the device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,20 +100,20 @@ POLICIES: dict[str, dict] = {
 DRAFT = (17, 4, 900)
 
 
-def verification(policy: dict, seed: int) -> EvidenceRequest:
-    law = Law(seed=seed, prompt_length=2, **policy)
-    rows = tuple(Row(tuple(sorted({token, 5, 6, 4999})), (3,) * len({token, 5, 6, 4999})) for token in DRAFT)
-    return EvidenceRequest(law, 2, [8, 9, 17], DRAFT, rows if law.rule is Rule.REJECTION else ())
+def verification(policy: dict, seed: int) -> VerificationRequest:
+    params = ResolvedSamplingParams(seed=seed, prompt_length=2, **policy)
+    rows = tuple(DraftProbs(tuple(sorted({token, 5, 6, 4999})), (3,) * len({token, 5, 6, 4999})) for token in DRAFT)
+    return VerificationRequest(params, 2, [8, 9, 17], DRAFT, rows if params.rule is Rule.REJECTION else ())
 
 
 def proposal(policy: dict, seed: int) -> ProposalRequest:
-    law = Law(seed=seed, prompt_length=2, **policy)
-    return ProposalRequest(law, [8, 9, 17], VOCABULARY - 10, draw_bits=seed << 20, branch_count=seed % 3)
+    params = ResolvedSamplingParams(seed=seed, prompt_length=2, **policy)
+    return ProposalRequest(params, [8, 9, 17], VOCABULARY - 10, draw_bits=seed << 20, branch_count=seed % 3)
 
 
 @pytest.fixture
 def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each copy to the host brought. Tensors on "meta" have none: any other way to a number raises."""
+    """The count of numbers in each copy to the host. Tensors on "meta" hold none: any other read raises."""
     counts: list[int] = []
     tolist = torch.Tensor.tolist
 
@@ -123,28 +123,28 @@ def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(self.numel())
         return list(range(self.numel()))
 
-    was_wrong = Crossing.was_wrong
+    was_wrong = HostCopy.was_wrong
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    # Numbers that mean nothing make no rows, and no true presumptions.
-    monkeypatch.setattr(Crossing, "was_wrong", lambda self: was_wrong(self) and False)
-    nothing = proposal_module.Proposal(((1, 1.0),), Row((1,), (1,)))
-    monkeypatch.setattr(proposal_module, "proposal_of_row", lambda request, token_ids, codes: nothing)
+    # Numbers that mean nothing make no rows, and no true assumptions.
+    monkeypatch.setattr(HostCopy, "was_wrong", lambda self: was_wrong(self) and False)
+    nothing = proposal_module.Proposal(((1, 1.0),), DraftProbs((1,), (1,)))
+    monkeypatch.setattr(proposal_module, "proposal_of_codes", lambda request, token_ids, codes: nothing)
     return counts
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_evidence_comes_back_in_one_small_copy(name: str, read_counts: list[int]) -> None:
-    """Claim: all verifications of a step, whatever their rules and policies, bring their evidence to the host in one
-    copy of a few numbers a row, and ask the device for nothing else; the same for all proposals of a draft's step.
+def test_verification_comes_back_in_one_small_copy(name: str, read_counts: list[int]) -> None:
+    """Claim: the sampler output of all verifications of a step, whatever their rules and policies, is copied to the
+    host at once, a few numbers a row, and nothing else is read; the same for all proposals of a draft's step.
 
-    Conclusive: the logits lie on the meta device, whose tensors hold no numbers, so any question raises.
+    Conclusive: the logits lie on the meta device, whose tensors hold no numbers, so any other read raises.
     """
     policies = [POLICIES[name], *POLICIES.values()]
     verifications = [verification(policy, seed) for seed, policy in enumerate(policies)]
     row_counts = [request.row_count for request in verifications]
     with NoWaitingCopies():
-        found = evidence(verifications, row_counts, torch.empty(sum(row_counts), VOCABULARY, device="meta"))
+        found = verify(verifications, row_counts, torch.empty(sum(row_counts), VOCABULARY, device="meta"))
         assert len(found) == len(verifications) and len(read_counts) == 1
         assert read_counts[0] <= 16 * sum(row_counts)
         read_counts.clear()
@@ -155,10 +155,10 @@ def test_evidence_comes_back_in_one_small_copy(name: str, read_counts: list[int]
 
 
 @pytest.mark.parametrize("are_tied", [False, True])
-def test_presuming_gives_what_asking_gives(are_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: evidence and proposals made the device's way, without asking, equal those made by asking, number for
-    number, and where something presumed is wrong it is noticed and done again. Conclusive: the same logits through
-    both; tied ones, flat ones and a top_p close to 1 break every presumption there is, and some did break.
+def test_assumptions_give_the_same_as_reads(are_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: sampler output and proposals computed with assumptions, as on a device, equal those computed with reads,
+    number for number; a wrong assumption is noticed and the computation repeated. Conclusive: the same logits through
+    both; tied ones, flat ones and a top_p close to 1 break every assumption, and some did break.
     """
     generator = torch.Generator().manual_seed(3)
     policies = [*POLICIES.values(), {"rule": Rule.REJECTION, "temperature": 5.0, "top_p": 0.999}]
@@ -170,17 +170,17 @@ def test_presuming_gives_what_asking_gives(are_tied: bool, monkeypatch: pytest.M
 
     def both() -> tuple[list, list]:
         proposed = propose(proposals, logits[: len(proposals)])
-        return evidence(verifications, row_counts, logits), proposed
+        return verify(verifications, row_counts, logits), proposed
 
-    asked = both()
+    expected = both()
     found_wrong: list[bool] = []
-    was_wrong = Crossing.was_wrong
-    monkeypatch.setattr(crossing_module, "is_far", lambda device: True)
-    monkeypatch.setattr(evidence_module, "is_far", lambda device: True)
+    was_wrong = HostCopy.was_wrong
+    monkeypatch.setattr(host_copy_module, "is_far", lambda device: True)
+    monkeypatch.setattr(verification_module, "is_far", lambda device: True)
     monkeypatch.setattr(
-        Crossing, "was_wrong", lambda self: bool(found_wrong.append(was_wrong(self)) or found_wrong[-1])
+        HostCopy, "was_wrong", lambda self: bool(found_wrong.append(was_wrong(self)) or found_wrong[-1])
     )
-    assert both() == asked
+    assert both() == expected
     assert any(found_wrong)
     if not are_tied:
         del verifications[-1], row_counts[-1], proposals[-1], found_wrong[:]

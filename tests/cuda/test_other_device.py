@@ -1,7 +1,7 @@
-"""A whole step on a device that is not the host's, as far as shapes, types and places go.
+"""A whole step on a device other than the host, checked for shapes, types and devices.
 
-Tensors on the meta device hold no numbers, but have shapes, types and a place, and every operation is watched: one that
-meets a tensor left on the host would raise on a GPU.
+Tensors on the meta device hold no numbers, but have shapes, types and a device, and every operation is watched: one
+that meets a tensor left on the host would raise on a GPU.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from torch.utils._pytree import tree_leaves
 from specdec.engine import attention, rotary_attention
 from specdec.engine.cuda import backend as backend_module
 from specdec.engine.cuda import modules
-from specdec.engine.cuda.attention import PLAIN, BlockTables, Gathered, Way
+from specdec.engine.cuda.attention import DENSE, BlockTables, Gathered, Way
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.interface import ModelDescription, RaggedBatch, Segment, TreeRows
+from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import ARCHITECTURES, model_class
 
 META = torch.device("meta")
-BATCH = RaggedBatch((Segment([1], 0, [5] * 9, 3), Segment([2], 30, [6], 1), Segment([3], 7, [8, 9], 0)))
-ALONE = RaggedBatch((Segment([1], 9, [5, 7, 8], 3),))
+BATCH = RaggedBatch(
+    (SequenceChunk([1], 0, [5] * 9, 3), SequenceChunk([2], 30, [6], 1), SequenceChunk([3], 7, [8, 9], 0))
+)
+ALONE = RaggedBatch((SequenceChunk([1], 9, [5, 7, 8], 3),))
 COPIES = ("copy_", "_to_copy")
 
 
 class OnePlace(TorchDispatchMode):
-    """Fails on an operation, other than a copy, of tensors in two places; single numbers may come from anywhere."""
+    """Fails on an operation, other than a copy, of tensors on two devices; single numbers may be on any device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__.split(".")[0]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        tensors = [entry for entry in tree_leaves((args, kwargs)) if isinstance(entry, torch.Tensor) and entry.dim()]
         assert name in COPIES or len({tensor.device for tensor in tensors}) <= 1, f"{name} of tensors in two places"
         return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is decided by looking at numbers is decided here: stand-ins fit, and nothing drifts."""
+    """Replaces the decisions that read numbers: stand-ins fit, and nothing drifts."""
     monkeypatch.setattr(modules, "_is_near", lambda ours, theirs: ours.shape == theirs.shape)
     monkeypatch.setattr(rotary_attention, "_is_near", lambda ours, theirs, tolerance: ours.shape == theirs.shape)
     monkeypatch.setattr(backend_module, "measure_drift", lambda *arguments: 0.0)
@@ -63,13 +65,13 @@ def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_stays_on_its_device(architecture: str) -> None:
     """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
-    device alone, calls torch's own varlen_attn as it wants to be called, and returns float32 logits of the rows asked
-    for. Conclusive: a tensor made on the host, a wrong type or shape raises; that the watch would see it is tried.
+    device alone, calls torch's own varlen_attn as documented, and returns float32 logits of the requested rows.
+    Conclusive: a tensor made on the host, a wrong type or shape raises; the last lines show that the watch works.
     """
     model = meta_model(architecture, torch.bfloat16)
     backend = model.backend
     assert isinstance(backend, DeviceBackend)
-    ways: tuple[Way, ...] = (PLAIN, Gathered(), BlockTables())
+    ways: tuple[Way, ...] = (DENSE, Gathered(), BlockTables())
     for way in ways:
         model.allocate(8, 256)
         backend.way = way
@@ -86,7 +88,7 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
     draft.allocate(8, 256)
     rows = TreeRows([300, 9], [4, 4], numpy.arange(301)[None] < [[3], [2]], numpy.arange(301))
     with OnePlace():
-        output = draft.forward(RaggedBatch((Segment([1, 4], 0, [5, 6], 2, rows), Segment([2], 30, [6], 1))))
+        output = draft.forward(RaggedBatch((SequenceChunk([1, 4], 0, [5, 6], 2, rows), SequenceChunk([2], 30, [6], 1))))
     assert output.logits.shape == (3, 288) and output.logits.device == META
     assert model.product_bytes > 0 and model.cache_bytes_per_position > 0
     with OnePlace(), pytest.raises(AssertionError, match="two places"):

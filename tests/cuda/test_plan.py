@@ -11,13 +11,13 @@ import torch
 
 from specdec.engine.cuda.graphs import GRAPHS_MAX, capture_steps, graph_shapes
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
-from specdec.engine.interface import RaggedBatch, Segment, TreeRows
+from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 
 CPU = torch.device("cpu")
 SCRATCH = 9 * 16
-BATCH = RaggedBatch((Segment([3, 1], 14, [7, 8, 9], 2), Segment([5], 0, [4], 1)))
-EARLIER = RaggedBatch((Segment([8] * 9, 130, [1] * 9, 9),))  # what it left must not show
-DECODES = RaggedBatch((Segment([2, 6, 4], 40, [7], 1), Segment([5], 0, [4], 1)))
+BATCH = RaggedBatch((SequenceChunk([3, 1], 14, [7, 8, 9], 2), SequenceChunk([5], 0, [4], 1)))
+EARLIER = RaggedBatch((SequenceChunk([8] * 9, 130, [1] * 9, 9),))  # its values must not show in the next step
+DECODES = RaggedBatch((SequenceChunk([2, 6, 4], 40, [7], 1), SequenceChunk([5], 0, [4], 1)))
 
 
 def planned(batch: RaggedBatch, shape: StepShape) -> dict[str, list]:
@@ -31,7 +31,7 @@ def planned(batch: RaggedBatch, shape: StepShape) -> dict[str, list]:
 
 
 def test_an_exact_plan_is_the_batch() -> None:
-    """Claim: tokens, positions, slots, tables and counts of a step are those of its segments, by hand."""
+    """Claim: tokens, positions, slots, tables and counts of a step are those of its sequence chunks, by hand."""
     assert exact_shape(BATCH) == StepShape(4, 2, 3, query_max=3, key_max=17)
     assert planned(BATCH, exact_shape(BATCH)) == {
         "input_ids": [7, 8, 9, 4],
@@ -48,10 +48,10 @@ def test_an_exact_plan_is_the_batch() -> None:
 
 
 def test_a_plan_of_trees_says_what_each_row_sees() -> None:
-    """Claim: rows of a tree have the slots of their cells, their own positions and the cells they see; a segment
+    """Claim: rows of a tree have the slots of their cells, their own positions and the cells they see; a sequence chunk
     without a tree is a chain; a padding row sees one cell, so that no weights sum to 0. By hand."""
     tree = TreeRows([17, 2], [5, 5], numpy.arange(18)[None] < [[3], [2]], numpy.arange(18) % 7)
-    batch = RaggedBatch((Segment([3, 1], 0, [7, 8], 2, tree), Segment([5], 1, [4], 1)))
+    batch = RaggedBatch((SequenceChunk([3, 1], 0, [7, 8], 2, tree), SequenceChunk([5], 1, [4], 1)))
     shape = exact_shape(batch, has_trees=True)
     assert shape == StepShape(3, 2, 3, query_max=2, key_max=18, has_trees=True)
     found = planned(batch, replace(shape, row_count=4))
@@ -63,7 +63,7 @@ def test_a_plan_of_trees_says_what_each_row_sees() -> None:
     assert not shape.holds(exact_shape(batch)) and not exact_shape(batch).holds(shape)
 
 
-def test_padding_names_nobody() -> None:
+def test_padding_names_no_sequence() -> None:
     """Claim: behind the batch, padding rows write to the scratch block and padding sequences read the zero block: none
     where sequences have several rows, one row and one key each where every sequence has exactly one.
     """

@@ -1,4 +1,4 @@
-"""The ways of attending agree, the kernel gets what it is documented to take, and one that is wrong is passed over."""
+"""The ways of attending agree, the kernel gets its documented arguments, and a wrong one is not used."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.nn.attention.varlen as varlen_module
 
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda import attention
-from specdec.engine.cuda.attention import PLAIN, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
+from specdec.engine.cuda.attention import DENSE, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
 from specdec.engine.cuda.ways import (
     TOLERANCE,
     TRIED_STEPS,
-    Trial,
+    Probe,
     candidates,
     choose_way,
     first_that_agrees,
     largest_difference,
-    make_trial,
+    make_probe,
     tried_batch,
 )
 from specdec.engine.storage import DeviceStorage
@@ -33,8 +33,8 @@ GROUPED = AttentionShape(1, head_count=8, kv_head_count=2, head_size=16, rules=R
 ALONE = AttentionShape(1, head_count=3, kv_head_count=3, head_size=24, rules=RULES)
 
 
-def trial_of(shape: AttentionShape, block_size: int = 256) -> Trial:
-    return make_trial(shape, block_size, torch.bfloat16, CPU)
+def probe_of(shape: AttentionShape, block_size: int = 256) -> Probe:
+    return make_probe(shape, block_size, torch.bfloat16, CPU)
 
 
 @pytest.fixture
@@ -47,30 +47,30 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [GROUPED, ALONE], ids=["grouped", "alone"])
 @pytest.mark.parametrize("way, block_size", [(BlockTables(), 256), (Gathered(), 16), (Gathered(), 256)])
 def test_every_way_computes_the_same(way: Way, block_size: int, shape: AttentionShape) -> None:
-    """Claim: decodes, verifications and chunks of several lengths, with windows and without, come out of each way as
-    out of the plain one. Conclusive: the kernel's stand-in asserts types, shapes and limits of the real one, and blocks
-    hold arbitrary numbers beyond a sequence's end, so a key too many or too few shows.
+    """Claim: decodes, verifications and chunks of several lengths, with windows and without, have the results of the
+    plain way in each way. Conclusive: the kernel's stand-in asserts types, shapes and limits of the real one, and
+    blocks hold arbitrary numbers beyond a sequence's end, so a key too many or too few shows.
     """
-    assert largest_difference(trial_of(shape, block_size), way) < TOLERANCE
+    assert largest_difference(probe_of(shape, block_size), way) < TOLERANCE
 
 
 @pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize("way", [BlockTables(), Gathered()], ids=lambda way: way.name)
 def test_padded_steps_compute_the_same(way: Way) -> None:
-    """Claim: a step padded to a captured shape gives its own rows what the exact step gives them, and writes nothing
-    beyond them but to the scratch block. Conclusive: compared bit for bit, the storage too.
+    """Claim: a step padded to a captured shape gives its own rows the results of the exact step, and writes nothing
+    else but to the scratch block. Conclusive: compared bit for bit, the storage too.
     """
-    trial = trial_of(GROUPED)
+    probe = probe_of(GROUPED)
     for lengths, shape in (
         (TRIED_STEPS[0], StepShape(8, 8, 8, 1, 4096)),
         (TRIED_STEPS[1], StepShape(32, 16, 32, 32, 4096)),
     ):
-        batch = tried_batch(lengths, trial.storage.block_size)
-        rows = torch.randn(shape.row_count, 12, 16, generator=torch.Generator().manual_seed(1)).to(trial.dtype)
+        batch = tried_batch(lengths, probe.storage.block_size)
+        rows = torch.randn(shape.row_count, 12, 16, generator=torch.Generator().manual_seed(1)).to(probe.dtype)
         results = []
         for each in (exact_shape(batch), shape):
-            storage = DeviceStorage(1, trial.storage.block_count, 256, 2, 16, trial.dtype, CPU)
-            storage.layers[0].copy_(trial.storage.layers[0])
+            storage = DeviceStorage(1, probe.storage.block_count, 256, 2, 16, probe.dtype, CPU)
+            storage.layers[0].copy_(probe.storage.layers[0])
             buffer = StepBuffer(256, storage.scratch_slot, CPU)
             buffer.reserve(each)
             buffer.fill(batch, each)
@@ -90,7 +90,7 @@ def first_sequence_only(*arguments, **options) -> torch.Tensor:
 
 
 def without_window(*arguments, **options) -> torch.Tensor:
-    """A kernel that takes no notice of windows."""
+    """A kernel that ignores windows."""
     return documented_varlen_attn(*arguments, **options | {"window_size": (-1, 0)})
 
 
@@ -103,15 +103,15 @@ def refusing(*arguments, **options) -> torch.Tensor:
 def test_a_way_that_is_wrong_here_is_not_used(
     kernel: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Claim: a kernel that raises, leaves rows unset or ignores a window is passed over, with a line that names it, and
-    a right one is taken. Conclusive: the same choice, with the faulty kernel and with the documented one.
+    """Claim: a kernel that raises, leaves rows unset or ignores a window is not used, with a line that names it, and a
+    right one is chosen. Conclusive: the same choice, with the faulty kernel and with the documented one.
     """
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel)
     with caplog.at_level(logging.WARNING, "specdec.engine"):
-        assert first_that_agrees(trial_of(GROUPED), [BlockTables(), Gathered()]) is PLAIN
+        assert first_that_agrees(probe_of(GROUPED), [BlockTables(), Gathered()]) is DENSE
     assert "block tables is not used" in caplog.text and "gathered is not used" in caplog.text
     monkeypatch.setattr(varlen_module, "varlen_attn", documented_varlen_attn)
-    assert first_that_agrees(trial_of(GROUPED), [BlockTables(), Gathered()]).name == "block tables"
+    assert first_that_agrees(probe_of(GROUPED), [BlockTables(), Gathered()]).name == "block tables"
 
 
 def test_which_ways_a_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_which_ways_a_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [way.name for way in candidates(256)] == ["gathered"]
     monkeypatch.setattr("specdec.engine.cuda.ways.varlen_parameters", frozenset)
     assert candidates(256) == []
-    assert choose_way(GROUPED, 256, torch.float32, torch.device("cuda")) is PLAIN
-    assert choose_way(GROUPED, 256, torch.bfloat16, CPU) is PLAIN
+    assert choose_way(GROUPED, 256, torch.float32, torch.device("cuda")) is DENSE
+    assert choose_way(GROUPED, 256, torch.bfloat16, CPU) is DENSE
 
 
 @pytest.mark.parametrize("way", [BlockTables(), Gathered()], ids=lambda way: way.name)

@@ -17,7 +17,7 @@ OWN = ("specdec-coordinator", "specdec-target", "specdec-draft")
 
 @cache
 def compose() -> dict[str, Any]:
-    """The file, merged and with `${NAME:-default}` as it is where nobody sets NAME."""
+    """The file, merged, with the default of `${NAME:-default}`, as where NAME is not set."""
     text = VARIABLE.sub(lambda match: match.group(2) or "", FILE.read_text(encoding="utf-8"))
     content: dict[str, Any] = yaml.safe_load(text)
     return content

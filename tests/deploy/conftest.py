@@ -1,4 +1,4 @@
-"""What the deployment tests share: a folder with the files of a TLS secret."""
+"""The shared fixture of the deployment tests: a folder with the files of a TLS secret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the keys of a TLS secret; the command only looks whether they are files."""
+    """A folder with the keys of a TLS secret; the command only checks that they are files."""
     folder = tmp_path_factory.mktemp("secrets")
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (folder / name).touch()

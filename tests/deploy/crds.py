@@ -1,7 +1,7 @@
 """Custom resources against their definitions: the schema of a CustomResourceDefinition as a strict JSON schema.
 
-Kubernetes prunes what a definition does not name; here that is an error, since it is a typing mistake. Rules in CEL and
-what an operator's webhook would say are not known here.
+Kubernetes prunes fields that a definition does not name; here they are errors, since they are typing mistakes. Rules in
+CEL and the checks of an operator's webhook are not known here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 
 from tests.hygiene.sources import ROOT
 
-FOLDER = ROOT.parent / "shared" / "crds"  # beside the checkout, where somebody put definitions there
+FOLDER = ROOT.parent / "shared" / "crds"  # beside the checkout, if definitions were put there
 Key = tuple[str, str]  # apiVersion, kind
 INT_OR_STRING = "x-kubernetes-int-or-string"
 OPEN = "x-kubernetes-preserve-unknown-fields"
@@ -24,7 +24,7 @@ EMBEDDED = "x-kubernetes-embedded-resource"
 
 
 def strict(schema: Any) -> Any:
-    """The JSON schema that refuses what a definition's schema does not name."""
+    """The JSON schema that refuses fields that a definition's schema does not name."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -72,7 +72,7 @@ def definition_of(kind: str, folder: Path = FOLDER) -> dict[str, Any] | None:
 
 
 def problems(schema: dict[str, Any], resource: dict[str, Any]) -> list[str]:
-    """What is wrong with a resource, one sentence each, with its place."""
+    """The errors of a resource, one sentence each, with the path of the field."""
     from jsonschema import Draft7Validator
 
     errors = Draft7Validator(schema).iter_errors(resource)

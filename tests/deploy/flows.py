@@ -1,8 +1,8 @@
 """Which connections network policies allow, and which the pods' own settings need: two sets that must be one.
 
 Policies are evaluated as Kubernetes defines them: a pod selected by no policy of a direction is open in it, otherwise
-a connection needs a rule of the sender's egress and one of the receiver's ingress. Places outside the namespace that
-talk with it are named here.
+a connection needs a rule of the sender's egress and one of the receiver's ingress. The places outside the namespace
+that its pods connect with are named here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Flow:
-    """One kind of connection: who opens it, to whom, TCP or UDP, to which port."""
+    """One kind of connection: source, destination, TCP or UDP, port of the destination."""
 
     source: str
     destination: str
@@ -79,7 +79,7 @@ def places_of(objects: tuple[Object, ...]) -> list[Place]:
 def allowed(objects: tuple[Object, ...], others: Iterable[Place], ports: Iterable[tuple[str, int]]) -> set[Flow]:
     """Every flow between an overlay's pods, and between them and `others`, that the policies let through.
 
-    What two others do between each other is none of the overlay's affair.
+    Flows between two others are not the overlay's affair.
     """
     policies, own = of_kind(objects, "NetworkPolicy"), places_of(objects)
     return {
@@ -134,7 +134,7 @@ def _names_port(ports: list[Object] | None, protocol: str, port: int) -> bool:
 
 
 def needed(objects: tuple[Object, ...], secrets: Path, ports: Iterable[tuple[str, int]]) -> set[Flow]:
-    """What the pods' settings name: links, ranks, traces; and what is scraped, read and fetched by the other pods."""
+    """The flows of the pods' settings: links, ranks, traces; and the scrapes, reads and fetches of the other pods."""
     return set(_needed(objects, secrets, list(ports)))
 
 
@@ -159,7 +159,7 @@ def _needed(objects: tuple[Object, ...], secrets: Path, ports: list[tuple[str, i
 
 
 def _addresses(settings: ServiceSettings) -> Iterator[tuple[str, int]]:
-    """What a service connects to, by host and port."""
+    """The addresses a service connects to, by host and port."""
     if isinstance(settings, CoordinatorSettings):
         yield split_address(settings.target)
         if settings.draft:
@@ -171,7 +171,7 @@ def _addresses(settings: ServiceSettings) -> Iterator[tuple[str, int]]:
 
 
 def _addresses_of_others(component: str, objects: tuple[Object, ...]) -> Iterator[tuple[str, int]]:
-    """What Prometheus and Grafana connect to, as their configuration says."""
+    """The addresses that Prometheus, Grafana and Ray's job connect to, by their configuration."""
     if component == "prometheus":
         yield from scraped(_config(objects, "specdec-prometheus", "prometheus.yaml"))
     if component == "ray-up":
@@ -194,7 +194,7 @@ def _config(objects: tuple[Object, ...], prefix: str, key: str | None) -> Object
 
 
 def scraped(config: Object) -> Iterator[tuple[str, int]]:
-    """Host and port of everything a Prometheus configuration scrapes, itself left out."""
+    """Host and port of all targets of a Prometheus configuration, Prometheus itself left out."""
     for job in config["scrape_configs"]:
         for static in job.get("static_configs", ()):
             yield from (split_address(target) for target in static["targets"] if not target.startswith("localhost"))
@@ -203,7 +203,7 @@ def scraped(config: Object) -> Iterator[tuple[str, int]]:
 
 
 def _behind(host: str, objects: tuple[Object, ...]) -> list[str]:
-    """The pods behind a service's name. Fails for a name that is no service's."""
+    """The pods behind a service's name. Fails for a name without a service."""
     if host == RAY_JOBS[0]:
         return ["RayCluster/specdec-ray/head"]
     if host == COLLECTOR:

@@ -1,4 +1,4 @@
-"""The Dockerfile as values: its stages, what each copies from the repository, its variables and its command."""
+"""The Dockerfile as values: its stages, with their files from the repository, their variables and commands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 
 @dataclass(slots=True)
 class Stage:
-    """One stage, with what it has from the stage it is built on. `copies`: (source, destination), sources of other
-    stages left out."""
+    """One stage, with the parts of its base stage. `copies`: (source, destination), sources of other stages left
+    out."""
 
     name: str
     base: str
@@ -53,7 +53,7 @@ def stages() -> dict[str, Stage]:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, what follows it) of the whole file, continued lines joined."""
+    """(instruction, arguments) of the whole file, continued lines joined."""
     text = "\n".join(line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]

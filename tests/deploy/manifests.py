@@ -1,7 +1,7 @@
 """Rendered manifests as values: objects, pods and containers, and the settings the real command line reads from them.
 
-Rendering is kubectl's own. Of Kubernetes only that is repeated here which decides what a container is started with:
-`$(NAME)` in arguments and variables, and where variables come from.
+Rendering is kubectl's own. Of Kubernetes only the rules for a container's arguments and variables are repeated here:
+`$(NAME)` in both, and the sources of variables.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = tuple(sorted(file.parent.name for file in KUBERNETES.glob("overlays/*/kustomization.yaml")))
 SERVICES = ("coordinator", "draft", "target")
 REFERENCE = re.compile(r"\$\(([A-Za-z_][\w.-]*)\)")
-# What LeaderWorkerSet gives each pod of a group; the rest of the group is told apart by the index.
+# The variable LeaderWorkerSet gives each pod of a group; its pods differ by the index.
 GROUP = {"LWS_LEADER_ADDRESS": "specdec-ranks-0.specdec-ranks.specdec"}
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod template: whose it is, its labels and spec; `given` are variables its controller adds."""
+    """One pod template: its owner, labels and spec; `given`: variables its controller adds."""
 
     owner: str
     namespace: str
@@ -45,7 +45,7 @@ class Pod:
 
     @property
     def containers(self) -> list[Object]:
-        """Those that run, and those that run before them."""
+        """The init containers and the containers."""
         return [*self.spec.get("initContainers", ()), *self.spec["containers"]]
 
     @property
@@ -151,13 +151,13 @@ def cpu_count(quantity: str) -> float:
 
 
 def arguments_of(pod: Pod, container: Object, objects: tuple[Object, ...]) -> list[str]:
-    """What the container's command gets."""
+    """The arguments of the container's command."""
     variables = environment_of(pod, container, objects)
     return [expanded(text, variables) for text in container.get("args", ())]
 
 
 def parse(name: str, arguments: list[str], environment: Mapping[str, str]) -> ServiceSettings:
-    """What `specdec NAME` makes of arguments and environment: the real parser, schema and refusals."""
+    """The settings `specdec NAME` reads from arguments and environment: the real parser, schema and refusals."""
     command = COMMANDS[name]
     parser = make_parser(name, command.summary, command.settings)
     settings = read_settings(command.settings, parser, arguments, environment, KNOWN_FIELDS)
@@ -166,8 +166,8 @@ def parse(name: str, arguments: list[str], environment: Mapping[str, str]) -> Se
 
 
 def settings_of(pod: Pod, objects: tuple[Object, ...], secrets: Path) -> ServiceSettings | None:
-    """The settings a pod's service starts with; None where it runs something else. Files of secrets are looked for in
-    the folder `secrets`, for the command checks that they are there."""
+    """The settings a pod's service starts with; None for other pods. Files of secrets are taken from the folder
+    `secrets`, since the command checks that they exist."""
     if pod.service is None:
         return None
     name, container = pod.service

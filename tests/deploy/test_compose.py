@@ -1,5 +1,5 @@
-"""The compose file: valid by the specification's schema, and one with the Dockerfile, the commands and the monitoring
-it names. Nothing is started by Docker here; `test_running` starts its commands as plain processes."""
+"""The compose file: valid by the specification's schema, and consistent with the Dockerfile, the commands and the
+monitoring it names. Nothing is started by Docker here; `test_running` starts its commands as plain processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAIN_REST_S = 10
 
 
 def schema_problems(content: object) -> list[str]:
-    """What the schema of the compose specification says against a file."""
+    """The errors of a file by the schema of the compose specification."""
     package = pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     found = list((Path(package.__file__).parent / "builtin_schemas").rglob("compose-spec.json"))
@@ -41,7 +41,7 @@ def test_it_fits_the_specification() -> None:
 
 
 def test_everything_comes_up_with_one_command() -> None:
-    """Claim: the three services, Jaeger 2, Prometheus and Grafana are there, each on a network that is there, and only
+    """Claim: the file has the three services, Jaeger 2, Prometheus and Grafana, each on an existing network, and only
     loopback reaches them from outside."""
     services = compose()["services"]
     assert services.keys() == {*OWN, "jaeger", "prometheus", "grafana"}
@@ -69,8 +69,8 @@ def test_a_service_is_built_and_started_as_it_can_be(name: str) -> None:
 
 
 def test_addresses_are_those_of_services() -> None:
-    """Claim: whatever a command connects to is a service of this file, at a port it listens on; Prometheus scrapes
-    the metrics of all three."""
+    """Claim: every address of a command is a service of this file, at a port it listens on; Prometheus scrapes the
+    metrics of all three."""
     services = compose()["services"]
     settings = {name: parse(role_of(name), services[name]["command"], {}) for name in OWN}
     coordinator = settings["specdec-coordinator"]
@@ -89,8 +89,8 @@ def test_addresses_are_those_of_services() -> None:
 
 
 def test_grafana_is_only_looked_at() -> None:
-    """Claim: here and on Kubernetes whoever reaches Grafana is a viewer without a name, nobody can log in, and there is
-    no administrator whose first password everybody knows."""
+    """Claim: here and on Kubernetes every client of Grafana is an anonymous viewer, login is disabled, and there is no
+    administrator with a well-known first password."""
     wanted = {
         "GF_AUTH_ANONYMOUS_ENABLED": "true",
         "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",

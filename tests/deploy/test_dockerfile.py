@@ -1,4 +1,4 @@
-"""The images: what the Dockerfile installs and copies, by reading it; it is linted, not built, here."""
+"""The images: the packages and files of the Dockerfile, by reading it; it is linted, not built, here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from deploy.requirements import ENGINE, name_of, requirements
 from tests.deploy.images import DOCKERFILE, instructions, stages
 from tests.deploy.manifests import SERVICES
-from tests.hygiene.sources import ROOT, imported_names, modules_below
+from tests.hygiene.sources import ROOT, imported_names, is_within, modules_below
 
 PROJECT = ROOT / "pyproject.toml"
 PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053"}
@@ -35,7 +35,7 @@ IMPORTED_AS = {
 
 
 def test_the_dockerfile_is_linted() -> None:
-    """Claim: hadolint has nothing to say, warnings included."""
+    """Claim: hadolint reports nothing, warnings included."""
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if linter is None:
         pytest.skip("hadolint is not installed")
@@ -45,8 +45,8 @@ def test_the_dockerfile_is_linted() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_each_service_has_a_stage(name: str) -> None:
-    """Claim: a service's image runs its command as a plain user, says its port, and has what it copies: every file is
-    in the repository and is let through to the builder."""
+    """Claim: a service's image runs its command as a plain user and names its port; every file it copies is in the
+    repository and in the builder's context."""
     stage = stages()[name]
     assert stage.entrypoint == ["tini", "--", "python", "-m", "specdec.cli", name]
     assert stage.user == "10001:10001"
@@ -69,14 +69,14 @@ def test_the_base_is_pinned() -> None:
 def test_a_coordinator_needs_no_model_library() -> None:
     """Claim: the coordinator's image goes without torch and installs all else that its code imports.
 
-    Conclusive: every import of the coordinator and of what it reaches of specdec, inside functions too, is walked; the
-    packages are compared with those that are left of pyproject.toml. `test_running` starts it without the others.
+    Conclusive: every import of the coordinator and of the specdec modules it reaches, inside functions too, is walked;
+    the packages are compared with the rest of pyproject.toml's list. `test_running` starts it without the others.
     """
     left = {name_of(line) for line in requirements(PROJECT, "coordinator")}
     everything = {name_of(line) for line in requirements(PROJECT, "replica")}
     assert everything - left == ENGINE
     modules = {module.name: module for module in modules_below("coordinator", "specdec")}
-    waiting = [name for name in modules if name.split(".")[0] == "coordinator" and "__main__" not in name]
+    waiting = [name for name in modules if is_within(name, ("specdec.coordinator",)) and "__main__" not in name]
     reached: set[str] = set()
     outside: set[str] = set()
     while waiting:
@@ -88,7 +88,7 @@ def test_a_coordinator_needs_no_model_library() -> None:
             own = next((part for part in (imported, imported.rpartition(".")[0]) if part in modules), None)
             if own is not None:
                 waiting.append(own)
-            elif imported.split(".")[0] not in ("specdec", "coordinator"):
+            elif imported.split(".")[0] != "specdec":
                 outside.add(imported.split(".")[0])
     needed = outside - sys.stdlib_module_names
     offered = {IMPORTED_AS.get(name, name) for name in left} | {"huggingface_hub"}  # which tokenizers brings along
@@ -97,7 +97,7 @@ def test_a_coordinator_needs_no_model_library() -> None:
 
 
 def test_requirements_are_the_projects_own() -> None:
-    """Claim: what images install is pyproject.toml's list, with its ranges, and Ray beside it in Ray's image."""
+    """Claim: images install pyproject.toml's list, with its ranges, and Ray's image also Ray."""
     own = requirements(PROJECT, "replica")
     assert "grpcio>=1.74" in own and len(own) == len({name_of(line) for line in own})
     assert [name_of(line) for line in requirements(PROJECT, "ray")[len(own) :]] == ["ray"]

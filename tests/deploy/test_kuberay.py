@@ -1,5 +1,5 @@
-"""The KubeRay overlay: its deployment file is one that `specdec ray up` takes, the cluster has room for it, and the
-commands of docs/ray.md are for what is in the manifests."""
+"""The KubeRay overlay: `specdec ray up` accepts its deployment file, the cluster has capacity for it, and the commands
+of docs/ray.md fit the manifests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "## On Kubernetes (KubeRay)\n"
 
 
 def deployment(folder: Path) -> RaySettings:
-    """What `specdec ray up` reads from the rendered config map."""
+    """The deployment that `specdec ray up` reads from the rendered config map."""
     (content,) = of_kind(overlay("kuberay"), "ConfigMap")
     file = folder / "specdec.yaml"
     file.write_text(content["data"]["specdec.yaml"], encoding="utf-8")
@@ -41,7 +41,7 @@ def test_the_deployment_is_one_that_ray_up_takes(tmp_path: Path) -> None:
     assert [port["port"] for port in service["spec"]["ports"]] == [read.coordinator.port]
 
 
-def test_the_cluster_has_room_for_it(tmp_path: Path) -> None:
+def test_the_cluster_has_capacity_for_it(tmp_path: Path) -> None:
     """Claim: every actor finds a node with its labels and CPUs: the target's group on one node, the draft on another;
     the head takes none. Conclusive: the actors are those that the real command plans."""
     groups = cluster()["workerGroupSpecs"]
@@ -57,7 +57,7 @@ def test_the_cluster_has_room_for_it(tmp_path: Path) -> None:
 
 
 def test_the_job_and_the_head_agree(tmp_path: Path) -> None:
-    """Claim: the job asks for a file that the head mounts; both know one token, and Ray's version is the pinned one."""
+    """Claim: the job reads a file that the head mounts; both have the same token, and Ray's version is pinned."""
     objects = overlay("kuberay")
     (job,) = [pod for pod in pods(objects) if pod.owner == "Job/specdec-up"]
     (head,) = [pod for pod in pods(objects) if pod.owner == "RayCluster/specdec-ray/head"]
@@ -77,7 +77,7 @@ def test_the_job_and_the_head_agree(tmp_path: Path) -> None:
 
 
 def section() -> str:
-    """What docs/ray.md says about KubeRay, continued lines of commands joined."""
+    """The section of docs/ray.md about KubeRay, continued lines of commands joined."""
     text = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8").partition(TITLE)[2].partition("\n## ")[0]
     return re.sub(r" \\\n\s*", " ", text)
 

@@ -12,7 +12,7 @@ import yaml
 from tests.deploy.crds import definition_of, problems, schemas_of
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, of_kind, overlay, pods, render
 
-KUBERNETES_VERSION = "1.30"  # the oldest that knows all that is used: sleeping before a stop
+KUBERNETES_VERSION = "1.30"  # the oldest with all features in use: sleeping before a stop
 CUSTOM_GROUPS = ("leaderworkerset.x-k8s.io", "ray.io")
 COMBINATIONS = {
     "multi-node with mtls": ("multi-node", "mtls"),
@@ -21,15 +21,15 @@ COMBINATIONS = {
 
 
 def invalid(objects: tuple[Object, ...]) -> list[str]:
-    """What the schemas of Kubernetes say against the objects; a kind without a schema is one of the sentences, unless
-    it belongs to a custom group."""
+    """The errors of the objects by the schemas of Kubernetes; a kind without a schema is an error, unless it belongs to
+    a custom group."""
     own = [content for content in objects if content["apiVersion"].partition("/")[0] not in CUSTOM_GROUPS]
     return [sentence for content in own for sentence in invalid_object(json.dumps(content))]
 
 
 @cache
 def invalid_object(text: str) -> tuple[str, ...]:
-    """The same of one object, as JSON: most stand in several overlays."""
+    """The errors of one object, as JSON: most objects are in several overlays."""
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     content = json.loads(text)
     name = f"{content['kind']}/{content['metadata']['name']}"
@@ -62,7 +62,7 @@ def test_the_validator_refuses_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_custom_resources_are_valid(name: str) -> None:
-    """Claim: custom resources fit their definitions, unknown fields refused. Skips where no definitions are at hand."""
+    """Claim: custom resources fit their definitions, unknown fields refused. Skips where there are no definitions."""
     custom = [content for content in overlay(name) if content["apiVersion"].partition("/")[0] in CUSTOM_GROUPS]
     assert bool(custom) == (name in ("multi-node", "kuberay"))
     if not custom:
@@ -78,7 +78,7 @@ def test_custom_resources_are_valid(name: str) -> None:
 
 def test_the_checker_of_custom_resources_finds_mistakes() -> None:
     """Claim: the strict schema refuses an unknown field at any depth, a wrong type, a missing field and null, and
-    leaves alone what a definition leaves open. Conclusive: each is planted in a resource that is otherwise right."""
+    accepts fields that a definition leaves open. Conclusive: each is planted in a resource that is otherwise right."""
     pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     definition = yaml.safe_load("""
     spec:
@@ -152,7 +152,7 @@ def test_pods_are_hardened(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_accounts_have_no_token(name: str) -> None:
-    """Claim: every service account that a pod names is there, has no rights bound to it and hands out no token."""
+    """Claim: every service account that a pod names exists, has no bound rights and gives no token."""
     objects = overlay(name)
     accounts = {account["metadata"]["name"]: account for account in of_kind(objects, "ServiceAccount")}
     assert {pod.spec["serviceAccountName"] for pod in pods(objects)} <= accounts.keys()

@@ -1,4 +1,4 @@
-"""The network policies of every overlay allow what its pods need to say to each other, and nothing else."""
+"""The network policies of every overlay allow the connections its pods need, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANDOM_PORT = 40000  # any that no manifest names
 
 
 def ports_of(objects: tuple[Object, ...]) -> list[tuple[str, int]]:
-    """Every port a container names, those of names and of the hub, and one that nobody names."""
+    """Every port that a container names, those of DNS and of the hub, and one that no manifest names."""
     lists = [each.get("ports", ()) for pod in pods(objects) for each in pod.containers]
     named = {port["containerPort"] for ports in lists for port in ports}
     return [("TCP", port) for port in sorted({*named, 53, 443, RANDOM_PORT})] + [("UDP", 53), ("UDP", RANDOM_PORT)]
@@ -26,8 +26,8 @@ def ports_of(objects: tuple[Object, ...]) -> list[tuple[str, int]]:
 def test_policies_allow_what_settings_name_and_nothing_else(name: str, secrets: Path) -> None:
     """Claim: the flows that the policies allow are exactly those that the settings of the pods need.
 
-    Conclusive: both sets are worked out over all pairs of pods, outside places and ports, one from the policies by the
-    rules of Kubernetes, the other from what the real command reads from arguments and variables.
+    Conclusive: both sets are computed over all pairs of pods, outside places and ports, one from the policies by the
+    rules of Kubernetes, the other from the settings that the real command reads from arguments and variables.
     """
     objects = overlay(name)
     ports = ports_of(objects)
@@ -40,9 +40,9 @@ def test_policies_allow_what_settings_name_and_nothing_else(name: str, secrets: 
 
 @pytest.mark.parametrize("name", ("cpu-demo", "mtls"))
 def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path: Path) -> None:
-    """Claim: with what docs/operations.md adds for them, a Prometheus and a collector of a namespace with the label are
-    reached and reach the pods, at the metrics and at port 4317, and nothing else is let through. Conclusive: the
-    page's own lines are rendered, and the flows compared as above; without the component none of these is allowed."""
+    """Claim: with the component of docs/operations.md, a Prometheus of a namespace with the label reaches the pods at
+    the metrics, they reach its collector at port 4317, and no other flow is allowed. Conclusive: the page's own lines
+    are rendered, and the flows compared as above; without the component none of these is allowed."""
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"  ```yaml\n(  components: .*?)  ```\n", page, re.DOTALL)
     up = "../" * len(tmp_path.parts) + str(KUBERNETES).lstrip("/")
@@ -64,8 +64,8 @@ def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path
 
 
 def test_the_evaluation_finds_what_is_missing_and_what_is_too_much(secrets: Path) -> None:
-    """Claim: the check above can fail: without one policy a needed flow is missing, without the one that denies all
-    others a pod is open in the direction no other policy speaks of."""
+    """Claim: the check above can fail: without one policy a needed flow is missing, without the default denial a pod is
+    open in the direction that no other policy covers."""
     objects = overlay("cpu-demo")
     ports = ports_of(objects)
     without = {

@@ -1,4 +1,4 @@
-"""What docs/operations.md names is there: overlays, files, sections, flags, and the sentences our services print."""
+"""The names in docs/operations.md exist: overlays, files, sections, flags, and the sentences our services print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_overlay_is_explained() -> None:
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", TEXT))))
 def test_links_lead_somewhere(target: str) -> None:
-    """Claim: every link to a file of this repository finds it, and every section that is linked to is there."""
+    """Claim: every link to a file of this repository finds it, and every linked section exists."""
     path, _, section = target.partition("#")
     file = (PAGE.parent / path).resolve() if path else PAGE
     assert file.exists(), target
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(target: str) -> None:
 
 
 def test_flags_and_variables_are_ours() -> None:
-    """Claim: every flag and variable the page names is one that a command of ours knows, or another tool's."""
+    """Claim: every flag and variable on the page belongs to a command of ours, or to another tool."""
     own = {flag_of(name) for name in KNOWN_FIELDS} | OTHERS_FLAGS
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) <= own
     variables = set(re.findall(r"SPECDEC_([A-Z_]+)", TEXT)) - {
@@ -51,7 +51,7 @@ def test_flags_and_variables_are_ours() -> None:
 
 @cache
 def sentences() -> str:
-    """All texts of the product's code, what is computed in them left out, one a line."""
+    """All texts of the product's code, computed parts left out, one a line."""
     nodes = (node for module in product_modules() for node in ast.walk(module.tree))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
@@ -65,14 +65,14 @@ def quoted() -> list[str]:
 
 @pytest.mark.parametrize("sentence", quoted())
 def test_errors_are_those_that_are_printed(sentence: str) -> None:
-    """Claim: what the page says one would see is what the code says: a piece of each quoted sentence, between the
-    values that differ from case to case, stands in the code word for word."""
+    """Claim: errors quoted on the page are those of the code: a piece of each quoted sentence, between the values that
+    differ from case to case, is in the code word for word."""
     pieces = [piece.strip() for piece in VALUES.split(sentence)]
     long_ones = [piece for piece in pieces if len(piece.split()) >= WORD_COUNT_MIN]
     assert any(piece in sentences() for piece in long_ones), (sentence, long_ones)
 
 
 def test_there_are_sentences_to_look_for() -> None:
-    """Claim: the check above has something to check, and can fail."""
+    """Claim: the check above has sentences to check, and can fail."""
     assert len(quoted()) >= 10
     assert "reaches beyond this very machine" not in sentences()

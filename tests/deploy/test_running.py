@@ -1,7 +1,7 @@
-"""What the containers would run, as plain processes: the same commands from the same files as the images hold.
+"""The commands of the containers, as plain processes: the same commands from the same files as the images hold.
 
-Images are not built and no cluster is there. Each process has, instead of a container, a folder with exactly what its
-stage of the Dockerfile copies, imports specdec from there only, and the coordinator cannot import a model library.
+Images are not built and there is no cluster. Each process has, instead of a container, a folder with exactly the files
+its stage of the Dockerfile copies, imports specdec from there only, and the coordinator cannot import a model library.
 Addresses become free ones of loopback; every other word of the commands is the manifests'.
 """
 
@@ -36,7 +36,7 @@ FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=[^:
 
 
 def of_kubernetes(role: str) -> Command:
-    """What the cpu-demo overlay starts a service with."""
+    """The command of a service in the cpu-demo overlay."""
     objects = overlay("cpu-demo")
     (pod,) = [pod for pod in pods(objects) if pod.service and pod.service[0] == role]
     assert pod.service
@@ -45,13 +45,13 @@ def of_kubernetes(role: str) -> Command:
 
 
 def of_compose(role: str) -> Command:
-    """What the compose file starts a service with; there is no Jaeger here, which costs spans only."""
+    """The command of a service in the compose file; there is no Jaeger here, which costs spans only."""
     (name,) = [name for name in OWN if role_of(name) == role]
     return list(compose()["services"][name]["command"]), {}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on at this moment."""
+    """Ports without a listener at this moment."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -60,7 +60,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def lay_out(role: str, folder: Path) -> Path:
-    """A folder with what the service's stage copies."""
+    """A folder with the files that the service's stage copies."""
     root = folder / role
     for source, destination in stages()[role].copies:
         if not source.startswith(("pyproject", "constraints", "deploy")):
@@ -116,7 +116,7 @@ def started(command_of: Callable[[str], Command], folder: Path) -> Iterator[dict
 
 
 def wait_for_draft(client: Client) -> None:
-    """Returns once the coordinator uses its draft: being ready itself it does not wait for it."""
+    """Returns once the coordinator uses its draft, for which its own readiness does not wait."""
     deadline_s = time.monotonic() + DRAFT_TIMEOUT_S
     while not (answer := client.stub.Describe(types_pb.DescribeRequest(), timeout=10)).HasField("draft"):
         assert time.monotonic() < deadline_s, answer
@@ -124,28 +124,29 @@ def wait_for_draft(client: Client) -> None:
 
 
 def scaling_metric() -> str:
-    """What the autoscaler goes by."""
+    """The metric of the autoscaler."""
     (scaler,) = of_kind(overlay("cpu-demo"), "HorizontalPodAutoscaler")
     name: str = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
     return name
 
 
 def settings_of_child(child: Child) -> ServiceSettings:
-    """What a running process was started with, by its own command line."""
+    """The settings of a running process, by its own command line."""
     words = Path(f"/proc/{child.process.pid}/cmdline").read_bytes().decode().split("\0")
     arguments = words[words.index(child.command) + 1 : -1]
     return parse(child.command, [*arguments, "--insecure", *required(child.command)], {})
 
 
 def required(role: str) -> list[str]:
-    """What may have come from variables."""
+    """The arguments that may have come from variables."""
     return ["--tokenizer=t"] if role == "coordinator" else ["--model=m"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command_of", [of_kubernetes, pytest.param(of_compose, marks=pytest.mark.slow)])
 def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_path: Path) -> None:
     """Claim: started as the containers are, the three find each other, are healthy by the health check of the compose
-    file, show metrics, write the same text with the draft and without, and end with 0 when told to stop."""
+    file, show metrics, write the same text with the draft and without, and end with 0 when stopped."""
     check = compose()["services"]["specdec-target"]["healthcheck"]["test"]
     assert check[:2] == ["CMD", "python"]
     with started(command_of, tmp_path) as children:

@@ -1,4 +1,4 @@
-"""What the pods of every overlay are started with and how they live: arguments, probes, names, images, grace."""
+"""The pods of every overlay: arguments, probes, names, images, grace periods."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WEIGHTS_S_MIN = 3600  # a probe waits so long for a model
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_service_is_started_with_settings_it_accepts(name: str, secrets: Path) -> None:
-    """Claim: arguments and variables of every container of ours are what the command accepts, encrypted or told to be
-    plain. Conclusive: the real parser and schema read them, and refuse any word they do not know."""
+    """Claim: the command accepts arguments and variables of every container of ours, with TLS or --insecure.
+    Conclusive: the real parser and schema read them, and refuse any unknown word."""
     objects = overlay(name)
     found = {pod.service[0]: settings_of(pod, objects, secrets) for pod in own_pods(name) if pod.service}
     if name != "kuberay":
@@ -36,7 +36,7 @@ def test_every_service_is_started_with_settings_it_accepts(name: str, secrets: P
         assert settings is not None and settings.has_tls == (name == "mtls") and settings.insecure == (name != "mtls")
 
 
-def test_a_flag_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_flag_is_refused() -> None:
     """Claim: the check above can fail."""
     for arguments, environment in ((["--modle=m"], {}), (["--model=m"], {"SPECDEC_MODLE": "m"}), (["--port=x"], {})):
         with pytest.raises(ConfigError, match="not known|must be"):
@@ -45,8 +45,8 @@ def test_a_flag_that_nobody_knows_is_refused() -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> None:
-    """Claim: the ports a container names are those of its settings; probes ask ports that are there, and by gRPC only
-    the plain health port, which needs no TLS."""
+    """Claim: the ports a container names are those of its settings; probes use existing ports, and by gRPC only the
+    plain health port, which needs no TLS."""
     objects = overlay(name)
     for pod in own_pods(name):
         for container in pod.spec["containers"]:
@@ -68,7 +68,7 @@ def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> Non
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_models_are_waited_for(name: str) -> None:
-    """Claim: whoever loads weights has an hour for it before anybody restarts it."""
+    """Claim: a container that loads weights has an hour for it before it is restarted."""
     for pod in own_pods(name):
         if pod.service and pod.service[0] != "coordinator" and "ports" in pod.service[1]:
             probe = pod.service[1]["startupProbe"]
@@ -78,7 +78,7 @@ def test_models_are_waited_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_pod_is_given_the_time_to_drain(name: str, secrets: Path) -> None:
-    """Claim: the grace holds the sleep before the stop, the drain, and a rest."""
+    """Claim: the grace period covers the sleep before the stop, the drain, and a rest."""
     objects = overlay(name)
     for pod in own_pods(name):
         settings = settings_of(pod, objects, secrets)
@@ -90,8 +90,8 @@ def test_a_pod_is_given_the_time_to_drain(name: str, secrets: Path) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_services_find_their_pods(name: str) -> None:
-    """Claim: every Service's selector finds exactly one kind of pod, and its ports are there; a headless one has the
-    container's own numbers, for nothing translates them."""
+    """Claim: every Service's selector finds exactly one kind of pod, which has its ports; a headless one has the
+    container's own numbers, since they are not translated."""
     objects = overlay(name)
     for service in of_kind(objects, "Service"):
         selector = {"matchLabels": service["spec"]["selector"]}
@@ -108,7 +108,7 @@ def test_what_is_scraped_is_found_ready_or_not(name: str) -> None:
     """Claim: each name that prometheus.yaml scrapes is a headless Service that lists the pods of its job's service at
     their metrics port, ready or not; no other Service lists pods that are not ready, for clients would be sent to them.
 
-    Why: a coordinator without a target is not ready, and the alarms speak of what was read of it just then.
+    Why: a coordinator without a target is not ready, and the alarms need its metrics just then.
     """
     services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay(name), "Service")}
     config = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def test_what_is_scraped_is_found_ready_or_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_owners_find_their_pods(name: str) -> None:
-    """Claim: workloads and disruption budgets select pods that are there; the autoscaler's deployment has no number of
+    """Claim: workloads and disruption budgets select existing pods; the autoscaler's deployment has no replica count of
     its own."""
     objects = overlay(name)
     for owner in of_kind(objects, "Deployment", "StatefulSet"):
@@ -176,15 +176,15 @@ def test_ranks_of_a_group_fit_together(secrets: Path) -> None:
 
 
 def fetch_script() -> str:
-    """What the job that fetches models runs."""
+    """The script of the job that fetches models."""
     (job,) = of_kind(overlay("gpu"), "Job")
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][:2] == ["/bin/sh", "-ceu"]
     return container["command"][2]
 
 
-def test_the_hub_is_asked_as_it_can_be_asked() -> None:
-    """Claim: the flags the job gives to the hub's command are flags it has, and name all files a model needs."""
+def test_the_hubs_command_has_the_flags_of_the_job() -> None:
+    """Claim: the hub's command has the flags that the job passes, and they name all files a model needs."""
     if shutil.which("hf") is None:
         pytest.skip("the hub's command is not installed")
     helped = subprocess.run(["hf", "download", "--help"], capture_output=True, text=True, timeout=60).stdout
@@ -198,7 +198,7 @@ def test_the_hub_is_asked_as_it_can_be_asked() -> None:
 
 def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     """Claim: the job gives a folder its name only after the whole download, goes on after an interrupted one, and does
-    not fetch again what is there. Conclusive: its own script runs, with a download that stops in the middle once."""
+    not fetch a complete one again. Conclusive: its own script runs, with a download that stops in the middle once."""
     tools, models = tmp_path / "bin", tmp_path / "models"
     tools.mkdir()
     (tools / "hf").write_text(

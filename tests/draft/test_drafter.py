@@ -1,4 +1,4 @@
-"""The drafter on a real engine and a real (tiny) model: what it evaluates in a tree's cells is what the model says.
+"""The drafter on a real engine and a real (tiny) model: its results in a tree's cells are the model's own.
 
 The engine is stepped by hand, so that every schedule is repeatable. Greedy proposals are checked one by one against
 the same model run on the whole path in a cache of its own.
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_service import drafter
-from draft_service.drafter import TREE_CELLS, Drafter
 from specdec.decoding.proposal import proposals
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.draft_service import drafter
+from specdec.draft_service.drafter import TREE_CELLS, Drafter
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
-from specdec.protocol.items import Close, Commit, Failure, Nodes, Open
-from specdec.protocol.tree import DraftTree, Place
-from specdec.protocol.types import Description, Law, Rule
+from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
+from specdec.protocol.tree import DraftTree, TreeNode
+from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.handler import ItemHandler
 from tests.support.engine_models import make_tiny_model
 
@@ -29,9 +29,9 @@ LENGTH_MAX = 120
 BLOCK_SIZE = 8  # branches part inside blocks and across their borders
 
 
-def draft_tokens(place: Place) -> list[int]:
-    """The tokens below the committed ones that lead to a place of a coordinator's tree, its own the last."""
-    return [] if place.parent is None else [*draft_tokens(place.parent), place.token_id]
+def draft_tokens(node: TreeNode) -> list[int]:
+    """The tokens below the committed ones on the path to a node of a coordinator's tree, its own the last."""
+    return [] if node.parent is None else [*draft_tokens(node.parent), node.token_id]
 
 
 @pytest.fixture(scope="module")
@@ -54,41 +54,48 @@ class Draft:
         self.trees: dict[int, DraftTree] = {}
         self.windows: dict[int, int] = {}
         self.failures: list[Failure] = []
-        self.leaf_counts: list[int] = []
+        self.node_counts: list[int] = []
+        self.epochs: dict[int, list[int]] = {}
         self.reference = load_model(str(folder), "float32")
         self.reference.allocate(LENGTH_MAX // BLOCK_SIZE + 2, BLOCK_SIZE)
 
     def tell(self, *items: object) -> None:
         self.handler.handle(self, list(items), self.take)
 
-    def open(self, session: int, prompt: list[int], window: int = 8, leaves: int = 8) -> None:
-        law = Law(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
+    def open(self, session: int, prompt: list[int], window: int = 8, nodes_per_step: int = 8) -> None:
+        params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
         self.trees[session] = DraftTree(list(prompt))
         self.windows[session] = window
         self.tell(
-            Open(session, 1, law, LENGTH_MAX, VOCABULARY_SIZE),
-            Commit(session, 1, len(prompt), tuple(prompt), window, leaves),
+            Open(session, 1, params, LENGTH_MAX, VOCABULARY_SIZE),
+            Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step),
         )
 
-    def commit(self, session: int, *token_ids: int, leaves: int = 8) -> bool:
+    def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8) -> bool:
         tree = self.trees[session]
         was_inside = tree.commit(token_ids)
         suffix = tuple(tree.committed[-len(token_ids) :])
-        self.tell(Commit(session, 1, len(tree.committed), suffix, self.windows[session], leaves))
+        self.tell(Commit(session, 1, len(tree.committed), suffix, self.windows[session], nodes_per_step))
         return was_inside
 
     def take(self, answer: object) -> None:
         if isinstance(answer, Failure):
             self.failures.append(answer)
             return
+        if isinstance(answer, MissingTokens):
+            assert self.failures, "only a session that was refused is unknown"
+            return
         assert isinstance(answer, Nodes), answer
+        epochs = self.epochs.setdefault(answer.session, [])
+        if epochs[-1:] != [answer.epoch]:
+            epochs.append(answer.epoch)
         tree = self.trees[answer.session]
-        self.leaf_counts.append(sum(node.proposal for node in answer.nodes))
+        self.node_counts.append(sum(node.proposal for node in answer.nodes))
         for node in answer.nodes:
-            place = tree.add(answer.epoch, answer.root_length, node)
-            assert place is not None, "nothing was in flight, so nothing may be late"
+            added = tree.add(answer.epoch, answer.root_length, node)
+            assert added is not None, "nothing was in flight, so nothing may be late"
             if node.proposal:
-                path = [*tree.committed, *draft_tokens(place)]
+                path = [*tree.committed, *draft_tokens(added)]
                 assert path[-1] == self.next_token(path[:-1]), f"the proposal after {path[:-1][-6:]}"
         tree.check()
 
@@ -96,7 +103,7 @@ class Draft:
         """The model's argmax after `path`, evaluated from nothing."""
         blocks = range(1, len(path) // BLOCK_SIZE + 2)
         with torch.inference_mode():
-            output = self.reference.forward(RaggedBatch((Segment(list(blocks), 0, path, 1),)))
+            output = self.reference.forward(RaggedBatch((SequenceChunk(list(blocks), 0, path, 1),)))
         return int(output.logits[0, :VOCABULARY_SIZE].argmax())
 
     def settle(self, steps_max: int = 1000) -> None:
@@ -124,9 +131,9 @@ class Draft:
 
 
 def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
-    """Claim: every node sees the cells of its own path and no other: every proposal child that leaves is the argmax of
-    the model run from nothing on that path, over random commits along proposals, branches and strangers, some of them
-    in the middle of growth."""
+    """Claim: every node sees the cells of its own path and no other: every proposal child sent is the argmax of the
+    model run from nothing on that path, over random commits along proposals, branches and strangers, some in the middle
+    of growth."""
     rng = random.Random(3)
     draft = Draft(model_folder)
     draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(21)])
@@ -149,17 +156,17 @@ def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
         kinds[kind] += 1
         draft.commit(1, token_id)
     draft.settle()
-    assert min(kinds.values()) >= 5 and max(draft.leaf_counts) > 4 and not draft.failures
+    assert min(kinds.values()) >= 5 and max(draft.node_counts) > 4 and not draft.failures
 
 
 def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Claim: one step serves all sessions, and when they ask for more nodes than a step takes, the likeliest of all are
-    taken: none that was left is likelier than one that was evaluated. Conclusive: all of both are compared."""
+    """Claim: one step serves all sessions, and when they need more nodes than a step takes, it takes the likeliest: no
+    node left is likelier than one evaluated. Conclusive: all nodes of both kinds are compared."""
     draft = Draft(model_folder)
     for session in range(1, 8):
-        draft.open(session, [session * 5 + i for i in range(9)], leaves=16)
+        draft.open(session, [session * 5 + i for i in range(9)], nodes_per_step=16)
     for _ in range(3):
         draft.step()
     monkeypatch.setattr(drafter, "STEP_NODES_MAX", 40)
@@ -171,17 +178,17 @@ def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
         for node in before[own.opened.session]:
             (taken if node.guesses else left).append(own.growth.likelihood(node))
     assert len(taken) == 40 and len(before) == 7
-    asked = [own for own in draft.sessions if sum(bool(n.guesses) for n in before[own.opened.session]) == 16]
-    assert not asked, "no session had all it may ask for, so nothing but likelihood decided"
+    complete = [own for own in draft.sessions if sum(bool(n.guesses) for n in before[own.opened.session]) == 16]
+    assert not complete, "no session reached its nodes per step, so nothing but likelihood decided"
     assert min(taken) >= max(left)
 
 
 def test_a_chain_has_no_branches(model_folder: Path) -> None:
-    """Claim: with one node a step the tree is the chain of proposal children, up to the window."""
+    """Claim: with 1 node per step the tree is the chain of proposal children, up to the window."""
     draft = Draft(model_folder)
-    draft.open(1, list(range(2, 12)), window=6, leaves=1)
+    draft.open(1, list(range(2, 12)), window=6, nodes_per_step=1)
     draft.settle()
-    assert draft.leaf_counts == [1] * 6 and draft.engine.cache.table_count == 1
+    assert draft.node_counts == [1] * 6 and draft.engine.cache.table_count == 1
     assert len(draft.trees[1].proposal_path(99)) == 6 and len(draft.trees[1].named) == 6
 
 
@@ -192,36 +199,36 @@ def test_nothing_is_fed_twice(model_folder: Path) -> None:
     rows: list[int] = []
     draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
     prompt = list(range(2, 23))
-    draft.open(1, prompt, window=4, leaves=1)
+    draft.open(1, prompt, window=4, nodes_per_step=1)
     draft.settle()
     assert rows == [len(prompt), 1, 1, 1]
     for _ in range(3):
         proposal = draft.trees[1].root.proposal
         assert proposal is not None
-        draft.commit(1, proposal.token_id, leaves=1)
+        draft.commit(1, proposal.token_id, nodes_per_step=1)
         draft.settle()
     assert rows[4:] == [1, 1, 1]
-    draft.commit(1, 7, 8, leaves=1)
+    draft.commit(1, 7, 8, nodes_per_step=1)
     draft.settle()
     assert rows[7] == 2 and set(rows[8:]) == {1}
 
 
 def test_prompts_are_fed_in_chunks_beside_others(model_folder: Path) -> None:
-    """Claim: a long prompt does not keep others from drafting: beside a session that grows it is fed a chunk a step,
+    """Claim: a long prompt does not stop other sessions' drafting: beside a growing session it is fed a chunk a step,
     and both are right. Conclusive: rows of every step, and every proposal against the model from nothing."""
     draft = Draft(model_folder)
     draft.engine.chunk_size = 16
     rows: list[int] = []
     draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
-    draft.open(1, list(range(2, 12)), window=16, leaves=1)
+    draft.open(1, list(range(2, 12)), window=16, nodes_per_step=1)
     draft.step()
-    draft.open(2, list(range(3, 53)), window=2, leaves=1)
+    draft.open(2, list(range(3, 53)), window=2, nodes_per_step=1)
     draft.settle()
     assert rows[1:5] == [17, 17, 17, 3] and not draft.failures
     assert len(draft.trees[2].proposal_path(9)) == 2 and len(draft.trees[1].proposal_path(99)) == 16
 
 
-def test_branches_never_cost_a_session_its_own_room(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_never_take_the_cells_of_committed_tokens(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: however far branches grow, committed tokens always find cells, proposals stay right, and growth goes on
     after each commit; that cells really run out is asserted. Conclusive: every proposal, over random walks to the end
     of the session's length."""
@@ -238,15 +245,53 @@ def test_branches_never_cost_a_session_its_own_room(model_folder: Path, monkeypa
     assert full and not draft.failures
 
 
-def test_a_session_takes_its_room_at_once_and_gives_it_back(model_folder: Path) -> None:
-    """Claim: what a session may need is reserved when it is opened, one that finds none is refused and leaves nothing
-    behind, and a closed one leaves all. Conclusive: free blocks are counted."""
+def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -> None:
+    """Claim: a session reserves all blocks it may need at its first commit, and one that finds too few holds none,
+    drafts nothing, and drafts from the first commit on that finds enough; a closed one frees all.
+
+    Source: sessions with a large `max_tokens` filled the cache, and those opened meanwhile never drafted. Conclusive:
+    free blocks are counted, and the late session's proposals are compared with the model's as all others.
+    """
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + 2 * each)
     for session in (1, 2, 3):
         draft.open(session, list(range(2, 12)))
-    assert [failure.session for failure in draft.failures[:1]] == [3]
-    assert draft.engine.cache.free_block_count == 0
+    assert draft.engine.cache.free_block_count == 0 and draft.drafter.waiting_count == 1
     draft.settle()
-    draft.tell(Close(1, 1), Close(2, 1))
+    assert [len(draft.trees[session].named) > 0 for session in (1, 2, 3)] == [True, True, False]
+    draft.commit(3, 5, 6)
+    draft.settle()
+    assert not draft.trees[3].named
+    draft.tell(Close(1, 1))
+    draft.commit(3, 7)
+    draft.settle()
+    assert draft.trees[3].named and draft.drafter.waiting_count == 0 and not draft.failures
+    draft.tell(Close(2, 1), Close(3, 1))
     assert draft.engine.cache.table_count == 0 and draft.engine.cache.free_block_count == 2 * each
+
+
+def test_a_session_beyond_the_whole_cache_is_refused(model_folder: Path) -> None:
+    """Claim: a session for which no end of others would free enough cells is refused at its opening, with its number
+    and the limit, and holds nothing."""
+    draft = Draft(model_folder, (LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
+    draft.open(1, list(range(2, 12)))
+    assert f"needs {LENGTH_MAX + TREE_CELLS} cells" in draft.failures[0].message
+    assert draft.engine.cache.table_count == 0 and not draft.sessions
+
+
+def test_epochs_count_the_trees_of_one_incarnation(model_folder: Path) -> None:
+    """Claim: the epoch a session sends counts its own restarts, from 1, also after it is opened again and whatever
+    other sessions did. Source: epochs were counted for the draft's life, until they fit no field of a message."""
+    draft = Draft(model_folder)
+    draft.open(1, list(range(2, 12)))
+    draft.settle()
+    draft.commit(1, 7, 8)
+    draft.settle()
+    draft.open(2, list(range(2, 12)))
+    draft.settle()
+    assert [session.growth.epoch for session in draft.sessions] == [2, 1]
+    assert draft.epochs == {1: [1, 2], 2: [1]}
+    draft.tell(Close(1, 1))
+    draft.open(1, list(range(2, 12)))
+    draft.settle()
+    assert draft.epochs[1] == [1, 2, 1]

@@ -1,4 +1,4 @@
-"""Models shared by the tests of the engine, loaded once, and the torch thread count each test asks for."""
+"""Models shared by the tests of the engine, loaded once, and the torch thread count of each test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
-    """A driver by (name, dtype), loaded once; tests release what they open."""
+    """A driver by (name, dtype), loaded once; tests release the tables they open."""
     loaded: dict[tuple[str, str, int], Driver] = {}
 
     def find(name: str, dtype: str = "float32") -> Driver:

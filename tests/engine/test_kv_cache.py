@@ -37,7 +37,7 @@ def make_cache() -> tuple[KVCache, ListStorage]:
 
 
 def write(cache: KVCache, storage: ListStorage, table: BlockTable, values: list[int]) -> None:
-    """What a forward does: prepare, write every position, advance."""
+    """Writes as a forward does: prepare, write every position, advance."""
     start, end = table.length, table.length + len(values)
     cache.prepare_write(table, end)
     for position, value in zip(range(start, end), values):
@@ -118,11 +118,11 @@ CacheMachine.TestCase.settings = settings(
 test_any_order_of_operations = CacheMachine.TestCase
 
 
-def test_scrub_zeroes_exactly_what_it_is_told() -> None:
+def test_scrub_zeroes_exactly_its_range() -> None:
     """Claim: `scrub` zeroes positions [start, end) over block borders and nothing before them.
 
-    Source: issue 2, a request with not-a-number must not reach a later owner of its blocks. Conclusive: the values on
-    both sides of the range are looked at.
+    Source: not-a-number of one request must not reach a later owner of its blocks. Conclusive: the values on both sides
+    of the range are compared.
     """
     cache, storage = make_cache()
     table = cache.reserve(3 * BLOCK_SIZE)

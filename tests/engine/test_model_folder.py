@@ -1,7 +1,7 @@
-"""What `load_model` refuses, by name and in one line, and what it reads from a folder.
+"""The refusals of `load_model`, by name and in one line, and the values it reads from a folder.
 
-A model that runs but answers differently would be worse than one that does not run, so everything unproven is refused
-before a weight is read. Nothing in a folder is run.
+A model that runs but answers differently is worse than one that does not run, so every feature that is not supported
+is refused before a weight is read. Nothing in a folder is run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.engine.architectures import check_proven
+from specdec.engine.architectures import check_supported
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError, ModelRefused
@@ -45,8 +45,8 @@ def refusal(folder: Path | str) -> str:
 def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     """Claim: a missing folder, config, tokenizer or weights, pickled weights and broken JSON are each named.
 
-    Source: issue 2, "one line that says what to do", and reliability.md, unsafe loading. Conclusive: each fault is
-    planted alone and its file's name is looked for.
+    Source: "one line that says what to do", and reliability.md, unsafe loading. Conclusive: each fault is planted alone
+    and the message must name its file.
     """
     assert "no such folder" in refusal(tmp_path / "nowhere")
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
@@ -69,13 +69,13 @@ def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not proven yet; proven: LlamaForCausalLM"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not proven yet"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
         ({"architectures": ["OwnModel"], "auto_map": {"AutoModelForCausalLM": "own.OwnModel"}}, "never run"),
         ({"architectures": None}, "exactly one"),
         ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "exactly one"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
-        ({"hidden_act": "tanh"}, "'tanh' is not proven yet"),
+        ({"hidden_act": "tanh"}, "'tanh' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic'"),
@@ -89,15 +89,15 @@ def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_pat
         ({"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_fast"}, "'gelu_fast'"),
     ],
 )
-def test_what_is_not_proven_is_refused_by_name(entries: dict, named: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(entries: dict, named: str) -> None:
     """Claim: every architecture and feature that no test compares with `transformers` is refused by its name.
 
-    Source: issue 2, "every other architecture is refused by name until it is proven". Conclusive: the config is one
-    that passes but for the entry planted.
+    Source: "every other architecture is refused by name until it is proven". Conclusive: the config passes without the
+    planted entry.
     """
-    check_proven("model", CONFIG)
+    check_supported("model", CONFIG)
     with pytest.raises(ModelRefused, match="model") as caught:
-        check_proven("model", CONFIG | entries)
+        check_supported("model", CONFIG | entries)
     assert named in str(caught.value)
 
 
@@ -113,9 +113,9 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
 
 
 def test_settings_are_refused_by_name(folder: Path) -> None:
-    """Claim: a dtype or device that is not served is refused, naming what is.
+    """Claim: a dtype or device that is not supported is refused, with the supported ones.
 
-    Source: brief of issue 2. Conclusive: float64, which `transformers` would take, is among them.
+    Source: `load_model`. Conclusive: float64, which `transformers` supports, is among them.
     """
     with pytest.raises(ConfigError, match="float64.*auto, float32, bfloat16, float16"):
         load_model(str(folder), dtype="float64")
@@ -126,8 +126,8 @@ def test_settings_are_refused_by_name(folder: Path) -> None:
 def test_the_description_is_read_from_the_folder(folder: Path) -> None:
     """Claim: end ids come from generation_config, one or a list, else config; ids without a string are cut off.
 
-    Source: issue 2, "end ids come from generation_config (a list)"; design section 4, families pad the output layer.
-    Conclusive: the output layer is wider than the tokenizer, and logits end where the tokenizer does.
+    Source: "end ids come from generation_config (a list)"; design section 4, some models pad the output layer.
+    Conclusive: the output layer is wider than the tokenizer, and logits end at the tokenizer's last id.
     """
     driver = Driver.load(folder)
     described = driver.model.description
@@ -145,9 +145,9 @@ def test_the_digest_covers_config_and_weights(folder: Path, tmp_path: Path) -> N
 
     Source: reliability.md, digests differ. Conclusive: one bit of one weight and one config entry are changed.
     """
-    told: list[float] = []
-    first = open_model_folder(str(folder)).digest(lambda what, share: told.append(share))
-    assert told == sorted(told) and told[-1] == 1
+    shares: list[float] = []
+    first = open_model_folder(str(folder)).digest(lambda what, share: shares.append(share))
+    assert shares == sorted(shares) and shares[-1] == 1
     moved = folder.rename(tmp_path / "moved")
     assert open_model_folder(str(moved)).digest() == first
     content = bytearray((moved / "model.safetensors").read_bytes())
@@ -159,7 +159,7 @@ def test_the_digest_covers_config_and_weights(folder: Path, tmp_path: Path) -> N
 
 
 def test_auto_keeps_the_weights_type(folder_of: Callable[[str], Path], folder: Path) -> None:
-    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights; float16 is there when asked for.
+    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights; "float16" is float16.
 
     Source: `load_model`. Conclusive: the config's own entry is the only difference.
     """

@@ -1,4 +1,4 @@
-"""Not-a-number in one sequence: who is told, and who never notices."""
+"""Not-a-number in one sequence: an error for that sequence, no change for any other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_not_a_number_costs_one_request_and_leaves_no_trace(tmp_path: Path) -> N
     """Claim: not-a-number in one sequence fails it with NumericsError; neighbours and later owners see the same bits.
 
     Source: design section 8; masked positions are multiplied by zero weights, and zero times not-a-number is not zero,
-    so a block must be clean when it changes hands. Conclusive: one token's embedding is not-a-number; the answers
-    beside it, and then in its own blocks, equal those of a run in which it never was.
+    so a block must be clean for its next owner. Conclusive: one token's embedding is not-a-number; the answers
+    beside it, and then in its own blocks, equal those of a run without it.
     """
     model = load_model(str(make_tiny_model(tmp_path, "llama")))
     model._base.embed_tokens.weight.data[7] = torch.nan

@@ -1,7 +1,7 @@
-"""Published blocks against a model of them: who may find what, in which order room is taken, and that contents agree.
+"""Cached prefixes against a model: which prefix matches, in which order blocks are taken, and that contents agree.
 
-Cells hold (salt, position, token), so a block found under the wrong text, at the wrong place or by another tenant shows
-in what is read back. Beside the cache stands a plain model: the set of published prefixes and when each was last used.
+Cells hold (salt, position, token), so a block found under the wrong text, at the wrong position or by another tenant
+shows in the cells read back. Beside the cache stands a plain model: the set of cached prefixes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specdec.engine.block_table import BlockTable
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 
 BLOCK_COUNT = 10
@@ -43,7 +42,7 @@ def make_cache() -> tuple[KVCache, CellStorage]:
 
 
 def write(cache: KVCache, storage: CellStorage, table: BlockTable, text: list[int], end: int, salt: str = "") -> None:
-    """What a step does: prepare, write every position, advance."""
+    """Writes as a step does: prepare, write every position, advance."""
     start = table.length
     cache.prepare_write(table, end)
     for position in range(start, end):
@@ -60,13 +59,13 @@ def read(storage: CellStorage, table: BlockTable) -> list[object]:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Any order of opening, adopting, growing, publishing, rolling back, evicting and leaving."""
+    """Any order of opening, matching and caching prefixes, growing, rolling back, preempting and releasing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache, self.storage = make_cache()
         self.sessions: dict[BlockTable, tuple[list[int], str]] = {}
-        self.published: set[tuple[str, tuple[int, ...]]] = set()  # every prefix that was ever published
+        self.cached: set[tuple[str, tuple[int, ...]]] = set()  # every prefix that was ever cached
 
     def table(self, data: st.DataObject) -> BlockTable:
         return data.draw(st.sampled_from(list(self.sessions)), label="table")
@@ -80,16 +79,16 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
-    def adopt(self, data: st.DataObject) -> None:
+    def match_prefix(self, data: st.DataObject) -> None:
         table = self.table(data)
         text, salt = self.sessions[table]
         if table.block_ids:
             with pytest.raises(ValueError):
-                self.cache.adopt(table, text)
+                self.cache.match_prefix(table, text)
             return
-        length = self.cache.adopt(table, text)
+        length = self.cache.match_prefix(table, text)
         assert length % BLOCK_SIZE == 0 and length == table.length
-        assert not length or (salt, tuple(text[:length])) in self.published, "found what nobody published"
+        assert not length or (salt, tuple(text[:length])) in self.cached, "matched a prefix that was never cached"
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), count=st.integers(1, 20))
@@ -106,25 +105,25 @@ class PrefixMachine(RuleBasedStateMachine):
             write(self.cache, self.storage, table, text, end, salt)
         except CacheExhausted:
             assert (list(table.block_ids), table.length) == before, "a refusal changed something"
-            assert needed > free, "there was room"
+            assert needed > free, "there were free blocks"
             return
         assert needed <= free
         assert len(table.block_ids) == max(len(before[0]), -(-end // BLOCK_SIZE))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    def cache_prefix(self, data: st.DataObject) -> None:
         table = self.table(data)
         text, salt = self.sessions[table]
         length = data.draw(st.sampled_from([table.length, table.length // 2]), label="length")
-        self.cache.publish(table, text, length)
+        self.cache.cache_prefix(table, text, length)
         for end in range(BLOCK_SIZE, length + 1, BLOCK_SIZE):
-            self.published.add((salt, tuple(text[:end])))
+            self.cached.add((salt, tuple(text[:end])))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), text=st.sampled_from(TEXTS))
     def roll_back(self, data: st.DataObject, text: list[int]) -> None:
-        """Back to any length, to go on with any text that agrees up to there."""
+        """Truncates to any length, to go on with any text that agrees up to it."""
         table = self.table(data)
         old, salt = self.sessions[table]
         agreed = next((i for i, pair in enumerate(zip(old, text)) if pair[0] != pair[1]), CAPACITY)
@@ -133,14 +132,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self.sessions[table] = text, salt
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), leaves=st.booleans())
-    def give_way(self, data: st.DataObject, leaves: bool) -> None:
+    @rule(data=st.data(), is_release=st.booleans())
+    def preempt_or_release(self, data: st.DataObject, is_release: bool) -> None:
         table = self.table(data)
-        if leaves:
+        if is_release:
             self.cache.release(table)
             del self.sessions[table]
         else:
-            self.cache.vacate(table)
+            self.cache.free(table)
             assert table.length == 0 and not table.block_ids and not table.is_released
 
     @invariant()
@@ -160,11 +159,11 @@ test_any_order_of_operations = PrefixMachine.TestCase
 
 
 def run_through(cache: KVCache, storage: CellStorage, text: list[int], salt: str = "") -> int:
-    """A sequence that feeds a whole text, publishes it and leaves; how much of it was found."""
+    """Feeds a whole text as one sequence, caches and releases it; returns the length of its match."""
     table = cache.open(CAPACITY, salt)
-    found = cache.adopt(table, text)
+    found = cache.match_prefix(table, text)
     write(cache, storage, table, text, len(text), salt)
-    cache.publish(table, text, len(text))
+    cache.cache_prefix(table, text, len(text))
     cache.release(table)
     return found
 
@@ -173,20 +172,20 @@ def text_of(token: int, block_count: int) -> list[int]:
     return [token] * (block_count * BLOCK_SIZE)
 
 
-def test_the_least_recently_used_prefix_gives_way_first() -> None:
-    """Claim: when free blocks run out, those of the prefix longest unused are taken, the last of its chain first.
+def test_the_least_recently_used_prefix_loses_its_blocks_first() -> None:
+    """Claim: when free blocks run out, the cache takes those of the least recently used prefix, the last block first.
 
-    Source: issue 3, "LRU eviction". Conclusive: three prefixes of three blocks fill the cache; using the first again
-    makes the second the oldest, and after one more block exactly its last block is gone, after three all of it.
+    Source: "LRU". Conclusive: three prefixes of three blocks fill the cache; a use of the first makes the second the
+    oldest, and after one more block exactly its last block is gone.
     """
     cache, storage = make_cache()
     texts = [text_of(token, 3) for token in (1, 2, 3)]
     assert [run_through(cache, storage, text) for text in texts] == [0, 0, 0]
-    assert cache.kept_block_count == BLOCK_COUNT - 1 and cache.free_block_count == BLOCK_COUNT - 1
+    assert cache.evictable_block_count == BLOCK_COUNT - 1 and cache.free_block_count == BLOCK_COUNT - 1
     assert run_through(cache, storage, texts[0]) == 24
     assert run_through(cache, storage, text_of(4, 1)) == 0
     table = cache.open(CAPACITY)
-    assert cache.adopt(table, texts[1]) == 16, "its last block was taken, and nothing else"
+    assert cache.match_prefix(table, texts[1]) == 16, "its last block was taken, and no other"
     cache.release(table)
     assert [run_through(cache, storage, text) for text in (texts[0], texts[2], texts[1])] == [24, 24, 16]
     cache.check_integrity()
@@ -195,8 +194,8 @@ def test_the_least_recently_used_prefix_gives_way_first() -> None:
 def test_a_text_is_found_by_all_of_what_came_before() -> None:
     """Claim: equal blocks behind different beginnings, and equal texts with different salts, are not shared.
 
-    Source: issue 3, "by block hash ... with cache_salt separating tenants". Conclusive: the second blocks of the two
-    texts are equal token for token, as are the texts of the two salts; and each is found by its own kind.
+    Source: "by block hash ... with cache_salt separating tenants". Conclusive: the second blocks of the two texts are
+    equal token for token, as are the texts of the two salts; and each text matches its own blocks.
     """
     cache, storage = make_cache()
     one, other = text_of(1, 1) + text_of(7, 1), text_of(2, 1) + text_of(7, 1)
@@ -205,9 +204,9 @@ def test_a_text_is_found_by_all_of_what_came_before() -> None:
     assert run_through(cache, storage, one, "tenant") == 16 and run_through(cache, storage, other) == 16
 
 
-def test_what_is_overwritten_or_taken_is_not_found_by_its_old_name() -> None:
-    """Claim: a published block is found no more once its only holder goes on with another text in it, or once another
-    sequence takes it for itself.
+def test_an_overwritten_or_reused_block_does_not_match_its_old_text() -> None:
+    """Claim: a cached block matches no more once its only holder writes another text to it, or another sequence takes
+    it.
 
     Source: kv_cache.py, invariant 4. Conclusive: the old text is looked up after both.
     """
@@ -215,7 +214,7 @@ def test_what_is_overwritten_or_taken_is_not_found_by_its_old_name() -> None:
     one, other = text_of(1, 1), text_of(2, 1)
     table = cache.open(CAPACITY)
     write(cache, storage, table, one, 8)
-    cache.publish(table, one, 8)
+    cache.cache_prefix(table, one, 8)
     cache.truncate(table, 0)
     write(cache, storage, table, other, 8)
     assert run_through(cache, storage, one) == 0
@@ -226,16 +225,16 @@ def test_what_is_overwritten_or_taken_is_not_found_by_its_old_name() -> None:
 
 
 def test_a_refusal_changes_nothing() -> None:
-    """Claim: where a block to write to and a copy of a shared one are needed and one is to be had, neither is taken.
+    """Claim: where a write needs a new block and a copy of a shared one, and one block is free, neither is taken.
 
-    Source: kv_cache.py. Conclusive: the table and the free count are as before, and with one more free it goes on.
+    Source: kv_cache.py. Conclusive: the table and the free count are unchanged, and with one more free block it writes.
     """
     cache, storage = make_cache()
     text = text_of(1, 3)
     one, other = cache.open(CAPACITY), cache.open(CAPACITY)
     write(cache, storage, one, text, 16)
-    cache.publish(one, text, 16)
-    cache.adopt(other, text)
+    cache.cache_prefix(one, text, 16)
+    cache.match_prefix(other, text)
     cache.truncate(other, 12)
     taken = [cache.reserve(1) for _ in range(cache.free_block_count - 1)]
     before = list(other.block_ids)
@@ -249,34 +248,34 @@ def test_a_refusal_changes_nothing() -> None:
 
 
 def test_drafts_and_half_blocks_are_never_found() -> None:
-    """Claim: only whole blocks of what was published are shared, whatever else the table holds.
+    """Claim: only whole blocks of the cached prefix are shared, whatever else the table holds.
 
-    Source: issue 3, "over committed tokens only". Conclusive: the table holds three blocks, 15 tokens are committed.
+    Source: "over committed tokens only". Conclusive: the table holds three blocks, 15 tokens are committed.
     """
     cache, storage = make_cache()
     text = text_of(1, 3)
     table = cache.open(CAPACITY)
     write(cache, storage, table, text, 24)
-    cache.publish(table, text, 15)
+    cache.cache_prefix(table, text, 15)
     second = cache.open(CAPACITY)
-    assert cache.adopt(second, text) == 8 and second.block_ids == table.block_ids[:1]
+    assert cache.match_prefix(second, text) == 8 and second.block_ids == table.block_ids[:1]
     with pytest.raises(ValueError):
-        cache.publish(table, text, 25)
+        cache.cache_prefix(table, text, 25)
     cache.check_integrity()
 
 
-def test_feeding_the_last_token_again_takes_no_block_from_anybody() -> None:
-    """Claim: a sequence whose whole prompt is found feeds its last token again: into a copy where the block is shared,
-    in its place where nobody else holds it, and afterwards it is found again.
+def test_feeding_the_last_token_again_takes_no_block_of_another_sequence() -> None:
+    """Claim: a sequence whose whole prompt matches feeds its last token again: into a copy where the block is shared,
+    in place where it is the only holder, and afterwards the prompt matches again.
 
-    Source: issue 3, "at least the last token is always fed again". Conclusive: what the other holder reads stays.
+    Source: "at least the last token is always fed again". Conclusive: the other holder's block stays the same.
     """
     cache, storage = make_cache()
     text = text_of(1, 2)
     run_through(cache, storage, text)
     alone, beside = cache.open(CAPACITY), cache.open(CAPACITY)
     for table in (alone, beside):
-        assert cache.adopt(table, text) == 16
+        assert cache.match_prefix(table, text) == 16
         cache.truncate(table, 15)
     assert alone.block_ids == beside.block_ids
     write(cache, storage, beside, text, 16)
@@ -284,6 +283,6 @@ def test_feeding_the_last_token_again_takes_no_block_from_anybody() -> None:
     free = cache.free_block_count
     write(cache, storage, alone, text, 16)
     assert cache.free_block_count == free, "the only holder writes in place"
-    cache.publish(alone, text, 16)
+    cache.cache_prefix(alone, text, 16)
     assert run_through(cache, storage, text) == 16
     cache.check_integrity()

@@ -1,4 +1,4 @@
-"""Which query tiles are computed together, by their numbers alone."""
+"""Which query tiles are computed together, by their sizes alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_a_group_gathers_no_more_than_it_may(shapes: list[tuple[int, int]], spli
         assert max(lengths) <= 2 * min(lengths)
 
 
-def test_with_room_enough_what_is_alike_is_together():
-    """Claim: the bound alone parts them: the same tiles are one group where it allows it, and as few as it allows."""
+def test_equal_tiles_are_one_group_within_the_bound():
+    """Claim: the bound alone separates equal tiles: they are one group where it allows, and as few as it allows."""
     tiles = [QueryTile(numpy.empty(0), index, 1, 8 * KEY_SPLIT) for index in range(32)]
     assert [len(group) for group in group_tiles(tiles, WIDTHS, 9 * 32)] == [32]
     assert [len(group) for group in group_tiles(tiles, WIDTHS, 9 * 31)] == [31, 1]

@@ -61,10 +61,10 @@ def case(shared_case: Case) -> Case:
 
 
 def test_logits_do_not_depend_on_how_a_text_is_fed(case: Case) -> None:
-    """Claim: verify width, place, prefill chunks, rollback over wrong drafts and re-feeding change no bit.
+    """Claim: verify width, position, prefill chunks, rollback over wrong drafts and re-feeding change no bit.
 
-    Source: issue 2, "the engine". Conclusive: widths 1, 2, 5, 8 are the steps of decoding and verifying; positions lie
-    at the start, on both sides of block and key split borders, and every draft is wrong before it is rolled back.
+    Source: design section 7. Conclusive: widths 1, 2, 5, 8 are the steps of decoding and verifying; positions lie at
+    the start, on both sides of block and key split borders, and every draft is wrong before it is rolled back.
     """
     driver, token_ids = case.driver, case.token_ids
     for chunk_size in (7, LENGTH):
@@ -72,7 +72,7 @@ def test_logits_do_not_depend_on_how_a_text_is_fed(case: Case) -> None:
     table = driver.open(LENGTH)
     driver.feed(table, token_ids, 1)
     wrong = random_tokens(8, 9, case.vocabulary_size)
-    for start in STARTS[:: case.thread_count]:  # two threads on a busy machine are slow: every other place
+    for start in STARTS[:: case.thread_count]:  # two threads on a busy machine are slow: every other position
         driver.cache.truncate(table, start)
         for width in (1, 2, 5, 8):
             driver.feed(table, wrong[:width])
@@ -106,12 +106,12 @@ def test_logits_do_not_depend_on_neighbours(case: Case) -> None:
         ]
         feeds[0] = (tables[0], token_ids[:70], 70)
         feeds.append((longest, [1, 2, 3], 0))
-        place = 0
+        row = 0
         logits = driver.step(feeds).logits
         driver.cache.truncate(longest, 490)
         for (_, fed, _), start in zip(feeds[:count], starts):
-            case.check(logits[place : place + len(fed)], start)
-            place += len(fed)
+            case.check(logits[row : row + len(fed)], start)
+            row += len(fed)
         for table in tables:
             driver.cache.release(table)
     driver.cache.release(longest)
@@ -147,7 +147,7 @@ def test_logits_do_not_depend_on_blocks_or_copies(case: Case) -> None:
     """Claim: other blocks, stale content in them, and blocks that are shared and copied on write change no bit.
 
     Source: design section 6, sequences share cached blocks. Conclusive: the second table holds other blocks than the
-    first, which were written by another text; both who share go on with different tokens from a shared half block.
+    first, which were written by another text; both sharers go on with different tokens from a shared half block.
     """
     driver, token_ids = case.driver, case.token_ids
     stale = driver.open(LENGTH)
@@ -156,9 +156,9 @@ def test_logits_do_not_depend_on_blocks_or_copies(case: Case) -> None:
     driver.cache.release(stale)
     other = driver.open(LENGTH)
     case.check(driver.feed(other, token_ids[:150]), 0)
-    driver.cache.publish(other, token_ids, 150)
+    driver.cache.cache_prefix(other, token_ids, 150)
     sharer = driver.cache.open(LENGTH)
-    assert driver.cache.adopt(sharer, token_ids[:150]) == 144
+    assert driver.cache.match_prefix(sharer, token_ids[:150]) == 144
     driver.cache.truncate(sharer, 137)
     driver.feed(sharer, random_tokens(9, 12, case.vocabulary_size), 1)
     case.check(driver.feed(other, token_ids[150:160]), 150)

@@ -1,12 +1,13 @@
-"""The engine thread: order, chunks, fences, and that one request's error costs one request.
+"""The engine thread: order, chunks, fences, and the isolation of one request's error.
 
-A model that records its batches stands in where order matters, the table model where answers do.
+Tests of order use a model that records its batches, tests of answers the table model.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
 from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduler import POSTS_PER_TURN, Engine
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
@@ -24,7 +25,7 @@ VOCABULARY_SIZE = 6
 
 
 class RecordingModel:
-    """Passes batches on to a model and remembers (start, row count, logit count) of every segment."""
+    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk."""
 
     def __init__(self, model: CausalModel):
         self.model = model
@@ -36,13 +37,13 @@ class RecordingModel:
         return self.model.allocate(block_count, block_size)
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        self.batches.append([(s.start, len(s.token_ids), s.logit_count) for s in batch.segments])
+        self.batches.append([(s.start, len(s.token_ids), s.logit_count) for s in batch.chunks])
         self.fault(batch)
         return self.model.forward(batch)
 
 
 def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
-    """Evidence for tests: the payload and the argmax of each of its rows. The payload "bad" raises."""
+    """SamplerOutput for tests: the payload and the argmax of each of its rows. The payload "bad" raises."""
     if "bad" in payloads:
         raise RuntimeError("planted")
     return [(payload, rows.argmax(-1).tolist()) for payload, rows in zip(payloads, logits.split(row_counts))]
@@ -58,7 +59,7 @@ class Bench:
         self.timings: dict[object, StepTiming] = {}
 
     def run(self, function: Callable[[], None], outcome_count: int) -> dict[object, object]:
-        """Runs `function` on the engine thread and waits until so many outcomes are in."""
+        """Runs `function` on the engine thread and waits for `outcome_count` outcomes."""
         self.outcomes, self.complete = {}, threading.Event()
         self.wanted = outcome_count
         self.engine.post(function)
@@ -104,7 +105,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_prompts_are_cut_at_absolute_multiples(bench: Bench) -> None:
     """Claim: a feed longer than the chunk is cut at absolute multiples, and rows with logits stay together.
 
-    Source: issue 2, "fixed prefill chunks". Conclusive: a feed that starts off a multiple and wants logits over one.
+    Source: "fixed prefill chunks". Conclusive: a feed that starts off a multiple and wants logits over one.
     """
 
     def submit() -> None:
@@ -122,11 +123,11 @@ def test_prompts_are_cut_at_absolute_multiples(bench: Bench) -> None:
 
 
 def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None:
-    """Claim: prompts fill a step by age, one piece per sequence; a decode submitted last is in the first step there is,
-    and from then on prompts have one chunk of a step.
+    """Claim: prompts fill a step by age, one piece per sequence; a decode submitted last is in the next step, and from
+    then on prompts have one chunk of a step.
 
     Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks fill
-    the row limit; every batch from the decode's on is compared with what the three promises of `choose` give.
+    the row limit; every batch from the decode's on is compared with the result of the three promises of `choose`.
     """
 
     def submit() -> None:
@@ -149,7 +150,7 @@ def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None
 def test_feeds_submitted_by_callbacks_share_the_next_step(bench: Bench) -> None:
     """Claim: sequences that finish together go on together: continuous batching without idle steps.
 
-    Source: issue 2, the engine. Conclusive: after the first step every batch has all three decodes.
+    Source: scheduler.py. Conclusive: after the first step every batch has all three decodes.
     """
     bench.model.batches.clear()
     tables = []
@@ -196,15 +197,15 @@ def test_stale_and_misplaced_feeds_touch_nothing(bench: Bench) -> None:
 
 
 def test_an_exception_costs_one_request(bench: Bench) -> None:
-    """Claim: an exception in the forward or in the evidence of one request fails that one; the others are answered.
+    """Claim: an exception in the forward or in the sampler for one request fails that one; the others are answered.
 
-    Source: issue 2, "bisect once, never the thread". Conclusive: neighbours' answers equal those of a run without the
-    fault, the failed tables did not advance, and the thread answers afterwards.
+    Source: "bisect once, never the thread". Conclusive: neighbours' answers equal those of a run without the fault, the
+    failed tables did not advance, and the thread answers afterwards.
     """
     expected = bench.run(lambda: [bench.feed(name, [1, 2, 3], 3) for name in "ab"], 2)
 
     def planted(batch: RaggedBatch) -> None:
-        if any(5 in segment.token_ids for segment in batch.segments):
+        if any(5 in chunk.token_ids for chunk in batch.chunks):
             raise RuntimeError("planted")
 
     bench.model.fault = planted
@@ -213,12 +214,12 @@ def test_an_exception_costs_one_request(bench: Bench) -> None:
     def submit() -> None:
         bench.feed("a", [1, 2, 3], 3)
         failed.append(bench.feed("forward", [1, 5, 3], 3))
-        failed.append(bench.feed("evidence", [1, 2, 3], 3, payload="bad"))
+        failed.append(bench.feed("sampler", [1, 2, 3], 3, payload="bad"))
         bench.feed("b", [1, 2, 3], 3)
 
     outcomes = bench.run(submit, 4)
     assert {name: outcomes[name] for name in "ab"} == expected
-    assert all("planted" in str(outcomes[name]) for name in ("forward", "evidence"))
+    assert all("planted" in str(outcomes[name]) for name in ("forward", "sampler"))
     assert [feed.table.length for feed in failed] == [0, 0]
     assert bench.run(lambda: bench.feed("a", [1, 2, 3], 3), 1)["a"] == expected["a"]
 
@@ -226,7 +227,7 @@ def test_an_exception_costs_one_request(bench: Bench) -> None:
 def test_callbacks_that_raise_do_not_stop_the_thread(bench: Bench) -> None:
     """Claim: an exception in a posted closure or in `done` is logged and the thread goes on.
 
-    Source: issue 2, "never the thread". Conclusive: a later feed is answered.
+    Source: "never the thread". Conclusive: a later feed is answered.
     """
 
     def raising() -> None:
@@ -240,8 +241,30 @@ def test_callbacks_that_raise_do_not_stop_the_thread(bench: Bench) -> None:
     assert bench.run(submit, 1) == {"good": ("good", bench.outcomes["good"][1])}
 
 
+def test_posts_do_not_keep_a_step_waiting(bench: Bench) -> None:
+    """Claim: a step runs after POSTS_PER_TURN posted functions at most, and the others run after it, in order.
+
+    Source: the inbox has no bound and was emptied before each step. Conclusive: the functions are counted when the step
+    runs; there are ten times as many.
+    """
+    numbers: list[int] = []
+    seen: list[int] = []
+    bench.model.fault = lambda batch: seen.append(len(numbers))
+    count = 10 * POSTS_PER_TURN
+
+    def submit() -> None:
+        for number in range(count):
+            bench.engine.post(partial(numbers.append, number))
+        bench.feed("feed", [1])
+
+    bench.run(submit, 1)
+    assert seen[0] <= POSTS_PER_TURN
+    bench.engine.call(lambda: None)
+    assert numbers == list(range(count))
+
+
 def test_stop_joins_and_answers_what_waits(bench: Bench) -> None:
-    """Claim: `stop` ends the thread, fails feeds that wait, can be called twice, and refuses what is posted later.
+    """Claim: `stop` ends the thread, fails feeds that wait, can be called twice, and later posts are refused.
 
     Source: scheduler.py. Conclusive: the feed is submitted in the closure after which the thread sees the stop.
     """
@@ -263,7 +286,7 @@ def test_stop_joins_and_answers_what_waits(bench: Bench) -> None:
 def test_start_raises_what_the_warm_up_raised(tmp_path: Path) -> None:
     """Claim: a model that cannot step fails `start`, not the first request.
 
-    Source: issue 2, "SERVING only after one warm-up step". Conclusive: the planted error itself arrives.
+    Source: "SERVING only after one warm-up step". Conclusive: the planted error itself arrives.
     """
     write_table_model(tmp_path, VOCABULARY_SIZE)
     bench = Bench(load_model(str(tmp_path)))

@@ -1,6 +1,6 @@
-"""What decides, when a model is loaded, which of its modules are replaced and which models are refused.
+"""The choice, when a model is loaded, of the modules to replace and the models to refuse.
 
-Nothing there goes by a class's name: a module is tried, and these tests try modules that would be replaced wrongly.
+The choice never depends on a class's name: a module is tried; these tests try modules that must not be replaced.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def load_plain(folder: Path, architecture: str) -> nn.Module:
         ("olmo2", [False, False, False]),  # its norms run over all heads together
     ],
 )
-def test_a_stand_in_is_used_only_where_it_does_the_same(
+def test_a_stand_in_is_used_only_where_it_computes_the_same(
     architecture: str, expected: list[bool], folder_of: Callable[[str], Path]
 ) -> None:
-    """Claim: an attention module with the four projections is replaced only where the stand-in asks the same.
+    """Claim: an attention module with the four projections is replaced only where the stand-in calls the same.
 
-    Source: `rotary_attention.fits`. Conclusive: modules with the same children that rotate otherwise, or not, are told
-    apart layer by layer.
+    Source: `rotary_attention.fits`. Conclusive: modules with the same children that rotate otherwise, or not, are
+    distinguished layer by layer.
     """
     base = load_plain(folder_of(architecture), architecture)
     attentions = [module for module in base.modules() if has_projections(module)]
@@ -52,11 +52,11 @@ def test_a_stand_in_is_used_only_where_it_does_the_same(
     assert not fits(attentions[0], 4)  # a table for a part of the head only
 
 
-def test_the_rules_of_layers_are_those_the_modules_ask_for(folder_of: Callable[[str], Path]) -> None:
-    """Claim: window, cap and scale of every layer are what the model's own modules pass, before and after replacement.
+def test_the_rules_of_layers_are_those_the_modules_pass(folder_of: Callable[[str], Path]) -> None:
+    """Claim: window, cap and scale of every layer are those the model's own modules pass, before and after replacement.
 
-    Source: `measure_shape`, found by calling. Conclusive: Gemma-2's layers alternate, and its scale is none that
-    follows from its head size.
+    Source: `measure_shape`, found by calling. Conclusive: Gemma-2's layers alternate, and its scale does not follow
+    from its head size.
     """
     base = load_plain(folder_of("gemma2"), "gemma2")
     expected = (ScoreRule(24**-0.5, WINDOW, 5.0), ScoreRule(24**-0.5, None, 5.0))
@@ -69,7 +69,7 @@ def test_the_rules_of_layers_are_those_the_modules_ask_for(folder_of: Callable[[
 
 @pytest.mark.parametrize("argument", ["s_aux", "position_bias", "attention_mask", "something_new"])
 def test_an_argument_that_is_not_honoured_is_refused(argument: str) -> None:
-    """Claim: attention sinks, position biases, masks and whatever is not known are refused by name, not dropped.
+    """Claim: attention sinks, position biases, masks and all unknown arguments are refused by name, not dropped.
 
     Source: design section 5, a parameter that is not honoured is never ignored. Conclusive: the same call passes
     without the argument, and with it set to None.
@@ -84,7 +84,7 @@ def test_an_argument_that_is_not_honoured_is_refused(argument: str) -> None:
 
 
 class WholeNorm(nn.Module):
-    """Not what its name says: a row's result depends on the rows beside it."""
+    """A norm in name only: a row's result depends on the rows beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class WholeNorm(nn.Module):
 
 
 def test_a_module_that_mixes_rows_is_refused(folder_of: Callable[[str], Path]) -> None:
-    """Claim: a norm of a kind that is not known passes if its rows are the same bits at every width, and not else.
+    """Claim: a norm of an unknown kind passes only if its rows are the same bits at every width.
 
-    Source: `treats_rows_alone`. Conclusive: a norm over all rows, named like one over each, is refused by its place in
-    the model.
+    Source: `treats_rows_alone`. Conclusive: a norm over all rows, named like one over each, is refused, with its
+    module's name.
     """
     assert treats_rows_alone(LlamaRMSNorm(16)) and treats_rows_alone(Gemma2RMSNorm(16))
     assert not treats_rows_alone(WholeNorm()) and not treats_rows_alone(nn.BatchNorm1d(16))

@@ -1,6 +1,6 @@
 """Draft length × batch × context × chunking × ranks: every combination gives the bits of one row run alone.
 
-tests/engine/test_row_independence.py tells each cause apart on few places; this sweep lets them meet, on the shipped
+tests/engine/test_row_independence.py separates the causes at few positions; this sweep combines them, on the shipped
 target, far beyond splits of attention and chunks of prompts. Through the services: tests/sameness.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bench.harness import TARGET_MODEL
+from specdec.bench.harness import TARGET_MODEL
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.model import load_model
@@ -29,7 +29,7 @@ RANKS = (1, 2)
 
 @contextlib.contextmanager
 def model_on(rank_count: int, dtype: str) -> Iterator[CausalModel]:
-    """The shipped target on so many ranks, one thread each."""
+    """The shipped target on `rank_count` ranks, one thread each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     followers = Followers()
@@ -44,7 +44,7 @@ def model_on(rank_count: int, dtype: str) -> Iterator[CausalModel]:
 
 
 def fed(driver: Driver, token_ids: list[int], chunk_size: int) -> tuple[BlockTable, torch.Tensor]:
-    """A table with the text in it, run in such chunks alone, and the logits of all positions."""
+    """A table with the text in it, run alone in chunks of `chunk_size`, and the logits of all positions."""
     table = driver.open(LENGTH)
     starts = range(0, len(token_ids), chunk_size)
     rows = [driver.feed(table, token_ids[start : start + chunk_size]) for start in starts]
@@ -55,7 +55,7 @@ def fed(driver: Driver, token_ids: list[int], chunk_size: int) -> tuple[BlockTab
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank_count", RANKS)
 def test_every_combination_gives_the_same_bits(rank_count: int, dtype: str) -> None:
-    """Claim (issue 3, point 4): logits are the same bits for every draft length, batch, context and chunking.
+    """Claim: logits are the same bits for every draft length, batch, context and chunking.
 
     Conclusive: all 22 contexts × 11 draft lengths × 6 batches, members of a batch at other contexts and with other
     draft lengths, a prompt's chunk of another text beside every third; half of the verifications come after a wrong one

@@ -1,6 +1,6 @@
-"""The table model of the protocol tests: its law, and that it reads its past through the cache.
+"""The table model of the protocol tests: its distribution, and that it reads its past through the cache.
 
-Protocol tests trust it to notice every error of rollback and block ownership; here such errors are planted.
+Protocol tests rely on it to show every error of rollback and block ownership; here such errors are planted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_logits_come_from_the_last_two_tokens(table: torch.Tensor, tmp_path: Pat
 def test_an_error_in_rollback_or_blocks_changes_the_answer(table: torch.Tensor, tmp_path: Path) -> None:
     """Claim: a token left from a rejected draft, or a block that belongs to another, changes the logits.
 
-    Source: the table model exists to catch this. Conclusive: both errors are planted and the right run is beside them.
+    Source: the purpose of the table model. Conclusive: both errors are planted and compared with the right run.
     """
     driver = Driver.load(tmp_path, block_size=8)
     right, late, strange = driver.open(), driver.open(), driver.open()

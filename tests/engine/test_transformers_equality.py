@@ -1,8 +1,8 @@
-"""The engine answers what `transformers` itself answers, for every architecture called proven.
+"""The engine gives the answers of `transformers` itself, for every supported architecture.
 
-`architectures.py` refuses what is not on this list. Compared in float32: logits at every position, to a tolerance
-that only another order of additions can need, and greedy tokens, exactly, against `generate`. In types of 16 bits two
-correct programs round at different places; there the error against float32 is compared with that of `transformers`.
+`architectures.py` refuses all others. Compared in float32: logits at every position, to a tolerance that only another
+order of additions can need, and greedy tokens, exactly, against `generate`. In types of 16 bits two correct programs
+round at different operations; there the error against float32 is compared with that of `transformers`.
 Single features are in `test_transformers_features.py`.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.architectures import PROVEN
+from specdec.engine.architectures import SUPPORTED
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, random_tokens
 from tests.support.reference import Reference, largest_difference
 
@@ -33,7 +33,7 @@ ExpectedOf = Callable[[str], dict[int, list[int]]]
 
 @pytest.fixture(scope="module")
 def expected_of(folder_of: Callable[[str], Path]) -> ExpectedOf:
-    """What `generate` makes of prompts of PROMPT_LENGTHS, by architecture; computed once for both tests of texts."""
+    """The texts of `generate` for prompts of PROMPT_LENGTHS, by architecture; computed once for both tests of texts."""
 
     @cache
     def find(architecture: str) -> dict[int, list[int]]:
@@ -43,12 +43,12 @@ def expected_of(folder_of: Callable[[str], Path]) -> ExpectedOf:
     return find
 
 
-def test_every_proven_architecture_is_tested() -> None:
+def test_every_supported_architecture_is_tested() -> None:
     """Claim: the records of `architectures.py` are exactly the classes these tests run.
 
-    Source: issue 3, "more architectures, proven like the first three". Conclusive: both sides as sets of class names.
+    Source: "more architectures, proven like the first three". Conclusive: both sides as sets of class names.
     """
-    assert {architecture.class_name for architecture in PROVEN} == {kind for kind, _ in ARCHITECTURES.values()}
+    assert {architecture.class_name for architecture in SUPPORTED} == {kind for kind, _ in ARCHITECTURES.values()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -57,8 +57,8 @@ def test_logits_and_greedy_text_equal_transformers(
 ) -> None:
     """Claim: logits agree at every position, and greedy text token by token, whatever the prompt's length.
 
-    Source: issues 2 and 3. Conclusive: a text has at least 20 distinct tokens in 64 and an early token changes later
-    logits, so neither collapse nor a cut-off past could hide an error (style.md).
+    Source: style.md. Conclusive: a text has at least 20 distinct tokens in 64 and an early token changes later logits,
+    so neither collapse nor a cut-off past could hide an error.
     """
     driver, reference = driver_of(architecture), Reference(folder_of(architecture), architecture)
     token_ids = random_tokens(TEXT_LENGTH, 1)
@@ -79,8 +79,8 @@ def test_ragged_batches_with_rollbacks_equal_transformers(
 ) -> None:
     """Claim: greedy text is `generate`'s when all prompts run in one batch and every step rolls wrong tokens back.
 
-    Source: issue 2, "in ragged batches and after rollbacks". Conclusive: prompts enter at different steps, each step
-    mixes prefill, decoding and verification of 0 to 5 draft tokens of which the last is always wrong.
+    Source: "in ragged batches and after rollbacks". Conclusive: prompts enter at different steps, each step mixes
+    prefill, decoding and verification of 0 to 5 draft tokens of which the last is always wrong.
     """
     driver = driver_of(architecture)
     expected = list(expected_of(architecture).values())
@@ -118,10 +118,9 @@ def test_16_bit_types_are_near_transformers(
 ) -> None:
     """Claim: in bfloat16 and float16 logits are as near to float32's as `transformers`' own of that type are.
 
-    Source: issue 3, "fp32, bf16, fp16 by --dtype". Conclusive: a value rounded at a wrong place, or not at all where
-    the type says so, would show as an error of another size than that of the type, which the reference measures at 150
-    positions; and each of 32 greedy tokens is one that the reference of the same type finds best, within the error
-    that type has.
+    Source: "fp32, bf16, fp16 by --dtype". Conclusive: a value rounded at a wrong operation, or not rounded, would show
+    as an error of another size than that of the type, which the reference measures at 150 positions; and each of 32
+    greedy tokens is a best one of the reference of the same type, within the error of that type.
     """
     folder, token_ids = folder_of(architecture), random_tokens(150, 4)
     rounded = Reference(folder, architecture, dtype=getattr(torch, dtype))
@@ -143,7 +142,7 @@ def test_16_bit_types_are_near_transformers(
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3", "phi3", "starcoder2"])
 def test_windows_and_caps_change_the_answer(architecture: str, tmp_path: Path) -> None:
-    """Claim: in the models of these tests a window, and a cap on scores, decide what the logits are.
+    """Claim: in the models of these tests a window, and a cap on scores, change the logits.
 
     Source: style.md, errors hide in models that do not use a feature. Conclusive: the same weights without the window,
     and without the cap, give logits that differ by more than a thousand times the tolerance at the text's end.

@@ -1,6 +1,6 @@
-"""Features of architectures, one by one, against `transformers` itself: what a config may ask for and is let through.
+"""Supported features of architectures, one by one, against `transformers` itself.
 
-The architectures as a whole are in `test_transformers_equality.py`; what is refused is in `test_model_folder.py`.
+The architectures as a whole are in `test_transformers_equality.py`; refusals are in `test_model_folder.py`.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def check_against_transformers(folder: Path, architecture: str) -> None:
     ("architecture", "overrides"), [case[1:] for case in FEATURES], ids=[f"{case[1]}-{case[0]}" for case in FEATURES]
 )
 def test_features_equal_transformers(architecture: str, overrides: dict, tmp_path: Path) -> None:
-    """Claim: every feature `check_proven` lets through gives `transformers`' logits and greedy text.
+    """Claim: every feature that `check_supported` accepts gives `transformers`' logits and greedy text.
 
-    Source: architectures.py, "proven means". Conclusive: positions to 300 reach beyond every window and rotary scale of
-    the configs, and 32 greedy tokens are compared exactly.
+    Source: architectures.py. Conclusive: positions to 300 reach beyond every window and rotary scale of the configs,
+    and 32 greedy tokens are compared exactly.
     """
     check_against_transformers(make_tiny_model(tmp_path, architecture, seed=3, **overrides), architecture)
 
@@ -93,8 +93,8 @@ def test_features_equal_transformers(architecture: str, overrides: dict, tmp_pat
 def test_older_spellings_of_a_config_are_understood(tmp_path: Path) -> None:
     """Claim: rotary parameters and layer kinds as older files spell them give `transformers`' answers too.
 
-    Source: the files that Gemma-3 models were published with. Conclusive: the newer entries are taken out of the file,
-    and the older ones say something else than the defaults.
+    Source: the published files of Gemma-3 models. Conclusive: the newer entries are removed from the file, and the
+    older ones differ from the defaults.
     """
     folder = make_tiny_model(tmp_path, "gemma3", seed=3)
     file = folder / "config.json"

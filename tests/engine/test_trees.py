@@ -1,4 +1,4 @@
-"""The rows of a tree answer what `transformers` answers on each path, in every architecture, on both devices' code.
+"""The rows of a tree give the answers of `transformers` on each path, in every architecture, on both devices' code.
 
 A draft's numbers need not be stable, so logits are compared within a tolerance: as in tests/engine, logits have
 standard deviation 3, and sums in another order differ by about 1e-5.
@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from specdec.engine.interface import RaggedBatch, Segment, TreeRows
+from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.device_models import load_on_device
@@ -50,20 +50,20 @@ class Tree:
         """The nodes down to one, itself the last."""
         return [*(self.path(self.parents[node]) if self.parents[node] >= 0 else []), node]
 
-    def segment_of_prompt(self) -> Segment:
+    def chunk_of_prompt(self) -> SequenceChunk:
         visible = numpy.zeros((len(self.prompt), len(self.positions)), dtype=bool)
         for row in range(len(self.prompt)):
             visible[row, self.cells[: row + 1]] = True
         rows = TreeRows(self.cells, list(range(len(self.prompt))), visible, self.positions)
-        return Segment(self.blocks, 0, self.prompt, 1, rows)
+        return SequenceChunk(self.blocks, 0, self.prompt, 1, rows)
 
-    def segment_of(self, nodes: list[int]) -> Segment:
+    def chunk_of(self, nodes: list[int]) -> SequenceChunk:
         visible = numpy.zeros((len(nodes), len(self.positions)), dtype=bool)
         for row, node in enumerate(nodes):
             visible[row, self.cells + [self.node_cells[own] for own in self.path(node)]] = True
         cells = [self.node_cells[node] for node in nodes]
         rows = TreeRows(cells, self.positions[cells].tolist(), visible, self.positions)
-        return Segment(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
+        return SequenceChunk(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
 
     def text(self, node: int) -> list[int]:
         return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
@@ -90,7 +90,7 @@ def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: 
         with torch.inference_mode():
             return expected_by(torch.tensor([token_ids])).logits[0, -1, : model.description.vocabulary_size]
 
-    output = model.forward(RaggedBatch(tuple(tree.segment_of_prompt() for tree in trees)))
+    output = model.forward(RaggedBatch(tuple(tree.chunk_of_prompt() for tree in trees)))
     for tree, logits in zip(trees, output.logits):
         assert (logits - expected(tree.prompt)).abs().max() < TOLERANCE
     for level in range(1, 6):
@@ -98,7 +98,7 @@ def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: 
         chosen = [(tree, nodes) for tree, nodes in zip(trees, due) if nodes]
         if not chosen:
             break
-        output = model.forward(RaggedBatch(tuple(tree.segment_of(nodes) for tree, nodes in chosen)))
+        output = model.forward(RaggedBatch(tuple(tree.chunk_of(nodes) for tree, nodes in chosen)))
         assert all(output.is_finite)
         found = iter(output.logits)
         for tree, nodes in chosen:
@@ -106,17 +106,17 @@ def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: 
                 assert (next(found) - expected(tree.text(node))).abs().max() < TOLERANCE, (level, node)
 
 
-def test_a_plain_segment_is_a_chain(tmp_path: Path) -> None:
-    """Claim: a model without stable rows takes segments without a tree too, chunk by chunk. Conclusive: against the
-    library at every position."""
+def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
+    """Claim: a model without stable rows takes sequence chunks without a tree too. Conclusive: against the library at
+    every position."""
     folder = make_tiny_model(tmp_path / "model", "llama")
     model, token_ids = load(folder, "cpu"), random_tokens(30, 3)
     model.allocate(4, BLOCK_SIZE)
     expected_by = model_class("llama").from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for start, end in ((0, 1), (1, 18), (18, 30)):
-        segment = Segment([2, 1], start, token_ids[start:end], end - start)
-        found.append(model.forward(RaggedBatch((segment,))).logits)
+        chunk = SequenceChunk([2, 1], start, token_ids[start:end], end - start)
+        found.append(model.forward(RaggedBatch((chunk,))).logits)
     with torch.inference_mode():
         expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]
     assert (torch.cat(found) - expected).abs().max() < TOLERANCE

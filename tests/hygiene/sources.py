@@ -1,4 +1,4 @@
-"""What the style tests read: the project's files, and Python files as syntax trees.
+"""The input of the style tests: the project's files, and Python files as syntax trees.
 
 Nothing is imported or run from here; a module that cannot be parsed fails the test that reads it.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT_FOLDERS = ("specdec", "draft_service", "target_service", "coordinator", "models", "bench")
 GENERATED = "specdec/v1/"
+LINKED = ("draft_service", "target_service", "coordinator", "models", "bench")  # imported through links in specdec/
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -29,7 +30,8 @@ class Module:
     @property
     def name(self) -> str:
         """The dotted name it is imported by."""
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        name = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return f"specdec.{name}" if name.split(".")[0] in LINKED else name
 
     def at(self, node: ast.AST) -> str:
         """file:line of a node, as editors open it."""
@@ -86,5 +88,5 @@ def is_within(name: str, prefixes: tuple[str, ...] | frozenset[str]) -> bool:
 
 
 def report(problems: list[str], remedy: str) -> str:
-    """The message of a failed check: what to do, then where."""
+    """The message of a failed check: the remedy, then the places."""
     return f"{remedy}\n  " + "\n  ".join(problems)

@@ -1,4 +1,4 @@
-"""What the docs draw is what the code does: pictures and tables of docs/protocol.md against the session's tables."""
+"""Diagrams and tables of docs/protocol.md against the session's own tables."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def test_the_protocol_page_draws_the_sessions_own_tables() -> None:
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    """Claim: no state is a dead entry or a trap: each is reached from the first, and all but the end are left."""
-    for moves, first, last in ((PHASE_MOVES, Phase.NEW, Phase.FINISHED), (DRAFT_MOVES, DraftState.ABSENT, None)):
+    """Claim: no state is unreachable or a trap: each is reached from the first, and all but the end are left."""
+    for moves, first, last in (
+        (PHASE_MOVES, Phase.NEW, Phase.FINISHED),
+        (DRAFT_MOVES, DraftState.ABSENT, None),
+    ):
         reached = {first}
         while more := {after for (before, _), after in moves.items() if before in reached} - reached:
             reached |= more

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md as a test, and the two promises that need a fresh process."""
+"""Imports between packages: the table of docs/architecture.md as a test, and two promises that need a fresh process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.hygiene.sources import ROOT, Module, imported_names, is_within, modules_below, product_modules, report
+from tests.hygiene.sources import (
+    LINKED,
+    ROOT,
+    Module,
+    imported_names,
+    is_within,
+    product_modules,
+    report,
+)
 
-PROJECT = ("specdec", "draft_service", "target_service", "coordinator", "models", "bench", "tests")
+PROJECT = ("specdec", *LINKED, "tests")
+TOOLS = ("specdec.bench", "specdec.models")
 MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
-# Plain values and pure functions of the protocol, which everyone may speak in; tree, session and policy are machines.
-VALUES = tuple(f"specdec.protocol.{name}" for name in ("types", "items", "request", "report", "noise", "fingerprint"))
+# Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
+VALUE_MODULES = ("types", "items", "request", "report", "limits", "noise", "fingerprint")
+VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 # Where generated types may be named beside rpc/convert*.py: the edges that register methods and open streams.
 EDGES_OF_THE_WIRE = frozenset(
     {
-        "coordinator.service",
-        "coordinator.replicas",
-        "draft_service.service",
-        "target_service.service",
+        "specdec.coordinator.service",
+        "specdec.coordinator.replicas",
+        "specdec.draft_service.service",
+        "specdec.target_service.service",
         "specdec.replica.app",
         "specdec.cli",
     }
@@ -96,9 +106,9 @@ TABLE = (
             "specdec.v1",
             "specdec.settings",
             "specdec.engine.parallel.place",
-            "coordinator.service",
-            "draft_service.service",
-            "target_service.service",
+            "specdec.coordinator.service",
+            "specdec.draft_service.service",
+            "specdec.target_service.service",
             *VALUES,
         ),
         MODEL_LIBRARIES,
@@ -136,10 +146,10 @@ TABLE = (
             ),
             ("transformers",),
         )
-        for service in ("draft_service", "target_service")
+        for service in ("specdec.draft_service", "specdec.target_service")
     ),
     Imports(
-        "coordinator",
+        "specdec.coordinator",
         (
             "specdec.errors",
             "specdec.config",
@@ -157,7 +167,7 @@ TABLE = (
 
 def modules_of(package: str) -> list[Module]:
     """The modules a line of the table is about."""
-    return [module for module in modules_below(package.split(".")[0]) if is_within(module.name, (package,))]
+    return [module for module in product_modules() if is_within(module.name, (package,))]
 
 
 @pytest.mark.parametrize("line", TABLE, ids=lambda line: line.package)
@@ -179,11 +189,10 @@ def test_imports_follow_the_table(line: Imports) -> None:
 def test_every_package_has_a_line() -> None:
     """Claim: no package escapes the table; a new one gets a line before it gets code."""
     packages = [line.package for line in TABLE]
-    tools = ("bench", "models")
     strays = [
         module.path
         for module in product_modules()
-        if not is_within(module.name, tuple(packages)) and module.name.split(".")[0] not in tools
+        if not is_within(module.name, tuple(packages)) and not is_within(module.name, TOOLS)
     ]
     assert [path for path in strays if path != "specdec/__init__.py"] == [], "Add the package to TABLE of this test."
 
@@ -193,9 +202,9 @@ def test_what_serves_imports_no_tools() -> None:
     problems = [
         f"{module.at(node)}: imports {name}"
         for module in product_modules()
-        if module.name.split(".")[0] not in ("bench", "models")
+        if not is_within(module.name, TOOLS)
         for node, name in imported_names(module)
-        if is_within(name, ("bench", "models", "tests"))
+        if is_within(name, (*TOOLS, "tests"))
     ]
     assert not problems, report(problems, "Move what is shared into specdec:")
 
@@ -205,7 +214,7 @@ def test_generated_types_stop_at_the_edge() -> None:
     problems = [
         f"{module.at(node)}: imports {name}"
         for module in product_modules()
-        if module.name.split(".")[0] != "bench"
+        if not is_within(module.name, ("specdec.bench",))
         and not module.name.startswith("specdec.rpc.convert")
         and not is_within(module.name, EDGES_OF_THE_WIRE)
         for node, name in imported_names(module)
@@ -225,11 +234,11 @@ def loaded_by_importing(names: list[str]) -> set[str]:
 def test_the_coordinator_never_loads_torch() -> None:
     """Claim: the coordinator runs where no model library is installed (design section 5).
 
-    Conclusive: a fresh process imports every module of it, and what those import in turn is all in sys.modules.
+    Conclusive: a fresh process imports every module of it, and all their imports in turn are in sys.modules.
     """
-    names = [module.name for module in modules_of("coordinator") if not module.name.endswith("__main__")]
+    names = [module.name for module in modules_of("specdec.coordinator") if not module.name.endswith("__main__")]
     loaded = loaded_by_importing([*names, "specdec.cli.main"])
-    assert "coordinator.rejection" in loaded
+    assert "specdec.coordinator.rejection" in loaded
     never = ("torch", "transformers", "specdec.engine", "specdec.decoding")
     unwanted = sorted(name for name in loaded if is_within(name, never))
     assert not unwanted, f"importing the coordinator loads {unwanted[:5]}; keep them in the other services"

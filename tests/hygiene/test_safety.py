@@ -1,4 +1,4 @@
-"""What the sources never do: run what they read, or name a machine they were written on."""
+"""Forbidden in the sources: running data, and naming a machine they were written on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = "models/heldout_prompts.jsonl"  # source text of others, whatever it n
 
 
 def unsafe_uses(module: Module) -> Iterator[tuple[ast.AST, str]]:
-    """(node, what) of everything that could run data."""
+    """(node, name) of every import and call that could run data."""
     yield from ((node, f"import {name}") for node, name in imported_names(module) if is_within(name, UNSAFE_MODULES))
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call):
@@ -51,7 +51,7 @@ def text_lines() -> Iterator[tuple[str, int, str]]:
 
 
 def test_no_file_names_a_registry_or_a_machine() -> None:
-    """Claim: what is installed and where is the user's choice: no package host, no absolute path of a work place."""
+    """Claim: the user chooses packages and their location: no package host, no absolute path of a work place."""
     problems = [
         f"{path}:{number}: {line.strip()[:80]}"
         for path, number, line in text_lines()
@@ -61,7 +61,7 @@ def test_no_file_names_a_registry_or_a_machine() -> None:
 
 
 def test_the_patterns_find_what_they_look_for() -> None:
-    """Claim: the checks above can fail; planted lines are found, neighbours of them are not."""
+    """Claim: the checks above can fail; planted lines are found, similar allowed ones are not."""
     planted = "import pickle\nload(x, trust_remote_code=True)\nexec(x)\nmodel.eval()\nload(x, allow_pickle=False)\n"
     found = [what for _, what in unsafe_uses(Module("planted.py", planted, ast.parse(planted)))]
     assert found == ["import pickle", "trust_remote_code=True", "exec()"]

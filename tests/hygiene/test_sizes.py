@@ -41,7 +41,7 @@ def test_nine_functions_of_ten_have_at_most_30_lines() -> None:
         for function in module.functions()
     )
     p90 = sized[int(len(sized) * 0.9)][0]
-    longest = [f"{place} has {count} lines" for count, place in reversed(sized[-20:])]
+    longest = [f"{function} has {count} lines" for count, function in reversed(sized[-20:])]
     assert p90 <= FUNCTION_LINES_P90_MAX, report(longest, f"p90 is {p90} lines; shorten some of the longest:")
 
 

@@ -1,4 +1,4 @@
-"""What mypy may be told to overlook: one error, by its code, for a reason that is written beside it."""
+"""Errors that mypy may ignore: one error, by its code, for a reason written beside it."""
 
 from __future__ import annotations
 

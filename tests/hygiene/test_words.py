@@ -8,12 +8,56 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.hygiene.sources import FunctionNode, Module, is_within, modules_below, product_modules, report
+from tests.hygiene.sources import (
+    ROOT,
+    FunctionNode,
+    Module,
+    is_within,
+    modules_below,
+    product_modules,
+    project_files,
+    report,
+)
 
 CONTRACT_PACKAGES = ("specdec.protocol", "specdec.decoding", "specdec.engine", "specdec.rpc")
 LEFT_FOR_LATER = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
 # Waiting with a limit is a check: it fails by itself when what is awaited does not come.
 CHECKING_CALL = re.compile(r"(^|[._])(raises|check|assert|expect|fail|wait_for|until)", re.IGNORECASE)
+
+
+# Words of an earlier code, each with the term of the papers and of vLLM that stands in its place. Case does not count.
+UNUSED_WORDS = {
+    r"laws?": "sampling parameters, or the target distribution",
+    r"evidence": "verification result, or sampler output",
+    r"corrections?|replacement tokens?": "recovered token",
+    r"evict(s|ed|ing|ions?)": "preempted; only blocks are evicted",
+    r"segments?": "sequence chunk, or round group",
+    r"rooms?": "admission, space or capacity",
+    r"adopt\w*": "match prefix",
+    r"vacat\w*": "free",
+    r"gatherings?": "step delay",
+    r"outlooks?": "estimate",
+    r"trials?": "exploration, or probe",
+    r"in vain": "without gain",
+    r"leaf": "node",
+    r"famil(y|ies)": "stable tile sizes",
+    r"presum\w*": "assume",
+    r"crossings?": "copy to the host",
+    r"figures?": "metric, statistic or measurement",
+    r"(not|un)[ -]?proven": "not supported",
+    r"whoever|so many|nobody|anybody|somebody": "a noun: the client, the draft, a session",
+}
+UNUSED = re.compile(r"(?<![a-z])(?:" + "|".join(f"(?:{word})" for word in UNUSED_WORDS) + r")(?![a-z])", re.IGNORECASE)
+# The same letters where they belong to others: a library's name, a field of Kubernetes.
+BORROWED = re.compile(
+    r"MetricFamily|metric_famil\w*|address_family|family, kind|family=socket|leaf modules?|correction factor",
+)
+TEXT_SUFFIXES = (".py", ".proto", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
+
+
+def is_prose_of_the_project(path: str) -> bool:
+    """Files people read; generated stubs and this list left out."""
+    return path.endswith(TEXT_SUFFIXES) and not path.startswith("specdec/v1/") and path != "tests/hygiene/test_words.py"
 
 
 def is_property(function: ast.AST) -> bool:
@@ -113,3 +157,31 @@ def test_every_test_states_its_claim() -> None:
         if not ast.get_docstring(test)
     ]
     assert not problems, report(problems, "Add a docstring: the claim, its source, why the check is conclusive:")
+
+
+def unused_words(text: str) -> list[str]:
+    """Words of `text` that have another term here."""
+    return [found.group() for found in UNUSED.finditer(BORROWED.sub("", text))]
+
+
+def test_one_word_per_concept() -> None:
+    """Claim: a concept has one word, the field's; words that meant the same before are nowhere in code, docs or tests.
+
+    Conclusive: every file people read is searched, names and prose alike, and the search finds each word in a sentence
+    and inside a name.
+    """
+    assert all(
+        unused_words(text) for text in ("The law of it", "law_of(x)", "MAX_LAWS", "An evicted session", "evictions=1")
+    )
+    assert not unused_words("flaw, lawn, an evictable block, broom")
+    problems = [
+        f"{path}:{number}: {', '.join(words)}"
+        for path in project_files()
+        if is_prose_of_the_project(path)
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+        if (words := unused_words(line))
+    ]
+    remedy = "Use the term of the glossary in docs/architecture.md:\n" + "\n".join(
+        f"  {word}: {term}" for word, term in UNUSED_WORDS.items()
+    )
+    assert not problems, report(problems, remedy)

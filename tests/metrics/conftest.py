@@ -22,6 +22,6 @@ def table_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def services(table_models: tuple[Path, Path]) -> Iterator[Watched]:
-    """Services with pages, fresh for each module: what they counted is what its tests asked."""
+    """Services with pages, fresh for each module: their counters hold the requests of its tests only."""
     with watched(table_models) as started:
         yield started

@@ -32,7 +32,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """Every PromQL expression of rules and dashboard, by where it stands."""
+    """Every PromQL expression of rules and dashboard, by its rule or panel."""
     board = json.loads((FOLDER / "grafana-dashboard.json").read_text())
     found = {f"rule {rule['alert']}": rule["expr"] for rule in rules()}
     for panel in board["panels"]:
@@ -57,8 +57,8 @@ def check(*command: str, cwd: Path = FOLDER) -> subprocess.CompletedProcess:
 
 
 def test_rules_and_dashboard_name_only_what_is_exported(services: Watched):
-    """Claim: every metric that an alarm or a panel reads stands on the page of a running service. Conclusive: names are
-    taken out of every expression, each has one at least, and a planted wrong one is found missing."""
+    """Claim: every metric that an alarm or a panel reads is exported by a running service. Conclusive: names are taken
+    from every expression, each has at least one, and a planted wrong one is found missing."""
     there = exported(services) | PROMETHEUS_OWN
     for place, expression in expressions().items():
         names = named_in(expression)
@@ -97,7 +97,7 @@ def test_alarms_say_what_they_are_for():
 
 @needs_promtool
 def test_promtool_takes_rules_and_configuration():
-    """Claim: Prometheus itself finds rules and configuration right."""
+    """Claim: Prometheus itself accepts rules and configuration."""
     for command in (("check", "rules", "rules.yaml"), ("check", "config", "prometheus.yaml")):
         done = check(*command)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -106,8 +106,8 @@ def test_promtool_takes_rules_and_configuration():
 
 @needs_promtool
 def test_every_alarm_fires_and_stays_silent(tmp_path: Path):
-    """Claim: the unit tests of the rules hold, so each alarm fires where its symptom is and nowhere else. They can
-    fail: with alarms that never fire, and with alarms that always do, promtool complains of every one."""
+    """Claim: the unit tests of the rules hold, so each alarm fires at its symptom only. Conclusive: with
+    alarms that never fire, and with alarms that always do, promtool reports every one."""
     done = check("test", "rules", "rules_test.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     shutil.copy(FOLDER / "rules_test.yaml", tmp_path)

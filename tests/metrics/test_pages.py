@@ -1,4 +1,4 @@
-"""What the pages of real services say over real HTTP, against what the responses themselves say."""
+"""Metrics pages of real services, read over real HTTP, compared with the statistics in the responses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.pages import Page, Watched, read_text, watched
 from tests.support.services import Outcome, fixed
 
 PROMPT = [1, 2, 3]
-TREE = fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=100)
+TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
 COUPLED = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
 UNSEEDED = {"temperature": 0.9, "ignore_eos": True}
 VLLM = "vllm:spec_decode_num_"
-# A counter of the page, and the figure of every response's statistics it is the sum of.
+# A counter of the page, and the field of the responses' statistics it is the sum of.
 SUMS = {
     f"{VLLM}drafts_total": "num_spec_steps",
     f"{VLLM}draft_tokens_total": "num_draft_tokens",
@@ -32,31 +32,31 @@ SUMS = {
     "specdec_cached_prompt_tokens_total": "cached_prompt_tokens",
 }
 LABELLED_SUMS = {
-    ("specdec_draft_tokens_received_total", "kind", "proposal"): "num_evaluated_leaves",
-    ("specdec_draft_tokens_received_total", "kind", "branch"): "num_branch_leaves",
-    ("specdec_tree_lookups_total", "next", "correction"): "num_correction_lookups",
+    ("specdec_draft_tokens_received_total", "kind", "proposal"): "num_evaluated_nodes",
+    ("specdec_draft_tokens_received_total", "kind", "branch"): "num_branch_nodes",
+    ("specdec_tree_lookups_total", "next", "recovered"): "num_recovered_lookups",
     ("specdec_tree_lookups_total", "next", "bonus"): "num_bonus_lookups",
-    ("specdec_tree_hits_total", "next", "correction"): "num_correction_hits",
+    ("specdec_tree_hits_total", "next", "recovered"): "num_recovered_hits",
     ("specdec_tree_hits_total", "next", "bonus"): "num_bonus_hits",
     ("specdec_link_payload_bytes_total", "peer", "target"): "target_link_bytes",
     ("specdec_link_payload_bytes_total", "peer", "draft"): "draft_link_bytes",
 }
-TIMES = ("draft_wait", "target_queue", "target_forward", "target_evidence", "target_link")
+TIMES = ("draft_wait", "target_queue", "target_forward", "target_sampling", "target_link")
 
 
 def check_sums(page: Page, outcomes: list[Outcome]) -> None:
-    """Every figure of the page that stands in responses too is the sum over these responses: counts exactly, times but
-    for the order in which they were added."""
-    told = [outcome.finished.statistics for outcome in outcomes]
+    """Every metric that responses report too is the sum over these responses: counts exactly, times up to the order of
+    addition."""
+    statistics = [outcome.finished.statistics for outcome in outcomes]
     for name, field in SUMS.items():
-        assert page.value(name) == sum(getattr(one, field) for one in told), name
+        assert page.value(name) == sum(getattr(one, field) for one in statistics), name
     for (name, label, value), field in LABELLED_SUMS.items():
-        assert page.value(name, **{label: value}) == sum(getattr(one, field) for one in told), (name, value)
+        assert page.value(name, **{label: value}) == sum(getattr(one, field) for one in statistics), (name, value)
     for position, count in page.by_label(f"{VLLM}accepted_tokens_per_pos_total", "position").items():
-        passed = [sum(one.acceptance_histogram[int(position) + 1 :]) for one in told]
+        passed = [sum(one.acceptance_histogram[int(position) + 1 :]) for one in statistics]
         assert count == sum(passed), f"position {position}"
     for part in TIMES:
-        expected = sum(getattr(one.time, f"{part}_s") for one in told)
+        expected = sum(getattr(one.time, f"{part}_s") for one in statistics)
         assert page.value("specdec_round_time_seconds_total", part=part) == pytest.approx(expected, rel=1e-9)
     assert page.value("specdec_generation_tokens_total") == sum(len(outcome.token_ids) for outcome in outcomes)
     assert page.value("specdec_prompt_tokens_total") == sum(
@@ -81,9 +81,9 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
     """
     with watched(table_models) as services:
         client, outcomes = services.services.client, []
-        asks = [
-            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative | rule, **law}
-            for law, rule in (
+        requests = [
+            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative | rule, **params}
+            for params, rule in (
                 (COUPLED, {}),
                 (UNSEEDED, {"rule": "RULE_REJECTION"}),
                 (UNSEEDED, {}),
@@ -91,7 +91,7 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
             )
             for speculative in (TREE, fixed(3), {"policy": "POLICY_AUTO"}, {"policy": "POLICY_OFF"})
         ]
-        outcomes += client.generate_all(asks, width=4)
+        outcomes += client.generate_all(requests, width=4)
         first = outcomes[0]
         outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
         check_sums(services.page("coordinator"), outcomes)
@@ -134,7 +134,7 @@ def check_latencies(page: Page, outcomes: list[Outcome]) -> None:
 
 
 def check_target(page: Page, outcomes: list[Outcome]) -> None:
-    """The target ran a step for every round, at most; its sessions are gone and all that is held is kept for others."""
+    """The target ran at most a step per round; its sessions are gone and all their blocks are evictable."""
     assert 0 < page.value("specdec_step_time_seconds_count") <= sum(o.finished.statistics.rounds for o in outcomes)
     sessions = sum(outcome.finished.statistics.step_sessions for outcome in outcomes)
     assert page.value("specdec_step_sessions_sum") <= sessions
@@ -146,7 +146,7 @@ def check_target(page: Page, outcomes: list[Outcome]) -> None:
 
 def test_requests_are_counted_by_how_they_ended(services: Watched):
     """Claim: each request adds one to one outcome: stop, length, cancelled, or the reason of its error; counters of a
-    generation under way are there already, and a place is free again after each."""
+    running generation are included, and a slot is free again after each."""
     client = services.services.client
     before = services.page("coordinator").by_label("specdec_requests_total", "outcome")
     assert {"stop", "length", "cancelled", "INVALID_FIELD", "REPLICA_UNAVAILABLE"} <= before.keys()
@@ -174,13 +174,13 @@ def test_requests_are_counted_by_how_they_ended(services: Watched):
 
 
 def test_no_counter_ever_falls(services: Watched):
-    """Claim: read again and again while generations begin and end, no counter is smaller than before: a scraper never
-    takes the end of a generation for a restart. Some 50 readings over 16 generations that end in between."""
+    """Claim: no counter decreases while generations begin and end, so a scraper never takes the end of a generation for
+    a restart. Conclusive: some 50 readings over 16 generations that end in between."""
     from threading import Thread
 
     client = services.services.client
-    asks = [{"prompt": PROMPT, "max_tokens": 40, "speculative": TREE, **COUPLED}] * 16
-    working = Thread(target=client.generate_all, args=(asks, 4))
+    requests = [{"prompt": PROMPT, "max_tokens": 40, "speculative": TREE, **COUPLED}] * 16
+    working = Thread(target=client.generate_all, args=(requests, 4))
     working.start()
     seen: dict[tuple, float] = {}
     readings = 0
@@ -195,9 +195,9 @@ def test_no_counter_ever_falls(services: Watched):
     assert readings > 5
 
 
-def test_nothing_of_a_request_stands_on_a_page(services: Watched):
-    """Claim: however requests differ, the series stay the same and none bears what a user wrote. Conclusive: label
-    values are compared before and after requests with texts, labels, salts and stop strings that occur nowhere else."""
+def test_no_page_contains_request_data(services: Watched):
+    """Claim: different requests add no series, and no series contains request data. Conclusive: label values are
+    compared before and after requests with texts, labels, salts and stop strings that occur nowhere else."""
 
     def series() -> dict[str, set[tuple]]:
         return {
@@ -218,7 +218,7 @@ def test_nothing_of_a_request_stands_on_a_page(services: Watched):
 
 
 def test_both_formats_and_nothing_else(services: Watched):
-    """Claim: the page is there as OpenMetrics and as plain text, with vLLM's names exactly; other paths are 404, and
+    """Claim: the page is served as OpenMetrics and as plain text, with vLLM's names exactly; other paths are 404, and
     other methods are refused."""
     address = services.addresses["coordinator"]
     for accepted in ("", "text/plain", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"):
@@ -231,8 +231,8 @@ def test_both_formats_and_nothing_else(services: Watched):
 
 
 def test_the_page_says_what_the_service_is(services: Watched, table_models: tuple[Path, Path]):
-    """Claim: each page names its service and model, and says whether health says SERVING: a coordinator without its
-    target says 0, and its link is down. A latency names the trace of a request that is sampled, and of no other."""
+    """Claim: each page names its service and model, and reports whether health is SERVING: a coordinator without its
+    target reports 0, and its link is down. A latency names the trace of a request that is sampled, and of no other."""
     for service in services.addresses:
         page = services.page(service)
         assert page.value("specdec_service_info", service=service) == 1 and page.value("specdec_serving") == 1
@@ -252,8 +252,8 @@ def test_the_page_says_what_the_service_is(services: Watched, table_models: tupl
         until(lost)
 
 
-def test_a_busy_port_is_told_in_one_line(services: Watched, table_models: tuple[Path, Path]):
-    """Claim: a service whose page cannot be served does not start, and says which flag to change."""
+def test_a_busy_port_is_reported_in_one_line(services: Watched, table_models: tuple[Path, Path]):
+    """Claim: a service whose page cannot be served does not start, and its error names the flag to change."""
     from specdec.cli.processes import start
     from specdec.config import DraftSettings
     from specdec.errors import ConfigError
@@ -265,9 +265,9 @@ def test_a_busy_port_is_told_in_one_line(services: Watched, table_models: tuple[
 
 
 @pytest.mark.parametrize("flag", ["--metrics-address", "--health-address"])
-def test_an_address_of_another_machine_is_told_in_one_line(flag: str, table_models: tuple[Path, Path]):
-    """Claim: a service that cannot have one of its ports says so in its own words and nothing else, traceback or
-    library, and ends: exit code and standard error are all there is to see."""
+def test_an_address_of_another_machine_is_reported_in_one_line(flag: str, table_models: tuple[Path, Path]):
+    """Claim: a service that cannot bind one of its ports ends with its own message, without a traceback or a library's
+    message. Conclusive: exit code and standard error are compared in full."""
     command = [sys.executable, "-m", "specdec.cli", "draft", "--model", str(table_models[1]), "--port", "0"]
     ended = subprocess.run([*command, flag, "192.0.2.1:1"], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1 and not ended.stdout

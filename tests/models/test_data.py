@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from models.data import (
+from specdec.errors import ConfigError
+from specdec.models.data import (
     PROMPTS_FILE,
     PromptFilter,
     SourceFile,
@@ -20,9 +21,8 @@ from models.data import (
     telling_lines,
     write_corpus,
 )
-from models.sizes import SMALL
-from models.sources import SOURCES, STANDARD_LIBRARY, Source, is_taken, source_files
-from specdec.errors import ConfigError
+from specdec.models.sizes import SMALL
+from specdec.models.sources import SOURCES, STANDARD_LIBRARY, Source, is_taken, source_files
 
 NO_PROMPTS = PromptFilter([])
 
@@ -91,7 +91,7 @@ def test_no_collected_file_holds_a_shipped_prompt() -> None:
     """Claim: on this machine's own standard library the collector keeps every shipped prompt out.
 
     Conclusive: prompts come from `encodings` among others, so some of its files must be dropped; and a file that was
-    kept is dropped as soon as a prompt is cut from it.
+    collected is dropped as soon as a prompt is cut from it.
     """
     prompts = read_prompts(PROMPTS_FILE)
     folders = {"encodings", "json", "email"}
@@ -114,7 +114,7 @@ def test_the_split_depends_on_the_name_alone() -> None:
 
 
 def test_prompts_come_from_files_held_out_and_the_manifest_names_every_file(tmp_path: Path) -> None:
-    """Claim: a corpus's own prompts stand in held-out files only, and its record says what was used."""
+    """Claim: a corpus's own prompts are in held-out files only, and its record names the files used."""
     files = [SourceFile(f"python/module_{i}.py", python_text(f"module_{i}")) for i in range(100)]
     manifest = write_corpus(tmp_path, files, SOURCES, SMALL, seed=1)
     train = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]

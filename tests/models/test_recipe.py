@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import data, distill_draft, evaluate, tokenizer, train_target
-from models.sizes import SMALL
-from models.training import Budget, Sequences, learning_rate_share
 from specdec.errors import ConfigError
+from specdec.models import data, distill_draft, evaluate, tokenizer, train_target
+from specdec.models.sizes import SMALL
+from specdec.models.training import Budget, Sequences, learning_rate_share
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_the_recipe_learns(pair: Pair, name: str) -> None:
     """Claim: held-out loss falls far below that of a uniform guess, in both models.
 
-    Conclusive: the files were never trained on, so only what was learnt of Python lowers it.
+    Conclusive: the files were never trained on, so only learnt Python lowers it.
     """
     report = json.loads((pair.root / name / "training.json").read_text())["report"]
     uniform = math.log(SMALL.vocabulary_size)
@@ -75,10 +75,10 @@ def test_evaluate_reports_the_pair(pair: Pair, capsys: pytest.CaptureFixture[str
     folders = ["--target", str(pair.root / "target"), "--draft", str(pair.root / "draft"), "--data", str(pair.data)]
     capsys.readouterr()
     evaluate.main([*folders, "--prompts", prompts, "--prompt-count", "2", "--tokens", "8", "--json"])
-    figures = json.loads(capsys.readouterr().out)
-    assert 0 < figures["heldout_loss"]["target"] < math.log(SMALL.vocabulary_size)
-    assert {entry["temperature"] for entry in figures["acceptance"]} == {0, 0.7, 1}
-    assert all(0 <= value <= 1 for entry in figures["acceptance"] for value in entry["shares"].values())
+    measurements = json.loads(capsys.readouterr().out)
+    assert 0 < measurements["heldout_loss"]["target"] < math.log(SMALL.vocabulary_size)
+    assert {entry["temperature"] for entry in measurements["acceptance"]} == {0, 0.7, 1}
+    assert all(0 <= value <= 1 for entry in measurements["acceptance"] for value in entry["shares"].values())
 
 
 def test_equal_seeds_give_equal_weights(pair: Pair) -> None:

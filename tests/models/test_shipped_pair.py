@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from models.data import PROMPTS_FILE, read_prompts
+from specdec.models.data import PROMPTS_FILE, read_prompts
 
 FOLDER = PROMPTS_FILE.parent
 MODELS = ("target", "draft")
@@ -20,7 +20,7 @@ MODELS = ("target", "draft")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_shipped_file_has_the_digest_of_the_manifest(name: str) -> None:
-    """Claim: no file of the pair changed or is missing from the list: figures in the README belong to these bytes."""
+    """Claim: no file of the pair changed or is missing from the list: measurements in the README are of these bytes."""
     lines = (FOLDER / name / "SHA256SUMS").read_text().splitlines()
     listed = {path: digest for digest, path in (line.split("  ") for line in lines)}
     assert set(listed) == {path.name for path in (FOLDER / name).iterdir()} - {"SHA256SUMS"}
@@ -45,7 +45,7 @@ def test_weights_are_bf16_safetensors_within_the_vocabulary(name: str) -> None:
 
 
 def test_prompts_are_distinct_and_of_one_form() -> None:
-    """Claim: 200 prompts, ids ascending, none twice, each short enough to leave room to generate."""
+    """Claim: 200 prompts, ids ascending, none twice, each short enough to leave positions to generate."""
     rows = [json.loads(line) for line in (FOLDER / "heldout_prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == list(range(200))
     assert len({row["prompt"] for row in rows}) == 200

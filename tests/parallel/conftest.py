@@ -14,7 +14,7 @@ from tests.support.ranks import Followers
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Ranks have one thread each, and so has what they are compared with; before any fixture of a module."""
+    """Ranks and their references have one thread each; set before any fixture of a module."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A model over several ranks says what one rank says: real processes, every architecture served."""
+"""A model over several ranks gives the logits of one rank: real processes, every supported architecture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.harness import TARGET_MODEL, heldout_prompts
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.bench.harness import TARGET_MODEL, heldout_prompts
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
@@ -45,9 +45,9 @@ def check_equal(folder: Path, followers: Followers, rank_count: int) -> None:
 def test_every_architecture_served_runs_over_ranks(
     architecture: str, followers: Followers, tiny_folder: Callable[..., Path]
 ) -> None:
-    """Claim (issue 3, point 1): works for every architecture served, with logits of one rank at every position.
+    """Claim: every supported architecture gives the logits of one rank at every position.
 
-    Conclusive: a weight cut at the wrong place, a bias added twice or a head beside the wrong key changes logits by
+    Conclusive: a weight cut at the wrong index, a bias added twice or a head beside the wrong key changes logits by
     their own size; a sum in another order by a millionth of it.
     """
     check_equal(tiny_folder(architecture), followers, 2)
@@ -79,10 +79,10 @@ def test_tied_embeddings_are_cut_once(
 
 
 @pytest.mark.parametrize("rank_count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_shipped_target_says_the_same_text(rank_count: int, followers: Followers) -> None:
-    """Claim (issue 3, point 1): in float32 the greedy tokens on the test prompts are those of one rank.
+def test_the_shipped_target_gives_the_same_text(rank_count: int, followers: Followers) -> None:
+    """Claim: in float32 the greedy tokens on the test prompts are those of one rank.
 
-    Conclusive: held-out prompts of the shipped pair, nobody's choice; one wrong token changes all that follow.
+    Conclusive: held-out prompts of the shipped pair, not selected; one wrong token changes all that follow.
     """
     tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids[:PROMPT_TOKENS] for prompt in list(heldout_prompts().values())]
@@ -137,24 +137,24 @@ def test_parts_larger_than_a_slot_travel_in_pieces(followers: Followers, tiny_fo
 
 
 def test_a_bad_batch_costs_that_batch_only(followers: Followers, tiny_folder: Callable[..., Path]) -> None:
-    """Claim: what cannot be run is refused on rank 0 before the others hear of it; the ranks stay in step.
+    """Claim: a batch that cannot be run is refused on rank 0 before it is sent to the others; the ranks stay in step.
 
-    Conclusive: each kind of fault once, then a good step, which hangs or differs where ranks are at different places.
+    Conclusive: each kind of fault once, then a good step, which hangs or differs where ranks are out of step.
     """
     led = followers.lead(tiny_folder("llama"), 2)
     driver = Driver(led, 8, 16)
     table = driver.open(32)
     expected = driver.feed(table, [1, 2, 3])
     good = table.block_ids
-    for segment in (
-        Segment([99], 0, [1], 1),
-        Segment(good, 0, [100000], 1),
-        Segment(good, 0, [-1], 1),
-        Segment(good[:1], 15, [1, 2], 1),
-        Segment(good, 0, [1], 2),
+    for chunk in (
+        SequenceChunk([99], 0, [1], 1),
+        SequenceChunk(good, 0, [100000], 1),
+        SequenceChunk(good, 0, [-1], 1),
+        SequenceChunk(good[:1], 15, [1, 2], 1),
+        SequenceChunk(good, 0, [1], 2),
     ):
         with pytest.raises(ValueError):
-            led.forward(RaggedBatch((segment,)))
+            led.forward(RaggedBatch((chunk,)))
     driver.cache.truncate(table, 0)
     assert torch.equal(driver.feed(table, [1, 2, 3]), expected)
 

@@ -1,6 +1,6 @@
 """A rank that dies or hangs ends all ranks within three seconds: real processes, real signals.
 
-What the others then say is seen from outside: exit codes, health, and the stream of a user.
+The other ranks are observed from outside: exit codes, health, and the stream of a client.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Whether a process exists and has not ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     return False
@@ -56,7 +56,7 @@ class Target:
         return False
 
     def check_all_end(self, at_s: float) -> None:
-        """Fails unless every rank has ended ENDED_S_MAX after `at_s`, none of them in peace."""
+        """Fails unless every rank has ended ENDED_S_MAX after `at_s`, and the first with an error."""
         while any(map(is_alive, self.pids)) and time.monotonic() < at_s + ENDED_S_MAX:
             self.child.process.poll()
             time.sleep(0.01)
@@ -75,16 +75,16 @@ def target(tiny_folder: Callable[..., Path]) -> Iterator[Target]:
 @pytest.mark.parametrize(
     ("rank", "number"),
     [
-        pytest.param(0, signal.SIGSTOP, id="rank 0 frozen"),
+        pytest.param(0, signal.SIGSTOP, id="rank 0 frozen", marks=pytest.mark.more),
         pytest.param(1, signal.SIGKILL, id="rank 1 killed"),
         pytest.param(0, signal.SIGKILL, id="rank 0 killed", marks=pytest.mark.slow),
         pytest.param(1, signal.SIGSTOP, id="rank 1 frozen", marks=pytest.mark.slow),
     ],
 )
 def test_one_rank_lost_ends_all(target: Target, rank: int, number: signal.Signals) -> None:
-    """Claim (issue 3, point 1): whichever rank dies or hangs, all exit non-zero within 3 s.
+    """Claim: when any rank dies or hangs, all exit non-zero within 3 s.
 
-    Conclusive: the kernel says which processes are there. A frozen process cannot end itself; its fellows end it.
+    Conclusive: the kernel lists the processes. A frozen process cannot end itself; the other ranks end it.
     """
     assert target.is_serving()
     signalled_s = time.monotonic()
@@ -96,7 +96,7 @@ def test_one_rank_lost_ends_all(target: Target, rank: int, number: signal.Signal
 def test_a_lost_follower_is_not_served_over(target: Target) -> None:
     """Claim (reliability table): health turns NOT_SERVING within a second of a rank's death.
 
-    Conclusive: asked every few milliseconds; once it has turned it never says SERVING again.
+    Conclusive: requested every few milliseconds; after NOT_SERVING there is no SERVING.
     """
     said: list[bool] = []
     signalled_s = time.monotonic()
@@ -107,8 +107,9 @@ def test_a_lost_follower_is_not_served_over(target: Target) -> None:
     assert said == sorted(said, reverse=True)
 
 
+@pytest.mark.more
 def test_a_short_stall_ends_nothing(target: Target) -> None:
-    """Claim: a rank that stands still for less than a second is not taken for dead, whichever it is.
+    """Claim: any rank may stall for less than a second without being taken for dead.
 
     Conclusive: both are stopped in turn and go on; afterwards the replica still serves, with the same processes.
     """
@@ -121,15 +122,16 @@ def test_a_short_stall_ends_nothing(target: Target) -> None:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_sigterm_of_any_rank_ends_all_in_peace(target: Target, rank: int) -> None:
+def test_sigterm_of_any_rank_drains_and_ends_all(target: Target, rank: int) -> None:
     """Claim: SIGTERM drains and ends with 0, also when it reaches another rank first, as on a node that is emptied."""
     os.kill(target.pids[rank], signal.SIGTERM)
     assert target.child.process.wait(10) == 0
     assert not any(map(is_alive, target.pids))
 
 
+@pytest.mark.more
 def test_a_stream_in_flight_ends_unavailable(tiny_folder: Callable[..., Path]) -> None:
-    """Claim: nothing half-reduced is used: what was sent before is a prefix of the text, then comes UNAVAILABLE.
+    """Claim: no half-reduced result is used: the tokens sent are a prefix of the text, then UNAVAILABLE follows.
 
     Conclusive: the text is known from an undisturbed run; the follower dies in the middle of steps.
     """

@@ -1,4 +1,4 @@
-"""How much memory a rank takes: measured on real processes, with the command that publishes the figures."""
+"""Memory of a rank: measured on real processes by the command that produces the published measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tensor_parallel import (
+from specdec.bench.tensor_parallel import (
     SHAPE,
     TINY_SHAPE,
     VOCABULARY_SIZE,
@@ -22,15 +22,15 @@ CONSTANT_MIB = 40  # shared memory, one weight being read and turned, and what l
 @pytest.mark.slow
 @pytest.mark.parametrize("rank_count", [2, 4])
 def test_a_rank_takes_its_share_of_memory(tmp_path: Path, rank_count: int) -> None:
-    """Claim (issue 3, point 1): the peak of a rank is about 1/N of the weights plus a constant.
+    """Claim: the peak of a rank is about 1/N of the weights plus a constant.
 
-    Conclusive: the kernel's own high-water mark, over everything from the first import on, less that of a rank of
-    a model of next to nothing; a rank that read the whole file at any time would be over by half of it.
+    Conclusive: the kernel's own high-water mark from the first import on, less that of a rank of a tiny model; a rank
+    that read the whole file at any time would exceed it by half the file.
     """
     folder = write_model(tmp_path / "model", SHAPE, torch.bfloat16)
     tiny_folder = write_model(tmp_path / "tiny", TINY_SHAPE, torch.bfloat16)
     weights = (folder / "model.safetensors").stat().st_size
     output_layer = VOCABULARY_SIZE * SHAPE["hidden_size"] * 4  # kept in float32 beside the embedding
-    (figure,) = measure_memory(folder, tiny_folder, [rank_count])
+    (measured,) = measure_memory(folder, tiny_folder, [rank_count])
     share_mib = (weights + output_layer + cache_bytes()) / rank_count / 2**20
-    assert 0.8 * share_mib < figure.model_mib < share_mib + CONSTANT_MIB, figure
+    assert 0.8 * share_mib < measured.model_mib < share_mib + CONSTANT_MIB, measured

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import TARGET_MODEL
+from specdec.bench.harness import TARGET_MODEL
 from tests.engine import test_row_independence as independence
 from tests.support.engine_models import Driver
 from tests.support.ranks import Followers
@@ -39,6 +39,6 @@ def test_rows_do_not_depend_on_the_batch_over_ranks(check: Callable, case: indep
     """Claim (design section 7): partial sums are added in rank order, so a row's bits are its own at any batch.
 
     Conclusive: torch.equal over hundreds of rows of the same checks that hold for one rank; a sum whose order depended
-    on the size of the message would differ in some of them.
+    on the message size would differ in some rows.
     """
     check(case)

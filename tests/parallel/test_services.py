@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.cli.processes import Child, start
 from specdec.config import ServeSettings, TargetSettings
 from specdec.v1 import target_service_pb2_grpc as target_grpc
@@ -34,11 +34,12 @@ def listening_beyond_loopback(pid: int) -> list[str]:
 
 
 def describe(address: str) -> types_pb.DescribeResponse:
-    """What a target says of itself."""
+    """The description of a target."""
     with grpc.insecure_channel(address) as channel:
         return target_grpc.TargetServiceStub(channel).Describe(types_pb.DescribeRequest(), timeout=5)
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_on_and_off_say_the_same_text_over_ranks() -> None:
     """Claim (reliability table): at a fixed tensor-parallel degree speculation changes no token.
@@ -57,6 +58,7 @@ def test_on_and_off_say_the_same_text_over_ranks() -> None:
                     assert outcome.comparable == expected.comparable, (shape, sampling)
 
 
+@pytest.mark.more
 def test_two_machines_of_two_ranks_are_one_target(tiny_folder: Callable[..., Path]) -> None:
     """Claim: `--nnodes 2` is started once on each machine, the first serves, all end together, and ranks listen on
     the address they were given only.
@@ -76,15 +78,16 @@ def test_two_machines_of_two_ranks_are_one_target(tiny_folder: Callable[..., Pat
         assert describe(server.wait_ready()).numerics.tensor_parallel_size == 4
         assert not listening_beyond_loopback(server.process.pid)
         assert not listening_beyond_loopback(follower.process.pid)
-        server.ask_to_stop()
+        server.request_stop()
         assert (server.process.wait(20), follower.process.wait(20)) == (0, 0)
     finally:
         for machine in machines:
             machine.stop(0.0)
 
 
-def test_a_refusal_is_told_in_one_line(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Claim: what one rank cannot do ends the command with its reason, and leaves no rank behind."""
+@pytest.mark.more
+def test_a_refusal_is_reported_in_one_line(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Claim: a model that cannot be split ends the command with its reason, and no rank remains."""
     with start("target", TargetSettings(model=str(tiny_folder("llama")), tensor_parallel_size=3, port=0)) as child:
         with pytest.raises(Exception, match="num_attention_heads is 4"):
             child.wait_ready()
@@ -102,7 +105,7 @@ def test_a_refusal_is_told_in_one_line(tiny_folder: Callable[..., Path], tmp_pat
     ],
 )
 def test_places_that_cannot_be_are_refused(given: dict, said: str) -> None:
-    """Claim: ranks that cannot be placed, or would talk in the open, are refused before anything starts."""
+    """Claim: ranks with an invalid placement or unprotected links are refused before anything starts."""
     with pytest.raises(ValueError, match=said):
         TargetSettings(model="m", **given)
     assert TargetSettings(model="m", tensor_parallel_size=2, master_addr="10.1.2.3", insecure_ranks=True)

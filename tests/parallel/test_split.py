@@ -83,9 +83,9 @@ def test_what_cannot_be_split_is_refused_before_weights_are_read(
     tiny_folder: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    """Claim (issue 3, point 1): a model whose plan cannot be split N ways is refused with name, field, value and N.
+    """Claim: a model whose plan cannot be split N ways is refused with name, field, value and N.
 
-    Conclusive: the weights file is replaced by garbage, so whoever read it would say so instead.
+    Conclusive: the weights file is garbage, so reading it would raise another error.
     """
     made = open_model_folder(str(tiny_folder(architecture, **overrides)))
     garbage = tmp_path / "model.safetensors"
@@ -104,6 +104,6 @@ def test_a_table_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_one_of_its_count() -> None:
-    """Claim: a place that cannot be is refused, whoever launches."""
+    """Claim: a rank outside its rank count is refused, with any launcher."""
     with pytest.raises(ConfigError, match="rank is 2"):
         RankPlace(2, 2, "127.0.0.1", 1)

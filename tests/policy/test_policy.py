@@ -1,16 +1,16 @@
-"""Policies by their plans: fixed ones do what they are told, the measuring one fits the room and says why."""
+"""Plans of policies: fixed ones follow their settings, `auto` fits the positions left and gives a reason."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
+from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.policy import OFF_POLICY, PLAIN, FixedPolicy, Plan, Policy
+from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, TokenKind
 
-ROOM = 100_000
+SPARE_TOKENS = 100_000
 
 
 def auto() -> AutoPolicy:
@@ -30,7 +30,7 @@ def record_of(index: int, plan: Plan, offered: int, accepted: int, found: bool =
         offered,
         accepted,
         accepted + 1,
-        TokenKind.BONUS if found else TokenKind.CORRECTION,
+        TokenKind.BONUS if found else TokenKind.RECOVERED,
         found,
         found,
         0,
@@ -46,28 +46,30 @@ def record_of(index: int, plan: Plan, offered: int, accepted: int, found: bool =
     )
 
 
-def test_plans_fit_the_room() -> None:
-    """Claim: a round commits one more than it accepts, so neither draft length nor window nor wait reaches the room;
-    with room for one token the plan is plain decoding."""
+def test_plans_fit_the_positions_left() -> None:
+    """Claim: a round commits one more than it accepts, so draft length, window and wait stay below the positions
+    left; with one position left the plan is plain decoding."""
     policies: list[Policy] = [FixedPolicy(3), FixedPolicy(16, 32, 8, 0.0), auto()]
     for policy in policies:
-        for room in range(1, 70):
-            plan = policy.plan(room)
-            assert max(plan.draft_length_max, plan.window, plan.wait_length) <= room - 1, (policy, plan)
+        for positions_left in range(1, 70):
+            plan = policy.plan(positions_left)
+            assert max(plan.draft_length_max, plan.window, plan.wait_length) <= positions_left - 1, (policy, plan)
             assert plan.draft_length_max <= min(policy.draft_length_cap, plan.window)
-        assert policy.plan(1) == PLAIN
+        assert policy.plan(1) == OFF_PLAN
 
 
-def test_fixed_policies_do_what_they_are_told() -> None:
-    """Claim: a draft length alone waits for all its tokens with a draft one ahead; what is named is kept; 0 is off."""
-    assert FixedPolicy(3, wait_s=0.1).plan(ROOM) == Plan(3, 4, 1, 3, 0.1)
-    assert FixedPolicy(16, 32, 8, 0.0).plan(ROOM) == Plan(16, 32, 8)
-    assert FixedPolicy(64).plan(ROOM).window == DRAFT_LENGTH_LIMIT
-    assert OFF_POLICY.plan(ROOM) == PLAIN and OFF_POLICY.draft_length_cap == 0 and not OFF_POLICY.is_speculating
+def test_fixed_policies_follow_their_settings() -> None:
+    """Claim: a draft length alone waits for all its tokens and drafts one further; given values are kept; 0 is off."""
+    assert FixedPolicy(3, wait_s=0.1).plan(SPARE_TOKENS) == Plan(3, 4, 1, 3, 0.1)
+    assert FixedPolicy(16, 32, 8, 0.0).plan(SPARE_TOKENS) == Plan(16, 32, 8)
+    assert FixedPolicy(64).plan(SPARE_TOKENS).window == DRAFT_LENGTH_LIMIT
+    assert (
+        OFF_POLICY.plan(SPARE_TOKENS) == OFF_PLAN and OFF_POLICY.draft_length_cap == 0 and not OFF_POLICY.is_speculating
+    )
 
 
-def test_it_says_why_in_numbers() -> None:
-    """Claim: one line of the table: the plan, what is predicted of it, how much was measured, and off."""
+def test_it_gives_its_reason_in_numbers() -> None:
+    """Claim: the reason is one line: the plan, its predicted rate, the number of measurements, and the rate of off."""
     reason = auto().prediction.reason
     assert "tokens/s predicted" in reason and "; off 5" in reason and "\n" not in reason
     slow = AutoService(one(draft_s=10 * TARGET_S)).policy(0)
@@ -75,34 +77,34 @@ def test_it_says_why_in_numbers() -> None:
 
 
 def test_decisions_depend_on_counts_alone() -> None:
-    """Claim (docs/exactness.md): two sessions with the same counts and times make the same plans, whatever the next
-    tokens were. Conclusive: everything else in a record differs between the two, and plans are compared each round."""
+    """Claim (docs/exactness.md): two sessions with the same counts and times make the same plans, for any next
+    tokens. Conclusive: everything else in a record differs between the two, and plans are compared each round."""
     policies = auto(), auto()
     for index in range(400):
-        plan = policies[0].plan(ROOM)
+        plan = policies[0].plan(SPARE_TOKENS)
         offered = min(4, plan.draft_length_max)
         accepted = min(offered, index * 7 % 5)
         for policy, found in zip(policies, (True, False)):
             policy.on_round(record_of(index, plan, offered, accepted, found))
-        assert policies[0].plan(ROOM) == policies[1].plan(ROOM)
+        assert policies[0].plan(SPARE_TOKENS) == policies[1].plan(SPARE_TOKENS)
         assert policies[0].prediction == policies[1].prediction
 
 
 def test_a_plan_stands_between_rounds() -> None:
-    """Claim: asked twice between two rounds, a policy answers the same."""
+    """Claim: between two rounds a policy gives the same plan each time."""
     policy = auto()
     for index in range(200):
-        plan = policy.plan(ROOM)
-        assert policy.plan(ROOM) == plan
+        plan = policy.plan(SPARE_TOKENS)
+        assert policy.plan(SPARE_TOKENS) == plan
         policy.on_round(record_of(index, plan, min(2, plan.draft_length_max), 0))
 
 
 def test_rounds_of_other_plans_do_not_count() -> None:
-    """Claim: rounds sent under a plan that is no longer in force, and those cut to the end of a text, teach nothing of
-    the plan in force. Conclusive: hundreds of them with everything accepted leave what is predicted as it was."""
+    """Claim: rounds sent under a plan that is no longer in force, and those cut to the end of a text, do not
+    change the estimate of the plan in force. Conclusive: rounds with everything accepted leave the reason unchanged."""
     policy = auto()
     before = policy.prediction.reason
-    other = replace(policy.plan(ROOM), draft_length_max=LENGTH_CAP - 3, window=LENGTH_CAP - 2)
+    other = replace(policy.plan(SPARE_TOKENS), draft_length_max=LENGTH_CAP - 3, window=LENGTH_CAP - 2)
     for index in range(1, 4):
         policy.on_round(record_of(index, other, 1, 1))
     assert policy.prediction.reason.split(":")[0] == before.split(":")[0]

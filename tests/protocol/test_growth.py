@@ -1,4 +1,4 @@
-"""Best-first growth of the draft tree, held against the definition: the n likeliest paths there are.
+"""Best-first growth of the draft tree, compared with its definition: the n likeliest paths.
 
 The draft model here is a formula: it gives every path three guesses whose confidences depend on the path's last token,
 so the n likeliest paths can be enumerated without any queue. Where paths tie, only likelihoods are compared.
@@ -26,7 +26,7 @@ def guesses_after(token_id: int) -> list[tuple[int, float]]:
 
 
 class ConfidenceItself(Calibration):
-    """Takes confidences for probabilities: what is learnt is tested apart."""
+    """Returns confidences as probabilities; learning is tested separately."""
 
     def probability(self, rule: Rule, rank: int, confidence: float) -> float:
         return confidence
@@ -87,8 +87,8 @@ class Grower:
         return self.growth.root is not None
 
 
-def test_one_place_at_a_time_visits_the_likeliest_paths_in_order() -> None:
-    """Claim: growth is best-first. A child is never likelier than its parent, so evaluating one place after another
+def test_one_node_at_a_time_visits_the_likeliest_paths_in_order() -> None:
+    """Claim: growth is best-first. A child is never likelier than its parent, so evaluating one node after another
     must visit exactly the likeliest paths, in order; all of them are enumerated here without a queue."""
     for root_token_id in range(7):
         grower = Grower([root_token_id])
@@ -101,7 +101,7 @@ def test_one_place_at_a_time_visits_the_likeliest_paths_in_order() -> None:
 
 
 def test_the_proposal_child_is_sent_whatever_its_likelihood() -> None:
-    """Claim: likelihood never decides which child is offered: each evaluated place sends exactly one proposal child,
+    """Claim: likelihood never decides which child is offered: each evaluated node sends exactly one proposal child,
     its first guess, even where a branch child is likelier (token 1 of a 7-cycle has such children after calibration).
     """
 
@@ -114,13 +114,13 @@ def test_the_proposal_child_is_sent_whatever_its_likelihood() -> None:
     proposals = [node for node in sent if node.proposal]
     assert len(proposals) == len(grower.evaluated) > 10
     assert any(not node.proposal for node in sent)
-    place = grower.remote.root
-    assert place.proposal is not None and place.proposal.token_id == guesses_after(1)[0][0]
+    root = grower.remote.root
+    assert root.proposal is not None and root.proposal.token_id == guesses_after(1)[0][0]
 
 
 def test_a_commit_inside_goes_on_with_what_is_likeliest_below_it() -> None:
     """Claim: after a commit onto a proposal or a branch child no path beside it is evaluated any more, nothing is
-    evaluated twice, and what comes next are the likeliest open paths below: again against the enumeration."""
+    evaluated twice, and the next nodes are the likeliest open paths below: compared with the enumeration."""
     for rank in (0, 1, 2):
         grower = Grower([2])
         for _ in range(12):
@@ -139,7 +139,7 @@ def test_a_commit_inside_goes_on_with_what_is_likeliest_below_it() -> None:
 
 
 def test_a_commit_outside_asks_for_a_restart_in_a_new_epoch() -> None:
-    """Claim: a token nobody guessed leaves nothing to go on with; the next epoch is rooted behind it, and its nodes
+    """Claim: after a token outside the tree nothing can be evaluated; the next epoch is rooted behind it, and its nodes
     fit a coordinator's tree that committed the same."""
     grower = Grower([2])
     grower.grow(3)
@@ -152,7 +152,7 @@ def test_a_commit_outside_asks_for_a_restart_in_a_new_epoch() -> None:
 
 
 def test_the_tree_stays_within_reach_and_goes_on_when_it_moves() -> None:
-    """Claim: the window bounds every path, and places beyond it are evaluated once the window has moved past them."""
+    """Claim: the window bounds every path, and nodes beyond it are evaluated once the window has moved past them."""
     grower = Grower([3])
     while grower.grow(4, reach=3):
         pass
@@ -166,8 +166,8 @@ def test_the_tree_stays_within_reach_and_goes_on_when_it_moves() -> None:
 
 
 def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
-    """Claim: a tree leaves work undone that hardly ever comes true; a chain, whose only work that is, does it, so that
-    a session that waits for a fixed number of tokens gets them."""
+    """Claim: a tree does not evaluate paths of very low likelihood; a chain does, so that a session that waits for a
+    fixed number of tokens gets them."""
     grower = Grower([1])
     while grower.grow(8):
         pass
@@ -209,9 +209,9 @@ def test_a_chain_leaves_the_branches_of_a_tree_alone() -> None:
 
 @pytest.mark.parametrize("rule", Rule)
 def test_calibration_learns_what_confidence_is_worth(rule: Rule) -> None:
-    """Claim: confidences are mapped to shares that came true, per rule and rank, and move towards them within a few
-    dozen outcomes. Fed with outcomes of known probability, unlike the confidence: 2,000 draws put the mean within
-    0.06 of it (5 standard errors are 0.056)."""
+    """Claim: confidences are mapped to observed shares, per rule and rank, within a few dozen outcomes.
+    Conclusive: outcomes of known probability, unlike the confidence; 2,000 draws put the mean within 0.06 of it
+    (5 standard errors are 0.056)."""
     rng = random.Random(5)
     calibration = Calibration()
     assert calibration.probability(rule, 0, 0.9) == 0.9
@@ -228,8 +228,8 @@ def test_calibration_learns_what_confidence_is_worth(rule: Rule) -> None:
 
 
 def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
-    """Claim: a guess is counted once, when its place was reached by the committed tokens, and nothing after the first
-    token that nobody guessed counts: under REJECTION what follows a rejection must not feed anything."""
+    """Claim: a guess is counted once, when the committed tokens reach its node, and none after the first token
+    outside the tree: under REJECTION the tokens after a rejection must not enter any estimate."""
     counted: list[tuple[int, bool]] = []
 
     class Counting(ConfidenceItself):

@@ -1,7 +1,7 @@
 """The session state machine, driven through random schedules with faults.
 
 The world around it is a table: the target's next token is a hash of all tokens before, the draft guesses it with
-probability 0.7. Under GREEDY the text is therefore known beforehand, so one wrong, doubled or missing token shows.
+probability 0.7. Under GREEDY the text is therefore known beforehand, so every wrong, doubled or missing token shows.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from specdec.protocol.items import (
     Close,
     Commit,
     DraftNode,
-    EvidenceAnswer,
     Extend,
     Failure,
+    MissingTokens,
     Nodes,
     Open,
-    Short,
     Verification,
+    VerificationResult,
 )
-from specdec.protocol.session import AwaitDraft, Session, ToDraft, ToTarget
+from specdec.protocol.session import NODE_COUNT_MAX, AwaitDraft, Session, ToDraft, ToTarget
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import Evidence, Law, Row, Rule, TokenKind, Verdict
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
 
 VOCABULARY_SIZE = 50
 PROMPT = [3, 1, 4]
@@ -44,12 +44,14 @@ def reference(length: int) -> list[int]:
 
 
 def make_session(draft_length: int = 3, length_max: int = 40, rule: Rule = Rule.GREEDY) -> Session:
-    law = Law(rule, seed=1, prompt_length=len(PROMPT), temperature=0.0 if rule is Rule.GREEDY else 1.0)
-    return Session(1, law, length_max, VOCABULARY_SIZE, FixedPolicy(draft_length), list(PROMPT))
+    params = ResolvedSamplingParams(
+        rule, seed=1, prompt_length=len(PROMPT), temperature=0.0 if rule is Rule.GREEDY else 1.0
+    )
+    return Session(1, params, length_max, VOCABULARY_SIZE, FixedPolicy(draft_length), list(PROMPT))
 
 
 class ToyTarget:
-    """Holds tokens like a real one, and forgets its sessions when told to."""
+    """Holds tokens like a real target, and drops its sessions on request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] | None = None
@@ -62,24 +64,24 @@ class ToyTarget:
             self.tokens = None
             return []
         if self.tokens is None:
-            return [Short(1, item.incarnation, 0, unknown=True)]
+            return [MissingTokens(1, item.incarnation, 0, unknown=True)]
         start = item.suffix_start if isinstance(item, Verification) else item.start_position
         new = item.suffix_token_ids if isinstance(item, Verification) else item.token_ids
         if start > len(self.tokens):
-            return [Short(1, item.incarnation, len(self.tokens))]
+            return [MissingTokens(1, item.incarnation, len(self.tokens))]
         self.tokens[start:] = new
         if isinstance(item, Extend):
             return []
         path = list(self.tokens)
-        replacements = [next_token(path)]
+        recovered = [next_token(path)]
         for token_id in item.draft_token_ids:
             path.append(token_id)
-            replacements.append(next_token(path))
-        return [EvidenceAnswer(1, item.incarnation, item.round_index, Evidence(tuple(replacements)))]
+            recovered.append(next_token(path))
+        return [VerificationResult(1, item.incarnation, item.round_index, SamplerOutput(tuple(recovered)))]
 
 
 class ToyDraft:
-    """Grows a chain below what it knows, one node a step, and forgets its sessions when told to."""
+    """Grows a chain below its tokens, one node a step, and drops its sessions on request."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -97,11 +99,11 @@ class ToyDraft:
             self.tokens, self.incarnation = [], item.incarnation
             return []
         if self.tokens is None:
-            return [] if isinstance(item, Close) else [Short(1, item.incarnation, 0, unknown=True)]
+            return [] if isinstance(item, Close) else [MissingTokens(1, item.incarnation, 0, unknown=True)]
         if isinstance(item, (Commit, Extend)):
             start = item.suffix_start if isinstance(item, Commit) else item.start_position
             if start > len(self.tokens):
-                return [Short(1, item.incarnation, len(self.tokens))]
+                return [MissingTokens(1, item.incarnation, len(self.tokens))]
             new = item.suffix_token_ids if isinstance(item, Commit) else item.token_ids
             added = list(new[len(self.tokens) - start :])
             if isinstance(item, Commit) and self.tree is not None and self.tree.commit(added):
@@ -118,12 +120,12 @@ class ToyDraft:
         if self.tree is None:
             return []
         path = self.tree.proposal_path(64)
-        leaf = path[-1] if path else self.tree.root
-        if leaf.length >= len(self.tokens) + self.window:
+        tip = path[-1] if path else self.tree.root
+        if tip.length >= len(self.tokens) + self.window:
             return []
-        before = [*self.tokens, *(place.token_id for place in path)]
+        before = [*self.tokens, *(node.token_id for node in path)]
         token_id = next_token(before) if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY_SIZE)
-        parent = next((name for (_, name), place in self.tree.named.items() if place is leaf), 0)
+        parent = next((name for (_, name), node in self.tree.named.items() if node is tip), 0)
         self.node += 1
         entry = DraftNode(self.node, parent, token_id, True)
         self.tree.add(self.epoch, self.root_length, entry)
@@ -131,7 +133,7 @@ class ToyDraft:
 
 
 class World:
-    """Queues between session, target and draft, and a random order of everything that can happen next."""
+    """Queues between session, target and draft, and a random order of events."""
 
     def __init__(self, seed: int, session: Session) -> None:
         self.rng = random.Random(seed)
@@ -156,24 +158,24 @@ class World:
                 assert isinstance(action, AwaitDraft)
                 self.timers.append(action.wait_index)
 
-    def evidence(self, answer: EvidenceAnswer) -> None:
+    def result(self, answer: VerificationResult) -> None:
         session = self.session
         if not session.expects(answer):
             return
         drafted = session.in_flight.draft_token_ids
-        replacements = answer.evidence.replacement_token_ids
+        recovered = answer.output.recovered_token_ids
         accepted = 0
-        while accepted < len(drafted) and drafted[accepted] == replacements[accepted]:
+        while accepted < len(drafted) and drafted[accepted] == recovered[accepted]:
             accepted += 1
-        kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.CORRECTION
-        ends = accepted + 1 >= session.room
-        verdict = Verdict(accepted, replacements[accepted], kind)
+        kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.RECOVERED
+        ends = accepted + 1 >= session.positions_left
+        verdict = Verdict(accepted, recovered[accepted], kind)
         record, actions = session.on_verdict(verdict, answer, accepted + 1, ends)
         assert (record.offered_count, record.accepted_count) == (len(drafted), accepted)
         self.perform(actions)
 
     def deliver(self) -> None:
-        """One thing that can happen, chosen at random."""
+        """Runs one possible event, chosen at random."""
         choices = []
         if self.to_target:
             choices.append(lambda: self.answers.extend(self.target.take(self.to_target.pop(0))))
@@ -194,16 +196,16 @@ class World:
             self.nodes.extend(self.draft.step())
 
     def take_answer(self, item) -> None:
-        if isinstance(item, EvidenceAnswer):
-            self.evidence(item)
+        if isinstance(item, VerificationResult):
+            self.result(item)
         else:
-            self.perform(self.session.on_target_short(item))
+            self.perform(self.session.on_target_missing(item))
 
     def take_draft(self, item) -> None:
         if isinstance(item, Nodes):
             self.perform(self.session.on_nodes(item))
         else:
-            self.perform(self.session.on_draft_short(item))
+            self.perform(self.session.on_draft_missing(item))
 
     def fault(self) -> None:
         """One fault. Links keep order and lose a suffix, as broken streams do; a draft's nodes may do anything."""
@@ -231,7 +233,7 @@ class World:
 
 @pytest.mark.parametrize("draft_length", [0, 1, 3, 8])
 def test_the_text_is_the_targets_under_faults(draft_length: int):
-    """Claim: whatever is lost, doubled, delayed or forgotten, the committed tokens are the target's own, and the
+    """Claim: with items lost, doubled, delayed or forgotten, the committed tokens are the target's own, and the
     generation ends. Conclusive: the text is compared with the reference token by token, invariants hold after every
     event."""
     faults = 0
@@ -257,8 +259,8 @@ def begin(session: Session) -> Verification:
     return actions[-1].item
 
 
-def evidence_for(item: Verification, *tokens: int) -> EvidenceAnswer:
-    return EvidenceAnswer(1, item.incarnation, item.round_index, Evidence(tokens))
+def output_for(item: Verification, *tokens: int) -> VerificationResult:
+    return VerificationResult(1, item.incarnation, item.round_index, SamplerOutput(tokens))
 
 
 def nodes_of(session: Session, *tokens: int, epoch: int = 1, root_length: int | None = None, rows=None) -> Nodes:
@@ -274,39 +276,40 @@ def test_the_first_round_does_not_wait_for_the_draft():
 
 
 def test_a_stale_or_forged_answer_is_fenced():
-    """Claim: evidence of another round or incarnation never reaches the rule."""
+    """Claim: a result of another round or incarnation never reaches the rule."""
     session = make_session()
     item = begin(session)
-    assert session.expects(evidence_for(item, 5))
-    assert not session.expects(EvidenceAnswer(1, item.incarnation, 7, Evidence((5,))))
-    assert not session.expects(EvidenceAnswer(1, item.incarnation + 1, 0, Evidence((5,))))
+    assert session.expects(output_for(item, 5))
+    assert not session.expects(VerificationResult(1, item.incarnation, 7, SamplerOutput((5,))))
+    assert not session.expects(VerificationResult(1, item.incarnation + 1, 0, SamplerOutput((5,))))
 
 
 def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
-    """Claim: a silent draft costs one wait, not one per round."""
+    """Claim: a silent draft costs one wait, not one per round, and only its own timer ends a wait."""
     session = make_session(draft_length=2)
     begun = begin(session)
     session.on_draft_up()
     session.on_nodes(nodes_of(session, 9))
     assert session.draft_state is DraftState.READY
-    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), evidence_for(begun, 9), 1, ends=False)
+    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     assert any(isinstance(action, AwaitDraft) for action in actions) and session.waiting
+    assert session.on_wait_expired(session.wait_index - 1) == [] and session.waiting, "a timer of an earlier wait"
     (sent,) = session.on_wait_expired(session.wait_index)
     assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
-    _, actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), evidence_for(begun, 8), 1, ends=False)
+    _, actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), output_for(begun, 8), 1, ends=False)
     assert not any(isinstance(action, AwaitDraft) for action in actions)
 
 
 def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():
-    """Claim: a token outside the vocabulary, or without its row, is never offered, nor is anything below it."""
+    """Claim: a token outside the vocabulary or without draft distribution is never offered, nor are nodes below."""
     session = make_session(draft_length=3, rule=Rule.REJECTION)
     item = begin(session)
     session.on_draft_up()
-    rows = [Row((4, 9), (1, 2)), Row((4, 9), (1, 2)), Row((4,), (1,))]
+    rows = [DraftProbs((4, 9), (1, 2)), DraftProbs((4, 9), (1, 2)), DraftProbs((4,), (1,))]
     session.on_nodes(nodes_of(session, 4, 8, 4, rows=rows))
     assert session.malformed_node_count == 2
     assert session.draft_state is DraftState.PAUSED
-    assert [place.token_id for place in session.tree.proposal_path(9)] == [4]
+    assert [node.token_id for node in session.tree.proposal_path(9)] == [4]
     assert item.draft_token_ids == ()
 
 
@@ -317,8 +320,8 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     session.on_draft_up()
     (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
     assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
-    assert session.on_draft_short(Short(1, session.draft_incarnation, 0, unknown=True)) == []
-    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), evidence_for(begun, 9), 1, ends=False)
+    assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
+    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     assert not any(isinstance(action, ToDraft) for action in actions)
     session.on_draft_down()
     assert any(isinstance(action, ToDraft) for action in session.on_draft_up())
@@ -327,8 +330,8 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
 def test_long_prompts_are_split_over_items():
     """Claim: no item carries more than 2048 tokens, and together they are the prompt."""
     prompt = [token % VOCABULARY_SIZE for token in range(5000)]
-    law = Law(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
-    session = Session(1, law, 6000, VOCABULARY_SIZE, FixedPolicy(3), list(prompt))
+    params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
+    session = Session(1, params, 6000, VOCABULARY_SIZE, FixedPolicy(3), list(prompt))
     items = [action.item for action in session.begin()]
     extends = [item for item in items if isinstance(item, Extend)]
     sent = [token for item in extends for token in item.token_ids] + list(items[-1].suffix_token_ids)
@@ -336,7 +339,7 @@ def test_long_prompts_are_split_over_items():
 
 
 def test_a_draft_that_sends_without_end_is_paused():
-    """Claim: what a misbehaving draft can make a session hold is bounded."""
+    """Claim: the nodes a misbehaving draft can make a session hold are bounded."""
     session = make_session()
     begin(session)
     session.on_draft_up()
@@ -347,8 +350,42 @@ def test_a_draft_that_sends_without_end_is_paused():
     assert len(session.tree.named) <= 4097
 
 
+def test_an_item_of_many_nodes_is_read_up_to_the_limit():
+    """Claim: of one item with more nodes than a session holds, those beyond the limit are never filed, and drafting
+    ends. Source: 300,000 nodes were filed before the limit was checked."""
+    session = make_session()
+    begin(session)
+    session.on_draft_up()
+    entries = tuple(DraftNode(number, number - 1, 7, True) for number in range(1, 3 * NODE_COUNT_MAX))
+    session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), entries))
+    assert session.draft_state is DraftState.PAUSED
+    assert len(session.tree.named) == NODE_COUNT_MAX and session.malformed_node_count == 2 * NODE_COUNT_MAX - 1
+
+
+def test_a_draft_gets_what_it_lacks_once_per_commit():
+    """Claim: the first MissingTokens after a commit is answered, further ones are not, whatever incarnation they name;
+    one after the next commit is answered again, and so is one after the draft is connected anew. Source: a draft that
+    repeated it received the whole context each time."""
+    session = make_session(draft_length=2)
+    begun = begin(session)
+    session.on_draft_up()
+    for _ in range(2):
+        behind = MissingTokens(1, session.draft_incarnation, 0)
+        assert [type(action.item) for action in session.on_draft_missing(behind)] == [Commit]
+        assert session.on_draft_missing(behind) == []
+        assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
+        session.on_draft_down()
+        session.on_draft_up()
+    unknown = MissingTokens(1, session.draft_incarnation, 0, unknown=True)
+    assert [type(action.item) for action in session.on_draft_missing(unknown)] == [Open, Commit]
+    assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
+    session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    (sent,) = session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 2))
+    assert sent.item.suffix_token_ids == (PROMPT[2], 9)
+
+
 def test_end_closes_on_both_replicas_once():
-    """Claim: whoever ends a session, and however often, each replica is told once."""
+    """Claim: a session that is ended several times sends one Close to each replica."""
     session = make_session()
     begin(session)
     session.on_draft_up()

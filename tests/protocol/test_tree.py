@@ -14,11 +14,11 @@ def node(number: int, parent: int, token_id: int, proposal: bool = True) -> Draf
 
 
 def path_tokens(tree: DraftTree, limit: int = 64) -> list[int]:
-    return [place.token_id for place in tree.proposal_path(limit)]
+    return [node.token_id for node in tree.proposal_path(limit)]
 
 
 def test_a_commit_inside_the_tree_keeps_what_lies_below_it():
-    """Claim: after a rejection whose correction is a branch child, that child's subtree is the next proposal."""
+    """Claim: after a rejection whose recovered token is a branch child, that child's subtree is the next proposal."""
     tree = DraftTree([7])
     for entry in (node(1, 0, 10), node(2, 0, 11, proposal=False), node(3, 2, 20), node(4, 1, 30)):
         tree.add(1, 1, entry)
@@ -51,7 +51,7 @@ def test_a_late_node_whose_path_was_committed_is_used():
 
 
 def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
-    """Claim: a node below a dropped one has no parent, whatever its own token."""
+    """Claim: a node below a dropped one has no parent, for any token of its own."""
     tree = DraftTree([7])
     tree.commit([10, 20])
     assert tree.add(1, 1, node(1, 0, 11)) is None
@@ -60,7 +60,7 @@ def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
 
 
 def test_of_two_proposal_children_for_one_place_the_first_stays():
-    """Claim: the choice between two draws for one place is by arrival, not by token."""
+    """Claim: the choice between two draws after one path is by arrival, not by token."""
     tree = DraftTree([7])
     tree.add(1, 1, node(1, 0, 10))
     tree.add(2, 1, node(1, 0, 11))

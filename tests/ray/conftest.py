@@ -55,7 +55,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without room, a large node with two GPUs that are numbers only, and a node with the draft's label."""
+    """A head without CPUs, a large node with two GPUs that are numbers only, and a node with the draft's label."""
     pytest.importorskip("ray.dashboard.optional_deps", reason="Ray with its dashboard is not installed")
     from ray.cluster_utils import Cluster as RayCluster
 

@@ -1,4 +1,4 @@
-"""The file of `specdec ray up` and what is made of it: settings, places, addresses. No cluster is needed."""
+"""The file of `specdec ray up`, and the settings, placements and addresses from it. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import bundles, draft_address, plan, settings_on
 from tests.hygiene.sources import ROOT
 
-PLAIN = {"insecure": True, "target": {"model": "t", "tensor_parallel_size": 2}, "draft": {"model": "d"}}
+MINIMAL = {"insecure": True, "target": {"model": "t", "tensor_parallel_size": 2}, "draft": {"model": "d"}}
 FOLDER = ROOT / "deploy" / "ray"
 
 
@@ -36,18 +36,24 @@ def written(folder: Path, content: object) -> str:
         ("a: [", "is not YAML"),
         ({"insecure": True}, "target is missing in"),
         ({"insecure": True, "target": {}}, "target.model is missing in"),
-        ({**PLAIN, "target": {"model": "t", "tensor_paralel_size": 2}}, "did you mean tensor_parallel_size?"),
-        ({**PLAIN, "nam": "x"}, "nam in .* is not known; did you mean name?"),
-        ({**PLAIN, "placement": {"draft": {"gpus": -1}}}, r"placement.draft.gpus in .* is -1; it must be greater than"),
-        ({**PLAIN, "target": {"model": "t", "node_rank": 1}}, "target.node_rank is not for the file: Ray decides"),
-        ({**PLAIN, "coordinator": {"draft": "a:1"}}, "coordinator.draft is not for the file"),
-        ({**PLAIN, "draft": {"model": "d", "port": 50051}}, "they must differ and not be 0"),
-        ({**PLAIN, "insecure": False}, "target: the address of the node reaches beyond this machine"),
-        ({**PLAIN, "target": {"model": "t", "block_size": 5}}, "--block-size is 5; it must be a power of two"),
+        ({**MINIMAL, "target": {"model": "t", "tensor_paralel_size": 2}}, "did you mean tensor_parallel_size?"),
+        ({**MINIMAL, "nam": "x"}, "nam in .* is not known; did you mean name?"),
+        (
+            {**MINIMAL, "placement": {"draft": {"gpus": -1}}},
+            r"placement.draft.gpus in .* is -1; it must be greater than",
+        ),
+        (
+            {**MINIMAL, "target": {"model": "t", "node_rank": 1}},
+            "target.node_rank is not allowed in the file: Ray chooses",
+        ),
+        ({**MINIMAL, "coordinator": {"draft": "a:1"}}, "coordinator.draft is not allowed in the file"),
+        ({**MINIMAL, "draft": {"model": "d", "port": 50051}}, "they must differ and not be 0"),
+        ({**MINIMAL, "insecure": False}, "target: the address of the node reaches beyond this machine"),
+        ({**MINIMAL, "target": {"model": "t", "block_size": 5}}, "--block-size is 5; it must be 0 or a power of two"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(content: object, said: str, tmp_path: Path):
-    """Claim: a file is refused with the key, the value and the remedy before Ray is asked for anything."""
+def test_errors_are_reported_in_one_line(content: object, said: str, tmp_path: Path):
+    """Claim: a file is refused with the key, the value and the remedy before any request to Ray."""
     file = written(tmp_path, content)
     with pytest.raises(UsageError, match=said) as caught:
         run_command(["ray", "up", "--config", file, "--ray-address", "127.0.0.1:1"])
@@ -65,7 +71,7 @@ def test_the_mode_of_authentication_must_be_said(monkeypatch: pytest.MonkeyPatch
 def test_sections_take_what_stands_above_them():
     """Claim: log level, grace and TLS are said once, a section overrules them, and the tokenizer is the target's."""
     own = RaySettings(
-        **{**PLAIN, "log_level": "error", "drain_grace_s": 7, "draft": {"model": "d", "drain_grace_s": 1}}
+        **{**MINIMAL, "log_level": "error", "drain_grace_s": 7, "draft": {"model": "d", "drain_grace_s": 1}}
     )
     assert {service.log_level for service in own.services.values()} == {"error"}
     assert [service.drain_grace_s for service in own.services.values()] == [7, 1, 7]
@@ -74,7 +80,7 @@ def test_sections_take_what_stands_above_them():
 
 def test_the_group_holds_ranks_and_coordinator():
     """Claim: ranks and coordinator are one group of a node; the draft is outside, by its label."""
-    actors = plan(RaySettings(**PLAIN, placement={"target": {"cpus": 3}, "coordinator_cpus": 2}))
+    actors = plan(RaySettings(**MINIMAL, placement={"target": {"cpus": 3}, "coordinator_cpus": 2}))
     assert [actor.role for actor in actors] == ["target-0", "target-1", "coordinator", "draft"]
     assert bundles(actors) == [{"CPU": 3, "GPU": 1}, {"CPU": 3, "GPU": 1}, {"CPU": 2}]
     assert [actor.bundle for actor in actors] == [0, 1, 2, None]
@@ -86,7 +92,7 @@ def test_the_group_holds_ranks_and_coordinator():
 def test_services_get_the_addresses_of_their_node():
     """Claim: a rank is a machine with one rank that meets the others on loopback; the coordinator finds the target on
     its own node and the draft on any node that may have it; the flags made of that are accepted again."""
-    first, second, coordinator, draft = plan(RaySettings(**PLAIN, placement={"target": {"cpus": 3}}))
+    first, second, coordinator, draft = plan(RaySettings(**MINIMAL, placement={"target": {"cpus": 3}}))
     rank = settings_on(second, "10.0.0.7")
     assert isinstance(rank, TargetSettings)
     assert (rank.host, rank.port, rank.node_rank, rank.nnodes, rank.threads) == ("10.0.0.7", 50052, 1, 2, 3)
@@ -155,10 +161,10 @@ def test_the_cluster_file_is_what_ray_up_takes():
 
 def test_the_cluster_file_copies_the_checkout(monkeypatch: pytest.MonkeyPatch):
     """Claim: `ray up deploy/ray/cluster.yaml` in the root of the checkout, as docs/ray.md has it, copies the checkout,
-    without what is large and of no use on a node.
+    without large files of no use on a node.
 
-    Conclusive: Ray expands `~` in the source of a mount and nothing else, so that what is left is relative to the
-    folder the command runs in; the folder that holds the file plays no part.
+    Conclusive: Ray only expands `~` in the source of a mount, so the rest is relative to the folder the command runs
+    in, not to the folder of the file.
     """
     monkeypatch.chdir(ROOT)
     content = yaml.safe_load((FOLDER / "cluster.yaml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`specdec ray up`, what happens when what dies, `status` and `down`: real Ray nodes, processes and signals.
+"""`specdec ray up`, recovery after each kind of loss, `status` and `down`: real Ray nodes, processes and signals.
 
 The tests of this file share one deployment and come in this order: it is begun, harmed, looked at and removed.
 """
@@ -23,10 +23,11 @@ from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 from tests.support.ranks import Followers
 from tests.support.services import Client, Outcome, fixed
 
+pytestmark = pytest.mark.more  # a Ray cluster takes half a minute to start
 PROMPT = random_tokens(12, seed=3)
 ASKED = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
 DRAFTED = {**ASKED, "speculative": fixed(3)}
-PATIENCE_S = 120.0  # a process that starts imports torch, on whatever cores are left
+PATIENCE_S = 120.0  # a process that starts imports torch, on the remaining cores
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def expected(models: tuple[Path, Path]) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at the moment."""
+    """Ports that are free at the moment."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -59,10 +60,10 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def deployment(models: tuple[Path, Path]) -> dict:
-    """What the file says: two ranks, a draft, and fake GPUs for the ranks only."""
+    """The file's content: two ranks, a draft, and fake GPUs for the ranks only."""
     ports = free_ports(4)
     return {
-        "name": "trial",
+        "name": "nightly",
         "insecure": True,
         "log_level": "warning",
         "drain_grace_s": 1,
@@ -92,7 +93,7 @@ def client(cluster: Cluster, deployment: dict, tmp_path_factory: pytest.TempPath
     connected = Client(address[1])
     yield connected
     connected.close()
-    cluster.command("down", "--name", "trial")
+    cluster.command("down", "--name", "nightly")
 
 
 def processes(command: str, model: Path | str) -> dict[int, list[str]]:
@@ -112,7 +113,7 @@ def parent(pid: int) -> int:
 
 
 def stream(client: Client, act: Callable[[], None], **asked: object) -> Outcome:
-    """A generation during which `act` is called once 30 tokens have come; what had come when it broke, if it did."""
+    """A generation during which `act` is called after 30 tokens; where it broke, the tokens received before."""
     outcome, acted = Outcome(), False
     with contextlib.suppress(grpc.RpcError):
         for response in client.stub.Generate(client.request(PROMPT, **asked), timeout=PATIENCE_S):
@@ -136,7 +137,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def drafts(client: Client) -> bool:
-    """Whether a generation is helped by the draft."""
+    """Whether a generation has draft tokens."""
     return client.generate(PROMPT, **{**DRAFTED, "max_tokens": 40}).finished.statistics.num_draft_tokens > 0
 
 
@@ -152,7 +153,7 @@ def test_the_text_is_that_of_plain_processes(client: Client, expected: list[int]
 
 
 def test_each_rank_has_the_gpu_that_ray_gave_it(client: Client, models: tuple[Path, Path]):
-    """Claim: a rank's process sees one GPU, another one than its neighbour, and is the first of what it sees."""
+    """Claim: each rank's process sees exactly one GPU, and the two ranks see different ones."""
     ranks = processes("target", models[0])
     seen = {visible_gpus(pid) for pid in ranks}
     assert client is not None and len(ranks) == 2 and seen == {"0", "1"}
@@ -178,7 +179,7 @@ def test_a_killed_draft_actor_costs_no_request(client: Client, expected: list[in
 def test_a_killed_rank_rebuilds_the_group(client: Client, expected: list[int], models: tuple[Path, Path]):
     """Claim: one rank's end is the end of all; Ray starts them again and the broken request goes on where it broke.
 
-    Conclusive: what came before and after the break is the undisturbed text, token by token; both ranks are new.
+    Conclusive: the tokens before and after the break are the undisturbed text; both ranks are new.
     """
     before = processes("target", models[0])
     (second,) = (pid for pid, words in before.items() if "--node-rank=1" in words)
@@ -197,9 +198,9 @@ def test_a_killed_rank_rebuilds_the_group(client: Client, expected: list[int], m
 
 
 def test_status_shows_each_actor(client: Client, cluster: Cluster):
-    """Claim: the table has every actor, where it is, how often it was restarted, and what gRPC says of its health."""
+    """Claim: the table has every actor with its node, its number of restarts and its gRPC health."""
     until(lambda: drafts(client))
-    done = cluster.command("status", "--name", "trial")
+    done = cluster.command("status", "--name", "nightly")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := cells_of(line)) == 5}
     health = {role: cells[4] for role, cells in rows.items()}
@@ -216,35 +217,35 @@ def cells_of(line: str) -> list[str]:
 
 
 def test_a_second_deployment_of_the_name_is_refused(client: Client, cluster: Cluster, deployment: dict, tmp_path: Path):
-    """Claim: `up` never touches what runs: it says how to look at it and how to end it."""
+    """Claim: `up` does not change a running deployment: its message names the commands to inspect and to end it."""
     done = cluster.up(tmp_path, deployment)
-    assert done.returncode == 1 and "trial is there already" in done.stderr
+    assert done.returncode == 1 and "nightly is there already" in done.stderr
     assert client.generate(PROMPT, max_tokens=3, ignore_eos=True).finished is not None
 
 
 def test_down_leaves_nothing(client: Client, cluster: Cluster, models: tuple[Path, Path]):
-    """Claim: after `down` no process of a service and no actor is there."""
+    """Claim: after `down` no process of a service and no actor remains."""
     assert processes("target", models[0]) and processes("draft", models[1]) and processes("coordinator", models[0])
-    done = cluster.command("down", "--name", "trial")
+    done = cluster.command("down", "--name", "nightly")
     assert done.stdout.strip() == "ended coordinator, draft, target-0, target-1", done.stderr
     assert not processes("target", models[0]) and not processes("draft", models[1])
     assert not processes("coordinator", models[0])
-    assert "trial is not on this cluster" in cluster.command("status", "--name", "trial").stderr
+    assert "nightly is not on this cluster" in cluster.command("status", "--name", "nightly").stderr
 
 
-def test_what_cannot_start_is_told_and_removed(cluster: Cluster, tmp_path: Path):
-    """Claim: a service that cannot start ends `up` with its own sentence, and what was begun is gone."""
+def test_what_cannot_start_is_reported_and_removed(cluster: Cluster, tmp_path: Path):
+    """Claim: a service that cannot start ends `up` with its own message, and the started actors are gone."""
     target = {"model": str(tmp_path / "nowhere"), "port": free_ports(1)[0]}
-    done = cluster.up(tmp_path, {"name": "trial", "insecure": True, "target": target})
+    done = cluster.up(tmp_path, {"name": "nightly", "insecure": True, "target": target})
     assert done.returncode == 1
     assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
 
 
-def test_what_finds_no_room_is_told_and_removed(cluster: Cluster, tmp_path: Path):
-    """Claim: where no node will do, `up` says what it waited for when its time is over, and leaves nothing behind: it
-    was not refused for what the test before began, and `down` finds nothing, which is no error."""
+def test_what_finds_no_node_is_reported_and_removed(cluster: Cluster, tmp_path: Path):
+    """Claim: where no node fits, `up` names the missing resources after its timeout, and nothing remains: it was not
+    refused because of the deployment of the test before, and `down` finds nothing, which is no error."""
     deployment = {
-        "name": "trial",
+        "name": "nightly",
         "insecure": True,
         "start_timeout_s": 1,
         "target": {"model": str(tmp_path)},
@@ -253,4 +254,4 @@ def test_what_finds_no_room_is_told_and_removed(cluster: Cluster, tmp_path: Path
     done = cluster.up(tmp_path, deployment)
     assert done.returncode == 1
     assert "not serving within 1 s: target-0 (one node with 1 GPU, 2 CPUs and label size=huge)" in done.stderr
-    assert "nothing to end" in cluster.command("down", "--name", "trial").stdout
+    assert "nothing to end" in cluster.command("down", "--name", "nightly").stdout

@@ -15,7 +15,7 @@ from specdec.rpc.server import Server
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.support.echo_service import VERIFY, Echo
 
-PLAIN = TlsSettings(insecure=True)
+MINIMAL = TlsSettings(insecure=True)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -27,8 +27,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_draft_is_found_on_whichever_node_it_is():
-    """Claim: what the coordinator is given for the draft, all nodes of its label, leads to the one where it answers,
-    and after its end to the other, without a word from anyone.
+    """Claim: the coordinator's address list for the draft, all nodes of its label, leads to the node where it answers,
+    and after its end to the other, without a notification.
 
     Conclusive: the coordinator's own link and channel; two addresses of this machine on one port, and a server on the
     second, then on the first only.
@@ -42,7 +42,7 @@ async def test_a_draft_is_found_on_whichever_node_it_is():
     downs: list[str] = []
     link = Link(
         "the draft",
-        lambda: open_channel(addresses, PLAIN),
+        lambda: open_channel(addresses, MINIMAL),
         VERIFY,
         target_pb.VerifyRequest,
         target_pb.VerifyResponse,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.network.namespaces import why_unusable
+from specdec.bench.network.namespaces import why_unusable
 
 TIMEOUT_S = 1200
 
@@ -21,14 +21,16 @@ def test_what_dies_on_three_machines_comes_back(tmp_path: Path):
     docs/ray.md says.
 
     Conclusive: the benchmark fails where a text that ran meanwhile is not the undisturbed one, where the coordinator
-    was not drained for a draft that moved, and where something does not come back; so eleven figures mean that all of
-    it did. Without its head a deployment goes on answering.
+    was not drained for a draft that moved, and where something does not come back; so eleven measurements mean
+    that everything did. Without its head a deployment goes on answering.
     """
     pytest.importorskip("ray", reason="Ray is not installed")
-    file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "bench.ray_restarts", "--tries", "1", "--json", str(file)]
+    file = tmp_path / "measurements.json"
+    command = [sys.executable, "-m", "specdec.bench.ray_restarts", "--tries", "1", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    figures = {figure["what"]: figure["seconds"] for figure in json.loads(file.read_text(encoding="utf-8"))}
-    assert len(figures) == 11 and all(len(seconds) == 1 for seconds in figures.values())
-    assert figures["the head lost, until requests are not answered"][0] > 5
+    measurements = {
+        measurement["what"]: measurement["seconds"] for measurement in json.loads(file.read_text(encoding="utf-8"))
+    }
+    assert len(measurements) == 11 and all(len(seconds) == 1 for seconds in measurements.values())
+    assert measurements["the head lost, until requests are not answered"][0] > 5

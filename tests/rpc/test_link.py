@@ -16,14 +16,14 @@ from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import InvalidRequest
 from specdec.rpc import link as link_module
 from specdec.rpc.client import open_channel
-from specdec.rpc.link import MESSAGE_BYTES_SOFT, SILENT_TICKS, TICK_S, Link
+from specdec.rpc.link import ITEM_COUNT_MAX, MESSAGE_BYTES_SOFT, SILENT_TICKS, TICK_S, Link
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.echo_service import VERIFY, Echo
 
 
 class Owner:
-    """A link and all it tells its owner: `news` holds "up" and reasons of "down", `sessions` what was echoed."""
+    """A link and its reports to its owner: `news` holds "up" and reasons of "down", `sessions` the echoed sessions."""
 
     def __init__(self, address: str) -> None:
         self.news: list[str] = []
@@ -151,6 +151,49 @@ async def test_a_burst_is_split_below_the_message_cap():
     await server.stop(0)
 
 
+async def test_a_burst_of_small_items_is_split_too():
+    """Items queued together beyond ITEM_COUNT_MAX cross in several messages, in order, none lost: the peer would refuse
+    one with all of them."""
+    echo = Echo()
+    server = echo.server()
+    async with Owner(await server.start()).running() as owner:
+        await until(lambda: owner.link.is_up)
+        count = 2 * ITEM_COUNT_MAX + 1
+        for session in range(1, count + 1):
+            owner.send(session)
+        await until(lambda: len(owner.sessions) == count)
+        assert owner.sessions == list(range(1, count + 1)) and owner.news == ["up"]
+        assert [count for count in echo.messages if count] == [ITEM_COUNT_MAX, ITEM_COUNT_MAX, 1]
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("healthy_s, expected", [(10.0, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), (0.0, [0.1] * 6)])
+async def test_the_pause_before_a_connection_is_short_again_after_health_only(monkeypatch, healthy_s, expected):
+    """Claim: a peer that is lost after each connection is connected to ever more slowly, up to once in 2 s; only a
+    connection of HEALTHY_S makes the next pause short again.
+
+    Source: after a malformed item everything was sent again ten times a second, without end. Conclusive: the pauses
+    themselves are recorded, over real connections each of which came up.
+    """
+    pauses, really_sleep = [], asyncio.sleep
+
+    async def sleep(delay_s: float) -> None:
+        is_pause = delay_s >= link_module.BACKOFF_MIN_S and delay_s != TICK_S
+        pauses.extend([delay_s] * is_pause)
+        await really_sleep(0 if is_pause else delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(link_module, "HEALTHY_S", healthy_s)
+    server = Echo().server()
+    owner = Owner(await server.start())
+    owner.refuse = True
+    owner.link._on_up = lambda: owner.news.append("up") or owner.send(1)
+    async with owner.running():
+        await until(lambda: len(pauses) >= 6)
+    assert pauses[:6] == expected and owner.news.count("up") >= 6
+    await server.stop(0)
+
+
 async def test_an_idle_link_is_pinged_once_a_second():
     """Without any item, messages go both ways at about one a second, and each measures the hop."""
     echo = Echo()
@@ -221,7 +264,7 @@ async def test_a_peer_that_answers_no_more_is_taken_for_dead(processes, soon_sil
 
 
 async def test_a_pause_of_this_process_blames_no_peer(soon_silent):
-    """When our own loop stood still for longer than the limit, the peer was not silent: nobody listened."""
+    """When our own loop stood still for longer than the limit, the peer was not silent: this process did not read."""
     server = Echo().server()
     async with Owner(await server.start()).running() as owner:
         await until(lambda: owner.link.is_up)

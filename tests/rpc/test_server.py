@@ -1,4 +1,4 @@
-"""The server every service runs, over real sockets: what comes back for bad input, failures, and while stopping."""
+"""The server every service runs, over real sockets: its answers to bad input, to failures, and while stopping."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
 
-PLAIN = TlsSettings()
+INSECURE = TlsSettings()
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MALFORMED = b"\x0a\xff"  # a field that claims more bytes than there are
 
 
 class Ticking:
-    """A CoordinatorService whose Generate sends a delta every 10 ms; `prompt.text` says what else it does."""
+    """A CoordinatorService whose Generate sends a delta every 10 ms; `text` selects its other behaviour."""
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -74,7 +74,7 @@ async def test_malformed_bytes_are_invalid_argument_on_every_method():
     gRPC's default is UNKNOWN with the name of a Python class, so INVALID_ARGUMENT can only come from our parsing.
     """
     server = Echo().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         for method in (DESCRIBE, HEALTH_CHECK_METHOD):
             assert await code_of(channel.unary_unary(method)(MALFORMED)) is grpc.StatusCode.INVALID_ARGUMENT
         for method in (VERIFY, REFLECTION):
@@ -96,7 +96,7 @@ async def test_random_bytes_are_invalid_argument_or_a_message():
         return types_pb.DescribeResponse()
 
     server = Server(ServiceSettings(port=0), {SERVICE: {"Describe": unary(coordinator_pb.GenerateRequest, accept)}})
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         call = channel.unary_unary(DESCRIBE)
         codes = []
         for _ in range(400):
@@ -111,7 +111,7 @@ async def test_random_bytes_are_invalid_argument_or_a_message():
 async def test_invalid_utf8_is_named():
     """A string field that is not UTF-8 is refused with the message's name (proto3 strings are UTF-8)."""
     server = Ticking().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="specdec.v1.GenerateRequest") as raised:
             await channel.unary_stream(GENERATE)(b"\x0a\x02\xff\xfe").read()  # field 1, text, two bytes
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -121,7 +121,7 @@ async def test_invalid_utf8_is_named():
 async def test_a_bug_costs_one_call_and_leaks_nothing():
     """An unexpected exception is INTERNAL without its text; a call running beside it does not notice."""
     server = Ticking().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
 
         async def count() -> int:
             return len([response async for response in generate(channel, "20")])
@@ -142,7 +142,7 @@ async def test_the_handler_is_closed_when_the_client_is_gone():
     """
     service = Ticking()
     server = service.server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         responses = generate(channel, "10000")
         await anext(responses)
         await responses.aclose()
@@ -153,9 +153,9 @@ async def test_the_handler_is_closed_when_the_client_is_gone():
 
 
 async def test_health_follows_the_service():
-    """NOT_SERVING from the first moment the port answers, SERVING when told, for the service and as a whole."""
+    """NOT_SERVING from the first answer of the port, SERVING after `set_serving`, for the service and as a whole."""
     server = Echo().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         for name in ("", SERVICE):
             with pytest.raises(ReplicaUnavailable, match="NOT_SERVING"):
                 await wait_serving(channel, name, 0.1)
@@ -168,7 +168,7 @@ async def test_health_follows_the_service():
 async def test_reflection_lists_what_is_served():
     """Tools such as grpcurl find the service without its proto files."""
     server = Echo().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         data = await first_of_stream(channel, REFLECTION, request.SerializeToString())
         answer = reflection_pb2.ServerReflectionResponse.FromString(data)
@@ -180,7 +180,7 @@ async def test_reflection_lists_what_is_served():
 async def test_stopping_lets_running_calls_finish():
     """At SIGTERM health flips within 100 ms, a new call is UNAVAILABLE, a running one gets every message."""
     server = Ticking().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         await server.set_serving(True)
         responses = generate(channel, "50")
         await anext(responses)
@@ -197,10 +197,10 @@ async def test_stopping_lets_running_calls_finish():
 
 
 async def test_after_the_grace_calls_end_unavailable():
-    """A call longer than the grace is ended with a status that says what to do, not cut off."""
+    """A call longer than the grace is ended with a status that names the remedy, not cut off."""
     service = Ticking()
     server = service.server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         responses = generate(channel, "10000")
         await anext(responses)
         stopping = asyncio.create_task(server.stop(grace_s=0.1))
@@ -211,7 +211,7 @@ async def test_after_the_grace_calls_end_unavailable():
         assert service.closed.is_set()
 
 
-async def test_a_busy_port_is_told_in_one_line():
+async def test_a_busy_port_is_reported_in_one_line():
     """A second server on a port is refused by name and never shares it, which SO_REUSEPORT would allow silently."""
     server = Echo().server()
     port = int((await server.start()).rpartition(":")[2])
@@ -234,12 +234,12 @@ async def test_ipv6_loopback():
         return
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:  # the machine has IPv6 switched off: then the refusal is what is promised
+    except OSError:  # the machine has IPv6 switched off: then the documented answer is a refusal
         with pytest.raises(ConfigError):
             await Echo().server(ServiceSettings(host="::1", port=0)).start()
         return
     server = Echo().server(ServiceSettings(host="::1", port=0))
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
         assert answer.model_name == "echo"
     await server.stop(0)
@@ -254,7 +254,7 @@ async def test_a_large_message_is_refused_and_the_connection_lives():
         return types_pb.DescribeResponse()
 
     server = Server(ServiceSettings(port=0), {SERVICE: {"Describe": unary(coordinator_pb.GenerateRequest, handler)}})
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         big = coordinator_pb.GenerateRequest(text="x" * MESSAGE_BYTES_MIN).SerializeToString()
         assert await code_of(channel.unary_unary(DESCRIBE)(big)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await code_of(channel.unary_unary(DESCRIBE)(b"")) is grpc.StatusCode.OK
@@ -265,7 +265,7 @@ async def test_a_large_message_is_refused_and_the_connection_lives():
 async def test_a_compressed_message_is_refused():
     """A small gzip message can unpack to a huge one; the server takes none, so there is nothing to bound."""
     server = Echo().server()
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         call = channel.unary_unary(DESCRIBE)(b"\x0a\x01x" * 100000, compression=grpc.Compression.Gzip)
         assert await code_of(call) is grpc.StatusCode.UNIMPLEMENTED
     await server.stop(0)
@@ -278,7 +278,7 @@ async def test_refusals_name_the_field():
         raise InvalidRequest("sampling.top_p", 2.0, "at most 1")
 
     server = Server(ServiceSettings(port=0), {SERVICE: {"Describe": unary(types_pb.DescribeRequest, refuse)}})
-    async with open_channel(await server.start(), PLAIN) as channel:
+    async with open_channel(await server.start(), INSECURE) as channel:
         with pytest.raises(InvalidRequest, match=r"^sampling.top_p is 2.0; it must be at most 1$") as raised:
             await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
     assert (raised.value.field, raised.value.value, raised.value.limit) == ("sampling.top_p", "2.0", "at most 1")

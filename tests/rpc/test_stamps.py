@@ -18,13 +18,13 @@ def send(sender: Stamps, now_ns: int) -> DraftRequest:
     return message
 
 
-def exchange(asker: Stamps, answerer: Stamps, begin_ns: int, out_ms: int, held_ms: int, back_ms: int) -> float | None:
+def exchange(caller: Stamps, answerer: Stamps, begin_ns: int, out_ms: int, held_ms: int, back_ms: int) -> float | None:
     """One question and its answer; the network time the asker sees. Times of the answerer are on its own clock."""
-    question = send(asker, begin_ns)
+    question = send(caller, begin_ns)
     arrival_ns = begin_ns + out_ms * MS
     answerer.received(question, arrival_ns + SKEW_NS)
     answer = send(answerer, arrival_ns + held_ms * MS + SKEW_NS)
-    return asker.received(answer, arrival_ns + (held_ms + back_ms) * MS)
+    return caller.received(answer, arrival_ns + (held_ms + back_ms) * MS)
 
 
 def test_network_time_excludes_what_the_peer_held_it():
@@ -34,21 +34,21 @@ def test_network_time_excludes_what_the_peer_held_it():
 
 def test_unsolicited_messages_measure_too():
     """A second answer naming the same question gives its own hop: it took 9 ms back, and no time is counted twice."""
-    asker, answerer = Stamps(), Stamps()
-    exchange(asker, answerer, 0, 3, 250, 4)
+    caller, answerer = Stamps(), Stamps()
+    exchange(caller, answerer, 0, 3, 250, 4)
     second = send(answerer, 1000 * MS + SKEW_NS)
-    assert asker.received(second, 1009 * MS) == pytest.approx(0.012, abs=1e-6)
+    assert caller.received(second, 1009 * MS) == pytest.approx(0.012, abs=1e-6)
 
 
 def test_minimum_and_median_are_of_the_last_messages():
     """One slow exchange does not move the median; old ones are forgotten after WINDOW_LENGTH."""
-    asker, answerer = Stamps(), Stamps()
-    assert asker.network_min_s is None and asker.network_median_s is None
-    exchange(asker, answerer, 0, 1, 0, 0)
+    caller, answerer = Stamps(), Stamps()
+    assert caller.network_min_s is None and caller.network_median_s is None
+    exchange(caller, answerer, 0, 1, 0, 0)
     for index in range(1, WINDOW_LENGTH + 1):
-        exchange(asker, answerer, index * 1000 * MS, 2, 5, 50 if index == 9 else 2)
-    assert asker.network_min_s == pytest.approx(0.004)
-    assert asker.network_median_s == pytest.approx(0.004)
+        exchange(caller, answerer, index * 1000 * MS, 2, 5, 50 if index == 9 else 2)
+    assert caller.network_min_s == pytest.approx(0.004)
+    assert caller.network_median_s == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_a_peer_claims_is_not_believed(nonsense):
 
 
 def test_a_peer_that_never_answers_costs_bounded_memory():
-    """Send times are kept for echoes that may come, and no more of them than the bound."""
+    """Send times are kept for expected echoes, up to the bound."""
     stamps = Stamps()
     for index in range(UNECHOED_COUNT_MAX + 100):
         last = send(stamps, index)
@@ -80,57 +80,57 @@ def test_a_peer_that_never_answers_costs_bounded_memory():
 def test_a_busy_stream_is_stamped_as_often_as_it_tells_something():
     """Claim: of many messages within INTERVAL_NS the first alone carries a stamp, pings always do, and a message
     without one changes nothing that was known: the arithmetic still holds across unstamped messages."""
-    asker, answerer = Stamps(), Stamps()
-    question = send(asker, 0)
+    caller, answerer = Stamps(), Stamps()
+    question = send(caller, 0)
     answerer.received(question, 3 * MS + SKEW_NS)
     items = [DraftRequestItem()]
     busy = [DraftRequest(items=items) for _ in range(4)]
     for index, message in enumerate(busy):
         answerer.stamp(message, 10 * MS + index * INTERVAL_NS // 2 + SKEW_NS)
     assert [message.HasField("stamp") for message in busy] == [True, False, True, False]
-    assert asker.received(busy[0], 14 * MS) == pytest.approx(0.007, abs=1e-6)
-    assert asker.received(busy[1], 17 * MS) is None and asker.network_s == pytest.approx(0.007, abs=1e-6)
+    assert caller.received(busy[0], 14 * MS) == pytest.approx(0.007, abs=1e-6)
+    assert caller.received(busy[1], 17 * MS) is None and caller.network_s == pytest.approx(0.007, abs=1e-6)
 
 
 WALL_SKEW_NS = 40_000_000  # the other side's wall clock is 40 ms ahead
 
 
-def told_apart(out_ms: int, back_ms: int) -> tuple[Stamps, int]:
-    """The asker's side after one exchange of two sides that tell wall time, and when the answer left by the peer's."""
-    asker = Stamps(lambda: 10**18)
+def exchanged(out_ms: int, back_ms: int) -> tuple[Stamps, int]:
+    """The caller after one exchange with wall times, and when the answer left by the peer's clock."""
+    caller = Stamps(lambda: 10**18)
     answerer = Stamps(lambda: 10**18 + WALL_SKEW_NS - SKEW_NS)
-    exchange(asker, answerer, 1_000_000, out_ms, 250, back_ms)
-    return asker, (1 + out_ms + 250) * MS + SKEW_NS
+    exchange(caller, answerer, 1_000_000, out_ms, 250, back_ms)
+    return caller, (1 + out_ms + 250) * MS + SKEW_NS
 
 
 @pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10)])
 def test_the_wall_clocks_are_found_apart(out_ms: int, back_ms: int):
     """Claim: the offset is the 40 ms the wall clocks differ by, wrong by half the network time at most, which is how
     lopsided a link can be; the monotonic clocks are 5000 s apart and do not matter."""
-    asker, _ = told_apart(out_ms, back_ms)
+    caller, _ = exchanged(out_ms, back_ms)
     error_s = (out_ms - back_ms) / 2 / 1000
-    assert asker.clock_offset_s == pytest.approx(0.040 + error_s, abs=2e-6)
+    assert caller.clock_offset_s == pytest.approx(0.040 + error_s, abs=2e-6)
 
 
 @pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10), (10, 0)])
 def test_a_moment_of_the_peer_is_never_placed_too_late(out_ms: int, back_ms: int):
-    """Claim: the earliest moment by our clock is at or before the true one, whatever the link's two ways take, and by
-    the network time at most: what begins there cannot begin after what it contains."""
-    asker, left_ns = told_apart(out_ms, back_ms)
+    """Claim: the earliest moment by our clock is at or before the true one, for any division of the network time
+    between both ways, by the network time at most: a span placed there cannot begin after its contents."""
+    caller, left_ns = exchanged(out_ms, back_ms)
     true_ns = left_ns - SKEW_NS
-    earliest_ns = asker.earliest_own_ns(left_ns // 1000)
+    earliest_ns = caller.earliest_own_ns(left_ns // 1000)
     assert earliest_ns is not None and 0 <= true_ns - earliest_ns <= (out_ms + back_ms) * MS + 2000
 
 
 def test_the_quickest_of_the_last_exchanges_compares_the_clocks():
     """Claim: one exchange held up on its way back does not move the offset, and one long ago does not count: clocks
     part. The slow one alone would be wrong by 25 ms."""
-    asker, answerer = Stamps(lambda: 0), Stamps(lambda: WALL_SKEW_NS - SKEW_NS)
-    exchange(asker, answerer, 0, 5, 0, 5)
-    exchange(asker, answerer, 1000 * MS, 5, 0, 55)
-    assert asker.clock_offset_s == pytest.approx(0.040, abs=2e-6)
-    exchange(asker, answerer, 7000 * MS, 5, 0, 55)
-    assert asker.clock_offset_s == pytest.approx(0.015, abs=2e-6)
+    caller, answerer = Stamps(lambda: 0), Stamps(lambda: WALL_SKEW_NS - SKEW_NS)
+    exchange(caller, answerer, 0, 5, 0, 5)
+    exchange(caller, answerer, 1000 * MS, 5, 0, 55)
+    assert caller.clock_offset_s == pytest.approx(0.040, abs=2e-6)
+    exchange(caller, answerer, 7000 * MS, 5, 0, 55)
+    assert caller.clock_offset_s == pytest.approx(0.015, abs=2e-6)
 
 
 def test_what_is_to_be_timed_is_stamped_at_once():

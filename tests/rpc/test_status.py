@@ -1,4 +1,4 @@
-"""Errors across the wire: each arrives as what it was, and nonsense arrives as something sensible."""
+"""Errors across the wire: each arrives unchanged, and malformed ones arrive as a defined error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CODES = {
 
 
 def facts(error: errors.SpecdecError) -> tuple:
-    """What makes two errors the same to whoever handles them."""
+    """Returns the values that make two errors equal for their handlers."""
     return type(error), str(error), error.reason, vars(error)
 
 
@@ -79,13 +79,13 @@ def test_codes_are_those_of_google_rpc(reason, code):
 
 
 def test_an_unknown_failure_is_still_an_error():
-    """A peer of another version may say what this one has no class for."""
+    """A peer of another version may report an error without a class here."""
     assert type(error_from_failure(Failure(1, 1, 999, "NEWER", "sentence"))) is errors.SpecdecError
     assert type(error_from_failure(Failure(1, 1, 14, "NEWER", "sentence"))) is errors.ReplicaUnavailable
 
 
-def test_details_that_are_nonsense_are_passed_over():
-    """A peer's details are its own words: when they do not parse, the code alone counts."""
+def test_malformed_details_are_ignored():
+    """When a peer's details do not parse, the code alone counts."""
     metadata = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     failed = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata, details="full")
     error = error_from_rpc(failed)
@@ -93,6 +93,6 @@ def test_details_that_are_nonsense_are_passed_over():
 
 
 def test_a_long_sentence_is_cut():
-    """Trailing metadata is limited to 8 KiB, so an error must not be lost for being wordy."""
+    """Trailing metadata is limited to 8 KiB, so a long error must not be lost."""
     status = status_from_error(errors.ConfigError("x" * 100_000))
     assert len(status.SerializeToString()) < 4096

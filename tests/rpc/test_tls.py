@@ -21,7 +21,7 @@ def settings_of(tls: TlsSettings) -> ServiceSettings:
 
 
 async def name_at(address: str, tls: TlsSettings) -> str:
-    """The model name a client with these files is told. Each call is a connection of its own."""
+    """The model name that a client with these files receives. Each call is a connection of its own."""
     async with open_channel(address, tls) as channel:
         answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
         return answer.model_name
@@ -38,7 +38,7 @@ async def test_only_certificates_of_the_authority_get_in(tmp_path, authority):
     address = await server.start()
     assert await name_at(address, authority.issue(tmp_path / "client")) == "echo"
 
-    stranger = Authority("somebody else").issue(tmp_path / "stranger", trusted=authority.pem)
+    stranger = Authority("another authority").issue(tmp_path / "stranger", trusted=authority.pem)
     for refused in (TlsSettings(), stranger):
         with pytest.raises(ReplicaUnavailable):
             await name_at(address, refused)

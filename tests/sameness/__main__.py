@@ -1,9 +1,9 @@
 """`python -m tests.sameness`: 1,000 prompts of 128 tokens, speculation on = off through running services.
 
-For each type of numbers the three services are started with the shipped pair, and every prompt is generated with
+For each dtype the three services are started with the shipped pair, and every prompt is generated with
 speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time. Tokens, text and
-log-probabilities must be equal to the last bit; ends with 1 where they are not. `--target` sets what the target service
-runs with: ranks, a small cache, the reuse of prefixes.
+log-probabilities must be equal to the last bit; ends with 1 where they are not. `--target` sets options of the
+target service: ranks, a small cache, prefix caching.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.sameness.comparison import Comparison, compare
-from tests.sameness.generations import LAWS, WAYS, generations
+from tests.sameness.generations import ALL_PARAMS, WAYS, generations
 from tests.support.services import MODELS, running
 
 SHOWN_MAX = 10
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = compared(asked, dtype, target, refusals, console)
         console.print(table_of(found, " ".join([f"{dtype}, {asked.threads} thread(s)", *asked.target])))
         tokens = sum(len(one.on.token_ids) for one in found)
-        cached, evictions = (sum(one.total(name) for one in found) for name in ("cached_prompt_tokens", "evictions"))
+        cached, preempted = (sum(one.total(name) for one in found) for name in ("cached_prompt_tokens", "preemptions"))
         console.print(
             f"{tokens} tokens with speculation and as many without in {time.monotonic() - began_s:.0f} s; "
-            f"{cached} prompt tokens found in the cache, {evictions} evictions, {refusals['refused']} asked for again"
+            f"{cached} cached prompt tokens, {preempted} preemptions, {refusals['refused']} requested again"
         )
         differing = [one for one in found if not one.is_same]
         for one in differing[:SHOWN_MAX]:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compared(
     asked: argparse.Namespace, dtype: str, target: dict[str, str], refusals: Counter[str], console: Console
 ) -> list[Comparison]:
-    """All prompts of one type of numbers, with a bar."""
+    """Returns the comparisons of all prompts with one dtype, with a progress bar."""
     found: list[Comparison] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -93,11 +93,11 @@ def compared(
 
 
 def table_of(found: Sequence[Comparison], title: str) -> Table:
-    """A line per law, and per way to speculate."""
+    """Returns the table with a line per sampling parameters and per way to speculate."""
     table = Table(title=f"Speculation on and off: {title}", title_justify="left")
     for name in ("", "prompts", "tokens", "draft tokens", "accepted", "prompts that differ", "tokens that differ"):
         table.add_column(name, justify="right" if name else "left")
-    groups = [(law, [one for one in found if one.generation.law == law]) for law in LAWS]
+    groups = [(params, [one for one in found if one.generation.params == params]) for params in ALL_PARAMS]
     groups += [(way, [one for one in found if one.generation.way == way]) for way in WAYS]
     for name, own in [*groups, ("all", list(found))]:
         counts = (
@@ -108,7 +108,7 @@ def table_of(found: Sequence[Comparison], title: str) -> Table:
             sum(not one.is_same for one in own),
             sum(one.differing_token_count for one in own),
         )
-        table.add_row(name, *map(str, counts), end_section=name in (list(LAWS)[-1], WAYS[-1]))
+        table.add_row(name, *map(str, counts), end_section=name in (list(ALL_PARAMS)[-1], WAYS[-1]))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Generations with and without speculation through running services, many at a time, and what differed."""
+"""Generations with and without speculation through running services, many at a time, and their differences."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Comparison:
 
     @property
     def differing_token_count(self) -> int:
-        """Places at which the token ids differ; where one text is shorter, its missing places."""
+        """The number of positions at which token ids differ; missing positions of a shorter text included."""
         pairs = itertools.zip_longest(self.on.token_ids, self.off.token_ids)
         return sum(with_draft != without for with_draft, without in pairs)
 
     @property
     def is_same(self) -> bool:
-        """Tokens, text, usage, finish reason and every log-probability are equal."""
+        """Whether tokens, text, usage, finish reason and every log-probability are equal."""
         return self.on.comparable == self.off.comparable
 
     @property
@@ -48,15 +48,15 @@ class Comparison:
         return int(self.on.finished.statistics.num_accepted_draft_tokens)
 
     def total(self, name: str) -> int:
-        """A count of the statistics, both generations together."""
+        """The sum of a count in the statistics of both generations."""
         return sum(int(getattr(one.finished.statistics, name)) for one in (self.on, self.off))
 
     def __str__(self) -> str:
         own = self.generation
         pairs = enumerate(itertools.zip_longest(self.on.token_ids, self.off.token_ids))
-        place = next((index for index, (on, off) in pairs if on != off), None)
-        where = "in what is said of the tokens only" if place is None else f"from output token {place} on"
-        return f"prompt {own.index} ({own.law}, {own.way}, {len(own.prompt)} tokens) differs {where}"
+        first = next((index for index, (on, off) in pairs if on != off), None)
+        where = "in text, log-probabilities or usage only" if first is None else f"from output token {first} on"
+        return f"prompt {own.index} ({own.params}, {own.way}, {len(own.prompt)} tokens) differs {where}"
 
 
 def compare(
@@ -64,7 +64,7 @@ def compare(
 ) -> Iterator[Comparison]:
     """Runs every generation both ways, `width` at a time in a random order that mixes both; yields finished pairs.
 
-    A generation the service has no room for is asked for again; `refused` is called each time.
+    A generation refused for lack of space is requested again; `refused` is called each time.
     """
     tasks = [(generation, speculates) for generation in asked for speculates in (True, False)]
     random.Random(0).shuffle(tasks)
@@ -72,7 +72,10 @@ def compare(
     with ThreadPoolExecutor(width) as pool:
         try:
             running = {
-                pool.submit(generate, client, generation.ask(speculates, max_tokens), refused): (generation, speculates)
+                pool.submit(generate, client, generation.request(speculates, max_tokens), refused): (
+                    generation,
+                    speculates,
+                )
                 for generation, speculates in tasks
             }
             for done in as_completed(running):
@@ -85,15 +88,15 @@ def compare(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def generate(client: Client, ask: dict, refused: Callable[[], None]) -> Outcome:
-    """One generation, asked for again while there is no room, and after a link that a busy machine let go silent.
+def generate(client: Client, request: dict, refused: Callable[[], None]) -> Outcome:
+    """Returns one generation; requests it again while space is missing and after a link was lost on a busy machine.
 
     Its seed makes it the same generation. Raises grpc.RpcError for everything else, and when links are lost on and on.
     """
     lost_count = 0
     while True:
         try:
-            return client.generate(timeout_s=TIMEOUT_S, **ask)
+            return client.generate(timeout_s=TIMEOUT_S, **request)
         except grpc.RpcError as error:
             lost_count += error.code() is grpc.StatusCode.UNAVAILABLE
             if error.code() not in ASKED_AGAIN or lost_count > LOST_COUNT_MAX:

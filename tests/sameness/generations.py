@@ -1,4 +1,4 @@
-"""What is generated: prompts made of the shipped held-out ones, laws whose text must not vary, ways to speculate.
+"""The generations: prompts from the shipped held-out ones, reproducible sampling parameters, ways to speculate.
 
 Every prompt is generated with speculation and without. Pure: the same numbers give the same generations.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench.harness import heldout_prompts
+from specdec.bench.harness import heldout_prompts
 from tests.support.services import MODELS, SHAPES
 
 WINDOW_TOKENS_MIN = 4
 JOINED_MAX = 6  # held-out prompts in one, some 600 tokens: beyond prefill chunks and splits of attention
-LAWS: dict[str, dict[str, Any]] = {
+ALL_PARAMS: dict[str, dict[str, Any]] = {
     "GREEDY": {"temperature": 0.0},
     "COUPLED, 0.7": {"temperature": 0.7},
     "GREEDY, repetition 1.1": {"temperature": 0.0, "repetition_penalty": 1.1},
@@ -28,23 +28,23 @@ WAYS = tuple(name for name in SHAPES if name != "off")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt, a law, and how it speculates when it does."""
+    """One prompt, its sampling parameters and its way to speculate."""
 
     index: int
     prompt: tuple[int, ...]
-    law: str
+    params: str
     way: str
 
-    def ask(self, speculates: bool, max_tokens: int) -> dict[str, Any]:
+    def request(self, speculates: bool, max_tokens: int) -> dict[str, Any]:
         """The arguments of `Client.generate`. A seed of its own makes a sampled text reproducible."""
-        seed = {} if LAWS[self.law]["temperature"] == 0 else {"seed": 1000 + self.index}
+        seed = {} if ALL_PARAMS[self.params]["temperature"] == 0 else {"seed": 1000 + self.index}
         return {
             "prompt": self.prompt,
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "logprobs": 0,
             "speculative": SHAPES[self.way if speculates else "off"],
-            **LAWS[self.law],
+            **ALL_PARAMS[self.params],
             **seed,
         }
 
@@ -58,24 +58,24 @@ def heldout_token_ids() -> list[list[int]]:
 def prompts_of(texts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[tuple[int, ...]]:
     """`count` prompts, none twice: the texts whole, then in turn windows of them, beginnings, and runs of several.
 
-    Beginnings and runs share their first tokens with others, which is what the reuse of cached prefixes lives on.
+    Beginnings and runs share their first tokens with others, so cached prefixes are reused.
     """
     chance = random.Random(seed)
     made: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, texts[:count]))
     while len(made) < count:
-        place = chance.randrange(len(texts))
-        text = texts[place]
+        index = chance.randrange(len(texts))
+        text = texts[index]
         end = chance.randint(min(WINDOW_TOKENS_MIN, len(text)), len(text))
         start = chance.randrange(max(1, end - WINDOW_TOKENS_MIN))
-        joined = [token_id for own in texts[place : place + chance.randint(2, JOINED_MAX)] for token_id in own]
+        joined = [token_id for own in texts[index : index + chance.randint(2, JOINED_MAX)] for token_id in own]
         made[tuple((text[start:end], text[:end], joined)[chance.choices(range(3), (3, 1, 1))[0]])] = None
     return list(made)
 
 
 def generations(count: int) -> list[Generation]:
-    """So many, laws and ways to speculate in all mixtures."""
-    laws = tuple(LAWS)
+    """Returns `count` generations, in all combinations of sampling parameters and ways to speculate."""
+    all_params = tuple(ALL_PARAMS)
     return [
-        Generation(index, prompt, laws[index % len(laws)], WAYS[index // len(laws) % len(WAYS)])
+        Generation(index, prompt, all_params[index % len(all_params)], WAYS[index // len(all_params) % len(WAYS)])
         for index, prompt in enumerate(prompts_of(heldout_token_ids(), count))
     ]

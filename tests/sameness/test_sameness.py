@@ -1,4 +1,4 @@
-"""The long comparison itself: its prompts are what they are said to be, and it sees a difference.
+"""The long comparison itself: its prompts have the documented form, and it detects differences.
 
 That speculation changes nothing is proved by tests/services/test_pair.py for few prompts and by the command for many.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from tests.sameness.__main__ import main, options, table_of
 from tests.sameness.comparison import Comparison
-from tests.sameness.generations import LAWS, WAYS, Generation, generations, heldout_token_ids, prompts_of
+from tests.sameness.generations import ALL_PARAMS, WAYS, Generation, generations, heldout_token_ids, prompts_of
 from tests.support.services import Outcome
 
 
@@ -28,14 +28,14 @@ def test_prompts_are_of_held_out_text_and_none_twice() -> None:
     assert len(beginnings) - len(set(beginnings)) >= 100
 
 
-def test_laws_and_ways_to_speculate_meet() -> None:
-    """Claim: every law is generated with every way to speculate, and a sampled law has a seed of its own."""
+def test_params_and_ways_to_speculate_are_combined() -> None:
+    """Claim: all sampling parameters occur with every way to speculate; each sampled generation has its own seed."""
     asked = generations(48)
-    assert {(one.law, one.way) for one in asked} == {(law, way) for law in LAWS for way in WAYS}
-    seeds = [one.ask(True, 8).get("seed") for one in asked]
+    assert {(one.params, one.way) for one in asked} == {(params, way) for params in ALL_PARAMS for way in WAYS}
+    seeds = [one.request(True, 8).get("seed") for one in asked]
     sampled = [seed for seed in seeds if seed is not None]
     assert len(set(sampled)) == len(sampled) == 24
-    assert asked[0].ask(False, 8)["speculative"] == {"policy": "POLICY_OFF"}
+    assert asked[0].request(False, 8)["speculative"] == {"policy": "POLICY_OFF"}
 
 
 def test_a_difference_is_seen() -> None:
@@ -56,15 +56,16 @@ def test_a_difference_is_seen() -> None:
         one = Comparison(generation, replace(off, **change), off)
         assert (one.is_same, one.differing_token_count) == (not change, tokens)
     assert "from output token 1 on" in str(Comparison(generation, replace(off, token_ids=[7, 1, 9]), off))
-    assert table_of([Comparison(generation, off, off)], "x").row_count == len(LAWS) + len(WAYS) + 1
+    assert table_of([Comparison(generation, off, off)], "x").row_count == len(ALL_PARAMS) + len(WAYS) + 1
 
 
 def test_settings_of_the_target_are_named() -> None:
-    """Claim: what is not NAME=VALUE is refused before anything starts."""
+    """Claim: an option other than NAME=VALUE is refused before anything starts."""
     with pytest.raises(SystemExit):
         options(["--target", "tensor-parallel-size"])
 
 
+@pytest.mark.more
 @pytest.mark.lengthy
 def test_the_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: a few prompts through real services, with a setting passed on to the target, differ nowhere.

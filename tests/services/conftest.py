@@ -15,7 +15,7 @@ TABLE_VOCABULARY_SIZE = 7
 
 @pytest.fixture(scope="session")
 def table_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft table model with clearly different laws."""
+    """A target and a draft table model with clearly different distributions."""
     folder = tmp_path_factory.mktemp("tables")
     write_table_model(folder / "target", TABLE_VOCABULARY_SIZE, seed=1)
     write_table_model(folder / "draft", TABLE_VOCABULARY_SIZE, seed=2)

@@ -1,4 +1,4 @@
-"""Prefix reuse and eviction through the running services: users see them in speed and statistics, never in a text."""
+"""Prefix caching and preemption through the running services: visible in speed and statistics, never in a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE_BYTES_PER_POSITION = 8
 
 
 def retry_after_ms(error: grpc.RpcError) -> int:
-    """What a refusal says of when to try again; fails where it says nothing."""
+    """The retry delay of a refusal; fails where there is none."""
     status = status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
     for detail in status.details:
         retry = error_details_pb2.RetryInfo()
@@ -35,29 +35,29 @@ def outcome_or_refusal(client: Client, **asked) -> Outcome | grpc.RpcError:
         return error
 
 
+@pytest.mark.more
 def test_a_cache_for_eight_and_64_requests(table_models: tuple[Path, Path]) -> None:
-    """Claim: of 64 requests at once, on a cache for eight of their length, every one that is taken in has the text it
-    has alone, those evicted and opened again too; the others are RESOURCE_EXHAUSTED with RetryInfo; afterwards there is
-    room again.
+    """Claim: of 64 requests at once, on a cache for eight of their length, every admitted one has the text it has
+    alone, preempted ones too; the others are RESOURCE_EXHAUSTED with RetryInfo; afterwards requests are admitted.
 
-    Source: reliability.md, "cache for 8, 64 requests". Conclusive: there are evictions, by the statistics of those
-    whose texts are compared.
+    Source: reliability.md, "cache for 8, 64 requests". Conclusive: the statistics of the compared texts count
+    preemptions.
     """
     length = 3 + 237
     block_count = 8 * -(-length // BLOCK_SIZE) + 1
     cache = {"kv_cache_bytes": block_count * BLOCK_SIZE * TABLE_BYTES_PER_POSITION, "block_size": BLOCK_SIZE}
     asked = {"max_tokens": 237, "temperature": 1, "ignore_eos": True}
-    asks = [{"prompt": [1, 2, seed % 5 + 1], "seed": seed, **asked} for seed in range(8)]
+    requests = [{"prompt": [1, 2, seed % 5 + 1], "seed": seed, **asked} for seed in range(8)]
     with running(*table_models, threads=1, **cache) as services:
         client = services.client
         with ThreadPoolExecutor(64) as pool:
-            outcomes = list(pool.map(lambda ask: outcome_or_refusal(client, **ask), asks * 8))
-        alone = [client.generate(**ask).comparable for ask in asks]
+            outcomes = list(pool.map(lambda request: outcome_or_refusal(client, **request), requests * 8))
+        alone = [client.generate(**request).comparable for request in requests]
         taken = [(index % 8, outcome) for index, outcome in enumerate(outcomes) if isinstance(outcome, Outcome)]
         for error in outcomes:
             if isinstance(error, grpc.RpcError):
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_after_ms(error) > 0
-        assert len(taken) >= 8 and sum(outcome.finished.statistics.evictions for _, outcome in taken) > 8
+        assert len(taken) >= 8 and sum(outcome.finished.statistics.preemptions for _, outcome in taken) > 8
         for seed, outcome in taken:
             assert outcome.comparable == alone[seed], f"seed {seed}"
         described = client.stub.Describe(types_pb.DescribeRequest())
@@ -77,18 +77,19 @@ def test_a_request_that_could_never_fit_is_invalid(table_models: tuple[Path, Pat
         assert len(services.client.generate([1, 2], max_tokens=478, ignore_eos=True).token_ids) == 478
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_prefix_that_is_cached_changes_no_text(dtype: str) -> None:
     """Claim: with and without prefix caching every text is the same, logprobs and usage included, with speculation and
-    without; with it, later requests find what earlier ones left, prompts and continuations both.
+    without; with it, later requests find the blocks of earlier ones, prompts and continuations both.
 
-    Source: issue 3, "identical text with and without". Conclusive: the shipped pair; hits are counted in the
-    statistics, so the second runs did stand on what was found; 0 of them without.
+    Requirement: "identical text with and without". Conclusive: the shipped pair; the statistics count the hits, so the
+    second runs did use cached prefixes; 0 hits without caching.
     """
-    asks = [
-        {"prompt": prompt * 3, "max_tokens": 32, "logprobs": 1, "speculative": speculative, **law}
+    requests = [
+        {"prompt": prompt * 3, "max_tokens": 32, "logprobs": 1, "speculative": speculative, **params}
         for prompt in PROMPTS
-        for law in ({"temperature": 0}, {"temperature": 0.8, "seed": 7})
+        for params in ({"temperature": 0}, {"temperature": 0.8, "seed": 7})
         for speculative in (fixed(0), fixed(4))
     ]
     outcomes: dict[bool, list[Outcome]] = {}
@@ -96,11 +97,11 @@ def test_a_prefix_that_is_cached_changes_no_text(dtype: str) -> None:
         own = {"enable_prefix_caching": is_enabled}
         with running(MODELS / "target", MODELS / "draft", threads=1, dtype=dtype, target=own) as services:
             client = services.client
-            outcomes[is_enabled] = [client.generate(**ask) for ask in asks]
+            outcomes[is_enabled] = [client.generate(**request) for request in requests]
             if not is_enabled:
                 continue
             first = outcomes[True][0]
-            longer = client.generate(**asks[0], resume=first.token_ids[:30])
+            longer = client.generate(**requests[0], resume=first.token_ids[:30])
             assert longer.token_ids == first.token_ids[30:]
             assert longer.finished.statistics.cached_prompt_tokens >= first.finished.usage.prompt_tokens // 64 * 64
     assert [one.comparable for one in outcomes[True]] == [one.comparable for one in outcomes[False]]
@@ -112,9 +113,9 @@ def test_a_prefix_that_is_cached_changes_no_text(dtype: str) -> None:
 
 
 def test_tenants_do_not_find_each_others_prefixes(table_models: tuple[Path, Path]) -> None:
-    """Claim: requests of one salt find each other's prefixes and nobody else's; no salt is a salt of its own.
+    """Claim: requests of one salt find each other's prefixes and no others; no salt counts as a salt.
 
-    Source: reliability.md, "no cross-tenant prefix sharing". Conclusive: by the tokens found, request by request.
+    Source: reliability.md, "no cross-tenant prefix sharing". Conclusive: the number of cached tokens of each request.
     """
     prompt = [1, 2, 3, 4] * 50
     with running(*table_models, threads=1, block_size=BLOCK_SIZE) as services:

@@ -1,5 +1,5 @@
-"""SIGTERM under load: real processes, real signals. What runs finishes, what is new is refused, what cannot finish says
-how it is resumed; texts are those of an undisturbed run, byte by byte, and the exit code is 0."""
+"""SIGTERM under load: real processes, real signals. Running requests finish, new ones are refused, the error of an
+unfinished one says how to resume; texts are those of an undisturbed run, byte by byte, and the exit code is 0."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Load:
         return None
 
     def is_running(self, token_count: int = 10) -> bool:
-        """Whether all have so many tokens; fails when one has ended."""
+        """Whether all have `token_count` tokens; fails when one has ended."""
         assert not any(future.done() for future in self.futures), "a generation ended too soon for this test"
         return all(len(outcome.token_ids) >= token_count for outcome in self.outcomes)
 
     def ends(self) -> list[grpc.RpcError | None]:
-        """How each ended, once all have."""
+        """Waits for all and returns the error of each, None where it finished."""
         found = [future.result(100) for future in self.futures]
         self.pool.shutdown()
         return found
@@ -73,7 +73,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def health(address: str) -> int:
-    """What the health service at an address says."""
+    """The answer of the health service at an address."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status
 
@@ -108,7 +108,7 @@ def check_texts(load: Load, expected: list[Outcome]) -> None:
 
 
 def test_a_target_finishes_its_sessions(table_models: tuple[Path, Path], expected: list[Outcome]):
-    """Claim: a target told to stop says NOT_SERVING at once, finishes every session it has, takes no new one, and exits
+    """Claim: a stopping target reports NOT_SERVING at once, finishes every session it has, takes no new one, and exits
     with 0 when the last ends, long before its grace. Meanwhile the coordinator is NOT_SERVING and refuses requests
     UNAVAILABLE with a time to wait. Conclusive: all texts equal those of an undisturbed run."""
     with services(table_models, "target", LONG_S) as started:
@@ -127,8 +127,8 @@ def test_a_target_finishes_its_sessions(table_models: tuple[Path, Path], expecte
 
 @pytest.mark.slow
 def test_a_target_gives_up_what_outlasts_its_grace(table_models: tuple[Path, Path], expected: list[Outcome]):
-    """Claim: what is not finished when the grace is over ends UNAVAILABLE and says how it is resumed; the target exits
-    with 0; on its successor every text goes on where it broke off."""
+    """Claim: a generation not finished within the grace ends UNAVAILABLE and its error says how to resume; the target
+    exits with 0; on its successor every text goes on where it broke off."""
     with services(table_models, "target", 0.0) as started:
         load = Load(started.client)
         until(load.is_running)
@@ -147,7 +147,7 @@ def test_a_target_gives_up_what_outlasts_its_grace(table_models: tuple[Path, Pat
 
 
 def check_resumed(client: Client, load: Load, expected: list[Outcome]) -> None:
-    """What was received and what is resumed are together the expected texts."""
+    """Received and resumed parts together are the expected texts."""
     for seed, outcome in enumerate(load.outcomes):
         rest = client.generate(PROMPT, **ASKED, seed=seed, resume=outcome.token_ids)
         assert outcome.token_ids + rest.token_ids == expected[seed].token_ids
@@ -155,10 +155,10 @@ def check_resumed(client: Client, load: Load, expected: list[Outcome]) -> None:
 
 
 def test_a_draft_finishes_its_sessions(table_models: tuple[Path, Path], expected: list[Outcome]):
-    """Claim: a draft told to stop drafts on for the sessions it has and takes no new one; requests that come meanwhile
-    go on without it; it exits with 0 when the last session ends. Conclusive: a generation begun after the signal has no
-    draft token, those begun before have accepted draft tokens among their last hundred, and all texts are the expected.
-    The draft is the target's own model here, so that it is always right."""
+    """Claim: a stopping draft continues to draft for its sessions and takes no new one; new requests go on without it;
+    it exits with 0 when the last session ends. Conclusive: a generation begun after the signal has no draft token,
+    those begun before have accepted draft tokens among their last hundred, and all texts are as expected. The draft is
+    the target's own model here, so all its tokens are accepted."""
     with services((table_models[0], table_models[0]), "draft", LONG_S) as started:
         load = Load(started.client)
         until(load.is_running)
@@ -177,7 +177,7 @@ def test_a_draft_finishes_its_sessions(table_models: tuple[Path, Path], expected
 
 
 def test_a_coordinator_finishes_its_streams(table_models: tuple[Path, Path], expected: list[Outcome]):
-    """Claim: a coordinator told to stop is NOT_SERVING at once, refuses requests UNAVAILABLE with a time to wait,
+    """Claim: a stopping coordinator is NOT_SERVING at once, refuses requests UNAVAILABLE with a time to wait,
     finishes every stream it has, and exits with 0."""
     with services(table_models, "coordinator", LONG_S) as started:
         load = Load(started.client)

@@ -1,8 +1,8 @@
 """On, off and resumed agree, through the running services, on table models.
 
-The table models' laws differ clearly, so most draft tokens are rejected and every path of the rule is taken. Under
-GREEDY and COUPLED the text is a function of (model, prompt, policy, seed), so equality is the whole claim: one token
-that depended on the draft, on timing or on a cut would show.
+The table models differ clearly, so most draft tokens are rejected and every path of the rule is taken. Under
+GREEDY and COUPLED the text is a function of (model, prompt, policy, seed), so equality is the whole claim: a token
+that depended on the draft, on timing or on a cut would differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_speculation_changes_nothing(table_services: Services, name: str):
 def test_resume_at_every_token_on_a_fresh_coordinator(table_services: Services, policy: str):
     """Claim: cut anywhere, resumed on a coordinator that knows nothing, the pieces concatenate to the whole.
 
-    The text of the cut stream is what was certain with its last token; what was held back comes with the resumed one.
+    The cut stream's text is the part final with its last token; the resumed stream has the part held back.
     """
     asked = {"max_tokens": 24, "ignore_eos": True, **POLICIES[policy]}
     whole = table_services.client.generate(PROMPT, speculative={"enabled": False}, **asked)
@@ -70,9 +70,9 @@ def test_resume_at_every_token_on_a_fresh_coordinator(table_services: Services, 
 
 def test_many_streams_at_once_do_not_meet(table_services: Services):
     """Claim: 16 generations in one batch give what each gives alone."""
-    asks = [{"prompt": [1 + i % 6, 2], "max_tokens": 40, "temperature": 1, "seed": i} for i in range(32)]
-    alone = [table_services.client.generate(**ask, speculative={"enabled": False}) for ask in asks]
-    together = table_services.client.generate_all(asks, width=16)
+    requests = [{"prompt": [1 + i % 6, 2], "max_tokens": 40, "temperature": 1, "seed": i} for i in range(32)]
+    alone = [table_services.client.generate(**request, speculative={"enabled": False}) for request in requests]
+    together = table_services.client.generate_all(requests, width=16)
     assert [outcome.comparable for outcome in together] == [outcome.comparable for outcome in alone]
 
 

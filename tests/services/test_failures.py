@@ -1,4 +1,4 @@
-"""What a user sees when a replica dies, freezes or loses its state: real processes, real signals.
+"""A client's view of a replica that dies, freezes or loses its state: real processes, real signals.
 
 Under GREEDY and COUPLED the text is known from an undisturbed run, so "generation goes on" is checked byte by byte.
 """
@@ -26,7 +26,7 @@ ASKED = {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
 
 @pytest.fixture
 def services(table_models: tuple[Path, Path]) -> Iterator[Services]:
-    """Services of their own for each test: these are harmed."""
+    """Services for one test, which disturbs them."""
     with running(*table_models, threads=1, max_num_seqs=8) as started:
         yield started
 
@@ -96,7 +96,7 @@ def test_drafting_resumes_within_a_running_generation(services: Services, table_
 
 
 def test_a_frozen_draft_costs_a_moment_and_no_token(services: Services):
-    """Claim: SIGSTOP of the draft is waited for once, not once per round; thawed, it is used again."""
+    """Claim: SIGSTOP of the draft is waited for once, not once per round; after SIGCONT it is used again."""
     client = services.client
     expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
     outcome = stream(client, 20, lambda: services.draft.signal(signal.SIGSTOP))
@@ -145,8 +145,8 @@ def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
 
 
 def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[Path, Path]):
-    """Claim (design section 8): a draft whose context is too short drafts as far as it goes, or not at all; the text is
-    the target's, and the draft is not asked again and again: what goes over its link is bounded."""
+    """Claim (design section 8): a draft whose context is too short drafts up to its limit, or not at all; the text is
+    the target's, and requests to the draft are not repeated: the bytes over its link are bounded."""
     with running(*table_models, threads=1, draft={"max_model_len": 16}) as services:
         client = services.client
         asked = {"max_tokens": 200, "temperature": 1, "seed": 5, "ignore_eos": True}
@@ -170,14 +170,14 @@ def test_a_draft_with_another_tokenizer_is_not_used(table_models: tuple[Path, Pa
 
 @pytest.mark.slow
 def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, Path]):
-    """Claim: after 30 s a stalled reader's generation is ended and its place is free; it takes 40 s to see."""
+    """Claim: after 30 s a stalled reader's generation is ended and its slot is free; it takes 40 s to see."""
     with running(*table_models, coordinator={"max_num_seqs": 1}, threads=1) as services:
         client = services.client
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]  # little fits on the way
         channel = grpc.insecure_channel(services.coordinator.address, options=options)
         request = client.request(PROMPT, **{**ASKED, "logprobs": 7}).SerializeToString()
         stalled = channel.unary_stream("/specdec.v1.CoordinatorService/Generate")(request, timeout=300)
-        next(stalled)  # it has the one place
+        next(stalled)  # it has the only slot
 
         def is_free() -> bool:
             try:

@@ -1,4 +1,4 @@
-"""Log lines of three real processes: whose request each is about, and that nothing a user wrote is in any."""
+"""Log lines of three real processes: each names its request, and none contains a user's text."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from specdec.engine.table_model import write_table_model
 from tests.support.services import Client
 
 # Lines that are about the process or a link, not about a request.
-ABOUT_NONE = {"serving", "stopped", "link up", "link down", "the cache holds less than one session of full length"}
+ABOUT_NONE = {
+    "startup",
+    "serving",
+    "stopped",
+    "link up",
+    "link down",
+    "the cache holds less than one session of full length",
+}
 SECRET = "Zebrafinch"
 REQUESTS = 4
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, list[dict]], list[Any], list[str]]]:
-    """What the three services logged, by service, for generations that crowd out each other; their first messages, and
-    the trace ids of two requests that were refused."""
+    """Lines of the three services, by service, for generations that preempt each other; their first messages, and the
+    trace ids of two refused requests."""
     folder = tmp_path_factory.mktemp("logs")
     write_table_model(folder / "target", 7, seed=1)
     write_table_model(folder / "draft", 7, seed=2)
     common: dict[str, Any] = {"port": 0, "log_level": "debug", "drain_grace_s": 1.0}
-    # Room for two texts and a half: older ones take it from younger ones, which are read again.
+    # Space for two texts and a half: younger sessions are preempted by older ones and read again.
     small = {"kv_cache_bytes": 1 << 12, "block_size": 8, "threads": 1}
     target = TargetSettings(model=str(folder / "target"), **common, **small)
     draft = DraftSettings(model=str(folder / "draft"), threads=1, max_model_len=16, **common)
@@ -100,6 +107,6 @@ def test_each_request_begins_and_ends_in_the_coordinators_log(logged):
 def test_nothing_a_user_wrote_is_in_a_line(logged):
     """Claim: prompts, stop strings and salts are in no line of any service, at the most talkative level."""
     lines, _, _ = logged
-    assert {"session evicted", "session opened again"} <= {line["event"] for line in lines["target"]}
+    assert {"session preempted", "session opened again"} <= {line["event"] for line in lines["target"]}
     assert "item refused" in {line["event"] for line in lines["draft"]}, "its context is too short for these texts"
     assert SECRET not in json.dumps(lines) and "<1><2>" not in json.dumps(lines)

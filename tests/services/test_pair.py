@@ -37,7 +37,7 @@ def services(request: pytest.FixtureRequest) -> Iterator[Services]:
         yield started
 
 
-def asks(temperature: float, speculative: dict[str, Any]) -> list[dict[str, Any]]:
+def requests(temperature: float, speculative: dict[str, Any]) -> list[dict[str, Any]]:
     """One generation per prompt, each with another way to end."""
     seeds = {} if temperature == 0 else {"seed": 1234}
     common = {"temperature": temperature, "max_tokens": MAX_TOKENS, "logprobs": 2, "speculative": speculative, **seeds}
@@ -51,7 +51,7 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 @pytest.mark.parametrize(
     ("services", "temperature"),
     [
-        *(("float32", temperature) for temperature in (0, 0.7, 1)),
+        *(pytest.param("float32", temperature, marks=pytest.mark.more) for temperature in (0, 0.7, 1)),
         ("bfloat16", 0),
         *(pytest.param("bfloat16", temperature, marks=pytest.mark.slow) for temperature in (0.7, 1)),
     ],
@@ -60,23 +60,24 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 def test_speculation_changes_nothing(services: Services, temperature: float):
     """Claim: every cell equals its reference in full; draft tokens were offered, and both accepted and rejected."""
     client = services.client
-    reference = [client.generate(**ask) for ask in asks(temperature, SHAPES["off"])]
+    reference = [client.generate(**request) for request in requests(temperature, SHAPES["off"])]
     reasons = {outcome.finished.reason for outcome in reference}
     assert len({outcome.text for outcome in reference}) == len(PROMPTS) and len(reasons) == 2
     drafted = accepted = 0
     ways = [(fixed(draft_length), batch) for draft_length in DRAFT_LENGTHS for batch in BATCHES]
     ways += [(SHAPES[name], BATCHES[-1]) for name in ("chain", "tree", "auto")]
     for speculative, batch in ways:
-        outcomes = client.generate_all(asks(temperature, speculative)[:batch], width=batch)
+        outcomes = client.generate_all(requests(temperature, speculative)[:batch], width=batch)
         assert not differing(outcomes, reference), f"{speculative}, batch {batch}"
         drafted += sum(outcome.finished.statistics.num_draft_tokens for outcome in outcomes)
         accepted += sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
     assert 0 < accepted < drafted
 
 
+@pytest.mark.parametrize("services", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)], indirect=True)
 def test_resume_at_every_token_of_real_text(services: Services):
     """Claim: cut at every token, on a freshly started coordinator, the pieces are the whole, text and logprobs too."""
-    asked = asks(0.7, fixed(4))[5]
+    asked = requests(0.7, fixed(4))[5]
     whole = services.client.generate(**{**asked, "speculative": {"enabled": False}})
     coordinator, client = services.start_coordinator()
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.harness import running
+from specdec.bench.harness import running
 from specdec.cli.processes import arguments_of
 from tests.support.certificates import Authority
 

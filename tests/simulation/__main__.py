@@ -17,7 +17,7 @@ PROGRESS_EVERY = 5000
 
 
 def main() -> int:
-    """Runs what the arguments say; 1 when a property did not hold."""
+    """Runs the command; returns 1 when a property did not hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--schedules", type=int, default=10_000, help="how many random schedules (default 10000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def one(seed: int, is_traced: bool) -> int:
-    """One schedule."""
+    """Runs one schedule."""
     transcript = Transcript()
     report = run_seed(seed, transcript)
     if is_traced:
@@ -43,7 +43,7 @@ def one(seed: int, is_traced: bool) -> int:
 
 
 def many(first: int, count: int) -> int:
-    """Random schedules, and what they held."""
+    """Runs random schedules and prints their tally."""
     tally, began_s = Tally(), time.monotonic()
     for tally in run_many(first, count):
         if tally.count % PROGRESS_EVERY == 0:
@@ -53,7 +53,7 @@ def many(first: int, count: int) -> int:
 
 
 def bugs(schedule_count: int) -> int:
-    """The table of planted bugs."""
+    """Plants each bug and prints the table."""
     found = [hunt(bug, schedule_count) for bug in BUGS]
     print("\n".join(map(str, found)))
     print(f"{sum(1 for one in found if one.schedule)} of {len(found)} found within {schedule_count} schedules each")

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coordinator import rejection
-from coordinator.decode_loop import Generation
-from draft_service import drafter
-from draft_service.cells import Cells
-from draft_service.drafter import Drafter
+from specdec.coordinator import rejection
+from specdec.coordinator.decode_loop import Generation
+from specdec.draft_service import drafter
+from specdec.draft_service.cells import Cells
+from specdec.draft_service.drafter import Drafter
 from specdec.engine.kv_cache import KVCache
 from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
@@ -26,9 +26,9 @@ from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import TokenKind
 from specdec.replica.handler import ItemHandler
-from target_service.room import Room
-from target_service.session import TargetSession
-from target_service.verifier import Verifier
+from specdec.target_service.admission import Admission
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verifier import Verifier
 from tests.simulation.model import TokenStorage
 from tests.simulation.planting import Bug
 
@@ -71,13 +71,13 @@ def add_to(name: str, amount: int) -> Callable[[Any], None]:
 
 
 def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callable]:
-    """A Short of the target is read with other numbers."""
+    """A MissingTokens of the target is read with other numbers."""
 
     def made(real: Callable) -> Callable:
-        def mutant(self: Session, short: Any) -> Any:
+        def mutant(self: Session, missing: Any) -> Any:
             if self.in_flight is None:
                 return []
-            return real(self, replace(short, **{name: value(self) for name, value in changed.items()}))
+            return real(self, replace(missing, **{name: value(self) for name, value in changed.items()}))
 
         return mutant
 
@@ -85,7 +85,7 @@ def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callab
 
 
 def asks_anew(real: Callable) -> Callable:
-    """A verification that is sent again offers what is in hand by then."""
+    """A verification that is sent again offers the draft tokens of that moment."""
 
     def mutant(self: Session, draft_token_ids: Any, rows: Any) -> Any:
         if self.in_flight is None:
@@ -121,12 +121,12 @@ def late_suffix(real: Callable) -> Callable:
 
 
 def next_token(kind: TokenKind, chosen: Callable[..., int | None]) -> Callable[[Callable], Callable]:
-    """The token after the accepted ones is another, `chosen(draft tokens, evidence, accepted count)`."""
+    """The token after the accepted ones is another, `chosen(draft tokens, sampler output, accepted count)`."""
 
     def made(real: Callable) -> Callable:
-        def mutant(rule: Any, draft_token_ids: Any, rows: Any, evidence: Any, draws: Any) -> Any:
-            verdict = real(rule, draft_token_ids, rows, evidence, draws)
-            other = chosen(draft_token_ids, evidence, verdict.accepted_count) if verdict.next_kind is kind else None
+        def mutant(rule: Any, draft_token_ids: Any, rows: Any, output: Any, draws: Any) -> Any:
+            verdict = real(rule, draft_token_ids, rows, output, draws)
+            other = chosen(draft_token_ids, output, verdict.accepted_count) if verdict.next_kind is kind else None
             return verdict if other is None else verdict._replace(next_token_id=other)
 
         return mutant
@@ -144,10 +144,10 @@ def attached(is_meant: Callable[..., bool]) -> Callable[[Callable], Callable]:
 
     def made(real: Callable) -> Callable:
         def mutant(parent: Any, node: Any) -> Any:
-            place = real(parent, node)
+            child = real(parent, node)
             if is_meant(node):
-                parent.proposal, parent.row = place, node.row
-            return place
+                parent.proposal, parent.draft_probs = child, node.draft_probs
+            return child
 
         return mutant
 
@@ -155,7 +155,7 @@ def attached(is_meant: Callable[..., bool]) -> Callable[[Callable], Callable]:
 
 
 def by_position(real: Callable) -> Callable:
-    """Every known parent is taken for the root."""
+    """Every known parent counts as the root."""
 
     def mutant(self: DraftTree, *name: int) -> Any:
         parent, length = real(self, *name)
@@ -165,13 +165,13 @@ def by_position(real: Callable) -> Callable:
 
 
 def nothing_dies(real: Callable) -> Callable:
-    """Places beside the committed path stay alive."""
+    """Nodes beside the committed path stay alive."""
 
     def mutant(self: DraftTree, token_id: int) -> Any:
-        places = list(self.root.below())
+        nodes = list(self.root.below())
         child = real(self, token_id)
-        for place in places:
-            place.alive = True
+        for node in nodes:
+            node.alive = True
         return child
 
     return mutant
@@ -192,8 +192,8 @@ def root_stays(is_meant: Callable[[bool], bool]) -> Callable[[Callable], Callabl
     return made
 
 
-def believe_told(session: Session) -> None:
-    """The draft is taken to know the text although it was opened anew."""
+def assume_known(session: Session) -> None:
+    """The draft is assumed to know the text although it was opened anew."""
     if session._draft_known_length == 0 and session.draft_incarnation > 1:
         session._draft_known_length = len(session.committed) - 1
 
@@ -206,7 +206,7 @@ def wait_ends_in_nothing(self: Session, wait_index: int) -> list:
 
 
 def fed(effect: Callable[[Any, Any], None]) -> Callable[[Callable], Callable]:
-    """What the target feeds is changed: `effect(feed, session)`."""
+    """The target's feed is changed: `effect(feed, session)`."""
 
     def made(real: Callable) -> Callable:
         def mutant(self: Verifier, session: TargetSession) -> None:
@@ -219,7 +219,7 @@ def fed(effect: Callable[[Any, Any], None]) -> Callable[[Callable], Callable]:
 
 
 def is_always_current(feed: Any) -> None:
-    """The feed runs whatever became of its session."""
+    """The feed runs after its session moved on."""
     feed.is_current = lambda: True
 
 
@@ -229,7 +229,7 @@ def with_other_noise(feed: Any, session: TargetSession) -> None:
 
 
 def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """`of(*arguments)` has after the method, which changes its attribute `name`, what it had before."""
+    """After the method, attribute `name` of `of(*arguments)` has its value from before."""
 
     def made(real: Callable) -> Callable:
         def mutant(*arguments: Any) -> Any:
@@ -245,27 +245,29 @@ def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]
 
 
 def likeliest_offered(real: Callable) -> Callable:
-    """The likeliest child is offered with the row that another was drawn from."""
+    """The likeliest child is offered with the draft distribution of another."""
 
     def mutant(self: Growth, node: Any, name: int, guesses: Any, row: Any, *cell: int) -> DraftNode:
         sent = real(self, node, name, guesses, row, *cell)
-        return DraftNode(sent.node, sent.parent, max(guesses, key=lambda guess: guess[1])[0], True, row)
+        return DraftNode(sent.node_id, sent.parent_id, max(guesses, key=lambda guess: guess[1])[0], True, row)
 
     return mutant
 
 
 def unlikely_unsent(real: Callable) -> Callable:
-    """Which drawn child is sent depends on what was drawn."""
+    """The drawn token decides whether it is sent."""
 
     def mutant(self: Drafter, session: Any, *counts: int) -> None:
-        session.grown[:] = [n for n in session.grown if n.row is None or n.token_id == min(n.row.token_ids)]
+        session.grown[:] = [
+            n for n in session.grown if n.draft_probs is None or n.token_id == min(n.draft_probs.token_ids)
+        ]
         real(self, session, *counts)
 
     return mutant
 
 
 def sent_twice(real: Callable) -> Callable:
-    """What was sent is sent with the next step too."""
+    """Sent nodes are sent again with the next step."""
 
     def mutant(self: Drafter, session: Any, *counts: int) -> None:
         grown = list(session.grown)
@@ -292,7 +294,7 @@ def sees_siblings(real: Callable) -> Callable:
 
 
 def unheld(real: Callable) -> Callable:
-    """Blocks that are adopted have one holder too few."""
+    """Matched blocks have one holder too few."""
 
     def mutant(self: KVCache, table: Any, token_ids: Any) -> int:
         length = real(self, table, token_ids)
@@ -303,22 +305,22 @@ def unheld(real: Callable) -> Callable:
     return mutant
 
 
-def kept_too(real: Callable) -> Callable:
-    """Blocks that are adopted are still there for the taking."""
+def still_evictable(real: Callable) -> Callable:
+    """Matched blocks stay evictable."""
 
     def mutant(self: KVCache, table: Any, token_ids: Any) -> int:
-        kept = dict(self._kept)
+        evictable = dict(self._evictable)
         length = real(self, table, token_ids)
-        self._kept |= {block_id: None for block_id in table.block_ids if block_id in kept}
+        self._evictable |= {block_id: None for block_id in table.block_ids if block_id in evictable}
         return length
 
     return mutant
 
 
 def never_again(real: Callable) -> Callable:
-    """A session that found no room once finds none any more."""
+    """A session that once lacked blocks is not tried again."""
 
-    def mutant(self: Room, session: Any) -> bool:
+    def mutant(self: Admission, session: Any) -> bool:
         return (self._tried is None or self._tried[0] is not session) and real(self, session)
 
     return mutant
@@ -350,13 +352,13 @@ def taken_last(real: Callable) -> Callable:
 
 FENCES = (
     Bug(
-        "evidence of another round is accepted",
+        "a result of another round is accepted",
         Session,
         "expects",
         instead(lambda self, answer: self.in_flight and answer.incarnation == self.in_flight.incarnation),
     ),
     Bug(
-        "evidence of another incarnation is accepted",
+        "a result of another incarnation is accepted",
         Session,
         "expects",
         instead(lambda self, answer: self.in_flight and answer.round_index == self.in_flight.round_index),
@@ -364,20 +366,14 @@ FENCES = (
     Bug(
         "the draft's answers are not fenced",
         Session,
-        "_hears_draft",
+        "_is_current_draft",
         instead(lambda self, incarnation: self.has_draft and not self.finished),
     ),
     Bug(
-        "a late Short of the target is answered again",
+        "a late MissingTokens of the target is answered again",
         Session,
-        "on_target_short",
+        "on_target_missing",
         short_as(incarnation=lambda session: session.in_flight.incarnation),
-    ),
-    Bug(
-        "the index of a wait is ignored",
-        Session,
-        "on_wait_expired",
-        lambda real: lambda self, wait_index: real(self, self.wait_index),
     ),
     Bug(
         "a replica carries out items of an older incarnation",
@@ -392,18 +388,18 @@ FENCES = (
         lambda real: lambda self, stream, item: real(self, stream, replace(item, incarnation=UINT32_MAX)),
     ),
     Bug("a feed runs though its session moved on", Verifier, "_feed", fed(lambda feed, _: is_always_current(feed))),
-    Bug("a round asked again is answered from other noise", Verifier, "_feed", fed(with_other_noise)),
+    Bug("a round requested again is answered from other noise", Verifier, "_feed", fed(with_other_noise)),
 )
 
 ROUNDS = (
     Bug("the round index does not advance", Session, "_commit", after(add_to("round_index", -1))),
     Bug(
-        "a Short is answered by the assumed length",
+        "a MissingTokens is answered by the assumed length",
         Session,
-        "on_target_short",
+        "on_target_missing",
         short_as(known_length=lambda session: len(session.committed)),
     ),
-    Bug("after a Short the round is asked with other tokens", Session, "_send_verification", asks_anew),
+    Bug("after a MissingTokens the round is requested with other tokens", Session, "_send_verification", asks_anew),
     Bug(
         "the target is believed to know the newest tokens",
         Session,
@@ -416,27 +412,25 @@ ROUNDS = (
         "the bonus token is skipped",
         rejection,
         "decide",
-        next_token(TokenKind.BONUS, lambda drafted, evidence, accepted: drafted[-1] if drafted else None),
+        next_token(TokenKind.BONUS, lambda drafted, output, accepted: drafted[-1] if drafted else None),
     ),
     Bug(
-        "a rejected token is replaced by its neighbour's correction",
+        "a rejected token is replaced by its neighbour's recovered token",
         rejection,
         "decide",
-        next_token(
-            TokenKind.CORRECTION, lambda drafted, evidence, accepted: evidence.replacement_token_ids[accepted + 1]
-        ),
+        next_token(TokenKind.RECOVERED, lambda drafted, output, accepted: output.recovered_token_ids[accepted + 1]),
     ),
     Bug(
-        "the draws of the test share the noise of the replacement",
+        "the draws of the test share the noise of the recovered token",
         rejection,
         "uniform",
         lambda real: lambda seed, lane, round_index, position: real(seed, Lane.NEXT, round_index, position),
     ),
     Bug(
-        "rows are shifted by one",
+        "draft distributions are shifted by one",
         DraftTree,
-        "proposal_rows",
-        instead(lambda self, length: tuple(place.row for place in self.proposal_path(length) if place.row)),
+        "proposal_probs",
+        instead(lambda self, length: tuple(n.draft_probs for n in self.proposal_path(length) if n.draft_probs)),
     ),
     Bug(
         "the last token of a round is not emitted",
@@ -454,7 +448,7 @@ ROUNDS = (
         "the loss of the target goes unnoticed",
         Generation,
         "on_down",
-        lambda real: lambda self, replica, reason: real(self, replica, reason) if replica is self._draft else None,
+        lambda real: lambda self, replica: real(self, replica) if replica is self._draft else None,
     ),
 )
 
@@ -462,7 +456,7 @@ TREE = (
     Bug("a second proposal child replaces the first", DraftTree, "_attach", attached(lambda node: node.proposal)),
     Bug("a branch child is offered", DraftTree, "_attach", attached(lambda node: not node.proposal)),
     Bug("a late node is filed by position, not by path", DraftTree, "_parent", by_position),
-    Bug("dead places stay usable", DraftTree, "_descend", nothing_dies),
+    Bug("dead nodes stay usable", DraftTree, "_descend", nothing_dies),
     Bug("a commit does not re-root", DraftTree, "commit", root_stays(lambda inside: True)),
     Bug("a commit outside the tree keeps it", DraftTree, "commit", root_stays(lambda inside: not inside)),
     Bug(
@@ -482,7 +476,7 @@ TREE = (
         "on_draft_up",
         before(lambda session: setattr(session, "draft_incarnation", 0)),
     ),
-    Bug("a draft that comes back is not told the text", Session, "_commit_to_draft", before(believe_told)),
+    Bug("a draft that comes back does not receive the text", Session, "_commit_to_draft", before(assume_known)),
     Bug(
         "a lost draft is waited for",
         Session,
@@ -491,7 +485,7 @@ TREE = (
     ),
     Bug("a draft that comes back is not used", Generation, "on_up", instead(lambda self, replica: None)),
     Bug(
-        "the draft is not told of the end",
+        "the draft does not receive the end",
         Session,
         "end",
         lambda real: lambda self: [action for action in real(self) if not isinstance(action, ToDraft)],
@@ -539,25 +533,25 @@ CACHE = (
     Bug("cells of nodes left behind are lost", Cells, "give_back", instead(lambda self, cells: None)),
 )
 
-ROOM = (
-    Bug("who adopts a block does not hold it", KVCache, "adopt", unheld),
-    Bug("an adopted block can be taken", KVCache, "adopt", kept_too),
+SPACE = (
+    Bug("a matched block has no holder", KVCache, "match_prefix", unheld),
+    Bug("a matched block is evictable", KVCache, "match_prefix", still_evictable),
     Bug(
-        "a block is published one too early",
+        "a block is cached one too early",
         KVCache,
-        "publish",
+        "cache_prefix",
         lambda real: lambda self, table, token_ids, length: real(self, table, token_ids, table.length + 7),
     ),
-    Bug("an evicted session is taken for cached", KVCache, "vacate", keeping("length", lambda self, table: table)),
-    Bug("the feed of an evicted session runs", Room, "_evict", keeping("feed", lambda self, session: session)),
+    Bug("a preempted session counts as cached", KVCache, "free", keeping("length", lambda self, table: table)),
+    Bug("the feed of a preempted session runs", Admission, "_preempt", keeping("feed", lambda self, session: session)),
     Bug(
-        "what an evicted session was asked is forgotten",
-        Room,
-        "_evict",
+        "the request of a preempted session is forgotten",
+        Admission,
+        "_preempt",
         lambda real: lambda self, session: (real(self, session), self.waiting.discard(session))[1],
     ),
-    Bug("who waits for room is forgotten", Room, "next_waiting", instead(lambda self: None)),
-    Bug("who found no room never looks again", Room, "_reopen", never_again),
+    Bug("a waiting session is forgotten", Admission, "next_waiting", instead(lambda self: None)),
+    Bug("a session without space is never tried again", Admission, "_reopen", never_again),
 )
 
 TIMES = (
@@ -575,14 +569,14 @@ TIMES = (
         lambda real: lambda self: [] if self.waiting else real(self),
     ),
     Bug(
-        "what a policy switches on again is not told the text",
+        "a draft switched on again does not receive the text",
         Session,
         "_commit_to_draft",
         after(lambda session: add_to("_draft_known_length", not session.plan.window)(session)),
     ),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *ROOM, *TIMES)
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES)
 
-# Not a bug: which of the free cells a node takes changes where its keys lie, and nothing that anybody reads.
+# Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)

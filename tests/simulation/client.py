@@ -2,7 +2,7 @@
 
 A generation is the real `coordinator.decode_loop.Generation` over the real session; only the event loop and the
 replicas it is given are simulated. A client reads what it emits, and when a generation is lost, with its target or its
-coordinator, it asks again with what it has received. It sees that nothing is wrong, doubled or missing.
+coordinator, it resumes after the tokens received. It checks that no token is wrong, doubled or missing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.decode_loop import Generation
-from coordinator.figures import Figures, RequestFigures
-from coordinator.output import Ending, Walked
-from coordinator.speculation import Speculation
 from specdec.config import CoordinatorSettings
+from specdec.coordinator.decode_loop import Generation
+from specdec.coordinator.output import Ending, Walked
+from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.policy.policy import FixedPolicy, Policy
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.report import Delta, Finished, Started
-from specdec.protocol.request import Ask, SamplingPolicy
+from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.session import Session
-from specdec.protocol.types import FinishReason, Law, Rule
+from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import VOCABULARY_SIZE
 from tests.simulation.network import SimulatedReplica
@@ -46,7 +46,7 @@ class Choosing(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a client asks for: a text of `output_length` tokens, ended there by a stop or by `max_tokens`."""
+    """A client's request: a text of `output_length` tokens, ended there by a stop or by `max_tokens`."""
 
     table: int
     rule: Rule
@@ -59,22 +59,22 @@ class Order:
     def policy_of(self, attempt: int, speculation: Speculation) -> Policy:
         """The policy of one generation."""
         if self.policy is Choosing.AUTO:
-            sampling = SamplingPolicy(
+            sampling = SamplingParams(
                 temperature=0.0 if self.rule is Rule.GREEDY else 1.0,
                 seed=self.seed if self.rule is Rule.COUPLED else None,
             )
-            return speculation.policy(Ask(token_ids=self.prompt, sampling=sampling), self.rule)
+            return speculation.policy(GenerationRequest(token_ids=self.prompt, sampling=sampling), self.rule)
         return WanderingPolicy(self.seed + 1000 * attempt) if self.policy is Choosing.WANDERING else self.policy
 
-    def law(self, attempt: int) -> Law:
-        """The law in force; without a seed each attempt draws another."""
+    def params(self, attempt: int) -> ResolvedSamplingParams:
+        """The resolved sampling parameters; without a seed each attempt draws another."""
         seed = hash64(self.seed, Lane.NEXT, attempt, 0) if self.rule is Rule.REJECTION else self.seed
-        return Law(self.rule, seed, len(self.prompt), 0.0 if self.rule is Rule.GREEDY else 1.0)
+        return ResolvedSamplingParams(self.rule, seed, len(self.prompt), 0.0 if self.rule is Rule.GREEDY else 1.0)
 
 
 @dataclass(slots=True)
 class Walker:
-    """Stands for `coordinator.output.OutputWalker`: the text ends after `output_length` tokens, whatever they are."""
+    """Stands for `coordinator.output.OutputWalker`: the text ends after any `output_length` tokens."""
 
     output_length: int
     max_tokens: int
@@ -82,10 +82,26 @@ class Walker:
 
     def walk(self, token_ids: tuple[int, ...]) -> Walked:
         """As `OutputWalker.walk`, with a letter for each token."""
-        kept_count = min(len(token_ids), self.output_length - self.count)
-        self.count += kept_count
+        count = min(len(token_ids), self.output_length - self.count)
+        self.count += count
         reason = FinishReason.LENGTH if self.count == self.max_tokens else FinishReason.STOP
-        return Walked(("x",) * kept_count, Ending(reason) if self.count == self.output_length else None)
+        return Walked(("x",) * count, Ending(reason) if self.count == self.output_length else None)
+
+
+@dataclass(slots=True)
+class Timer:
+    """A timer of the event loop."""
+
+    function: Callable[[int], None] | None
+
+    def run(self, wait_index: int) -> None:
+        """Its time has come."""
+        if self.function is not None:
+            self.function(wait_index)
+
+    def cancel(self) -> None:
+        """As `asyncio.TimerHandle.cancel`."""
+        self.function = None
 
 
 @dataclass(slots=True)
@@ -95,10 +111,12 @@ class Loop:
     clock: Clock
     wait_ends_s: dict[int, float] = field(default_factory=dict)
 
-    def call_later(self, delay_s: float, function: Callable[..., None], wait_index: int) -> None:
+    def call_later(self, delay_s: float, function: Callable[..., None], wait_index: int) -> Timer:
         """As an event loop's; a generation has no other timers than its waits."""
         self.wait_ends_s[wait_index] = self.clock.now_s + delay_s
-        self.clock.call_later(delay_s, function, wait_index)
+        timer = Timer(function)
+        self.clock.call_later(delay_s, timer.run, wait_index)
+        return timer
 
     def time(self) -> float:
         """As an event loop's."""
@@ -124,14 +142,14 @@ class Coordinator:
         number = next(self.numbers)
         walker = Walker(order.output_length, order.max_tokens)
         resumed = walker.walk(tuple(output))
-        law = order.law(attempt)
+        params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
         session = Session(
-            number, law, length_max, VOCABULARY_SIZE, order.policy_of(attempt, self.speculation), committed
+            number, params, length_max, VOCABULARY_SIZE, order.policy_of(attempt, self.speculation), committed
         )
-        started = Started("", law.seed, law.rule, len(order.prompt), order.max_tokens)
-        request = RequestFigures(Figures(), NO_TRACE, "")
+        started = Started("", params.seed, params.rule, len(order.prompt), order.max_tokens)
+        request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
         loop = Loop(self.clock)
         asyncio._set_running_loop(loop)
         try:
@@ -149,7 +167,7 @@ class Coordinator:
         self.generations.pop(generation._session.number, None)
 
     def crash(self) -> None:
-        """The process is gone; nobody is told but the peers of its connections."""
+        """The process is gone; only the peers of its connections notice."""
         self.is_alive = False
         self.generations.clear()
         self.target.crash()
@@ -158,7 +176,7 @@ class Coordinator:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Reads one text to its end. `on_tokens(tokens)` is told of all tokens after each delta."""
+    """Reads one text to its end. `on_tokens(self)` is called after each delta."""
 
     clock: Clock
     order: Order
@@ -171,39 +189,39 @@ class Client:
     is_done: bool = False
     is_reading: bool = False
 
-    def ask(self) -> None:
-        """Sends the request, again and again until it is taken."""
+    def request(self) -> None:
+        """Sends the request, repeatedly until it is admitted."""
         coordinator = self.current_coordinator()
         if not coordinator.is_alive or not coordinator.target.is_up:
             self.clock.is_remote = True
-            self.clock.call_later(RETRY_S, self.ask)
+            self.clock.call_later(RETRY_S, self.request)
             return
         self.coordinator = coordinator
         self.generation = coordinator.generate(self.order, self.output, self.attempt)
         self.attempt += 1
 
     def look(self) -> None:
-        """Called after every event: what was emitted is read a little later, or never where its coordinator dies."""
+        """Called after every event: emitted deltas are read a little later, or never where the coordinator dies."""
         generation = self.generation
         if generation is None or self.is_reading or self.is_done:
             return
         if not self.coordinator.is_alive:
-            self._ask_again()
+            self._request_again()
         elif generation._undelivered:
             self.is_reading = True
             self.clock.call_later(READ_S, self._read, generation)
 
     def cancel(self) -> bool:
-        """Goes away and comes back; False when there is nothing to cancel."""
+        """Cancels and requests again; False when there is nothing to cancel."""
         if self.generation is None or self.is_done or not self.coordinator.is_alive:
             return False
         self.coordinator.end(self.generation)
-        self._ask_again()
+        self._request_again()
         return True
 
-    def _ask_again(self) -> None:
+    def _request_again(self) -> None:
         self.generation = self.coordinator = None
-        self.clock.call_later(RETRY_S, self.ask)
+        self.clock.call_later(RETRY_S, self.request)
 
     def _read(self, generation: Generation) -> None:
         self.is_reading = False
@@ -218,7 +236,7 @@ class Client:
                 return
             elif isinstance(event, (ReplicaUnavailable, CacheExhausted)):
                 self.coordinator.end(generation)
-                self._ask_again()
+                self._request_again()
                 return
             elif isinstance(event, Exception):
                 raise Violation(f"a request failed: {event!r}")

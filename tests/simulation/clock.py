@@ -1,6 +1,6 @@
-"""Virtual time: a heap of things to come, and the clocks that the driven classes read.
+"""Virtual time: a heap of events, and the clocks that the driven classes read.
 
-It runs as fast as Python does; ties go to what was arranged first, so a run repeats.
+It runs as fast as Python does; ties go to the event scheduled first, so a run repeats.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Violation(BaseException):
 
 
 class Clock:
-    """Seconds since the start of the run, and what is still to come."""
+    """Seconds since the start of the run, and the events to come."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.is_remote = False  # what happens now touches no session of a coordinator
+        self.is_remote = False  # the current event touches no session of a coordinator
         self.in_step_s = 0.0  # how far a step of an engine, which computes at once, has come
         self._coming: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._count = 0
@@ -30,7 +30,7 @@ class Clock:
         heapq.heappush(self._coming, (self.now_s + max(0.0, delay_s), self._count, function, arguments))
 
     def advance(self) -> bool:
-        """Runs the next of what is to come; False when nothing is."""
+        """Runs the next event; False when there is none."""
         if not self._coming:
             return False
         self.is_remote = False
@@ -39,5 +39,5 @@ class Clock:
         return True
 
     def perf_counter(self) -> float:
-        """What the stop watches and monotonic clocks of the driven classes say."""
+        """The time of the driven classes' stop watches and monotonic clocks."""
         return self.now_s + self.in_step_s

@@ -1,7 +1,7 @@
-"""What goes wrong, and when: faults strike at points of a run, and count only when they had an effect.
+"""Faults and their times: they strike at points of a run, and count only when they had an effect.
 
 Every item that leaves a coordinator or a process is a point, and so is every step a process begins. A plan says which
-fault is due at which point; one that does nothing there (a lost reply where an item is asked) waits for the next point.
+fault is due at which point; one that does nothing there (a lost reply where a request leaves) waits for the next point.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Fault(enum.Enum):
     DUPLICATE = "an item arrives twice, or again much later"
     DELAY = "an item, and all behind it, arrives late"
     REORDER = "an item is overtaken by those behind it"
-    DROP = "the connection is lost with an item that asks"
+    DROP = "the connection is lost with a request"
     REPLY_LOST = "the connection is lost with an answer"
     CRASH_BEFORE = "a process dies before an item, or a step, is done"
-    CRASH_AFTER = "a process dies when it has done it and nobody knows"
+    CRASH_AFTER = "a process dies after it, before its answer leaves"
     CRASH_BOTH = "draft and target die"
     FREEZE = "a process stops and goes on later"
     PARTITION = "nothing gets through, and later all of it does, unless the link was given up"
     SLOW = "a process computes many times slower for a while"
-    FORGET = "a process drops a session, as an eviction does"
+    FORGET = "a process drops a session, as a preemption does"
     STALE = "an answer arrives after its session was dropped and opened again"
-    CANCEL = "a client goes away, and comes back with what it received"
+    CANCEL = "a client cancels, and resumes after the tokens it received"
     COORDINATOR_CRASH = "the coordinator dies; its clients come back"
 
 
 class Plan(Protocol):
-    """Says which fault is due."""
+    """A plan of faults."""
 
     def due(self, point: int) -> Fault | None:
-        """The fault to strike at this point, should it have an effect."""
+        """The fault to strike at this point, if it has an effect there."""
 
     def struck(self, point: int) -> None:
-        """It had one."""
+        """Notes that the fault had an effect."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class OneFault:
 class RandomFaults:
     """`count` faults of some kinds, a random gap of at most `gap_max` points between two.
 
-    Few kinds at a time make what takes several of one kind likelier than any mixture of all would.
+    With few kinds at a time, several faults of one kind are likelier than with a mixture of all.
     """
 
     rng: random.Random
@@ -129,16 +129,16 @@ class Faults:
         """The number of the point reached, from 1."""
         return len(self.points)
 
-    def on_carry(self, stream: Stream, item: Any, is_ask: bool) -> Carriage:
+    def on_carry(self, stream: Stream, item: Any, is_request: bool) -> Carriage:
         """An item is about to leave."""
-        self.points.append(f"{'ask' if is_ask else 'answer'} {type(item).__name__}")
+        self.points.append(f"{'ask' if is_request else 'answer'} {type(item).__name__}")
         fault = self.plan.due(self.point)
         if fault is None:
             return CARRIED
         if fault in (Fault.DUPLICATE, Fault.DELAY, Fault.REORDER, Fault.STALE, Fault.DROP, Fault.REPLY_LOST):
-            carriage = self._spoil(fault, stream, item, is_ask)
+            carriage = self._spoil(fault, stream, item, is_request)
         else:
-            carriage = self._strike_at_item(fault, stream, item, is_ask)
+            carriage = self._strike_at_item(fault, stream, item, is_request)
         return carriage or CARRIED
 
     def on_step(self, process: Process) -> None:
@@ -163,12 +163,12 @@ class Faults:
         self.world.note(f"FAULT {fault.name} for {heals_in_s:.3f} s:", what)
 
     def _while(self) -> float:
-        """How long something lasts: mostly shorter, at times longer, than it takes to be noticed."""
+        """A duration: mostly shorter, at times longer, than the time until the fault is noticed."""
         return self.rng.choice(LASTING_S) * self.rng.uniform(0.5, 1.1)
 
-    def _spoil(self, fault: Fault, stream: Stream, item: Any, is_ask: bool) -> Carriage | None:
+    def _spoil(self, fault: Fault, stream: Stream, item: Any, is_request: bool) -> Carriage | None:
         """Faults of single items."""
-        rng, pipe = self.rng, stream.asks if is_ask else stream.answers
+        rng, pipe = self.rng, stream.requests if is_request else stream.answers
         late_s = rng.choice((0.0, 0.001, 0.01, 0.05, 0.3))
         if fault is Fault.DUPLICATE:
             late_s = 0.0 if isinstance(item, Open) else late_s  # see the package docstring for this limit
@@ -183,27 +183,27 @@ class Faults:
             late_s = max(late_s, 0.0005)
             self._struck(fault, late_s, item)
             return Carriage(held_s=late_s)
-        if fault is Fault.STALE and not is_ask and self.world.forget(stream.process, stream, item.session, True):
+        if fault is Fault.STALE and not is_request and self.world.forget(stream.process, stream, item.session, True):
             late_s = rng.choice((0.01, 0.05, 0.3))
             self._struck(fault, late_s, item)
             return Carriage(held_s=late_s)
-        if fault is (Fault.DROP if is_ask else Fault.REPLY_LOST):
+        if fault is (Fault.DROP if is_request else Fault.REPLY_LOST):
             here_s, there_s = rng.choice((0.0, 0.02, SILENT_S)), rng.choice((0.0, 0.02, SILENT_S))
             self._struck(fault, max(here_s, there_s), item)
             self.world.lose(stream, here_s, there_s)
             return LOST
         return None
 
-    def _strike_at_item(self, fault: Fault, stream: Stream, item: Any, is_ask: bool) -> Carriage | None:
+    def _strike_at_item(self, fault: Fault, stream: Stream, item: Any, is_request: bool) -> Carriage | None:
         """Faults of processes and links, timed by an item."""
         process, world = stream.process, self.world
         if fault is Fault.CRASH_BEFORE:
             self._struck(fault, 0.0, process)
-            world.crash(process, stream.asks.latency_s if is_ask else 0.0)
-            return CARRIED if is_ask else LOST
+            world.crash(process, stream.requests.latency_s if is_request else 0.0)
+            return CARRIED if is_request else LOST
         if fault is Fault.CRASH_AFTER:
             self._struck(fault, 0.0, process)
-            if is_ask:
+            if is_request:
                 process.dies_after = item
             else:
                 world.clock.call_later(0.0, world.crash, process)

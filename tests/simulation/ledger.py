@@ -1,7 +1,7 @@
-"""What was ever computed, named, offered and answered in a run, and the properties it must have.
+"""Record of everything computed, named, offered and answered in a run, and the properties it must have.
 
-It is told of everything and believes nobody: paths are put together from names and from committed tokens, never taken
-from whoever reports them. Any property that does not hold raises Violation.
+It sees every event and trusts no reported path: paths follow from names and committed tokens alone. Any property that
+does not hold raises Violation.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.evidence import EvidenceRequest
 from specdec.decoding.proposal import Proposal, ProposalRequest
+from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.items import Commit, Extend, Nodes, Verification
 from specdec.protocol.session import Session
-from specdec.protocol.types import Evidence, Row, Rule
+from specdec.protocol.types import DraftProbs, Rule, SamplerOutput
 from tests.simulation.client import Client, Order
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
     CachedRows,
     cached_paths,
-    evidence_at,
+    output_at,
     plain_text,
     proposal_after,
     verification_paths,
 )
 from tests.simulation.watched import Path, Watched, is_stale, state_of
 
-Drawn = tuple[int, Path, int, Row | None]  # seed, path, and the token proposed after it from this row
+Drawn = tuple[int, Path, int, DraftProbs | None]  # seed, path, the token proposed after it, its distribution
 
 
 def span_of(item: Any) -> tuple[int, int]:
@@ -45,7 +45,7 @@ class Ledger:
 
     table: int
     sessions: dict[tuple[Any, int], Watched] = field(default_factory=dict)
-    proposals: dict[tuple[int, Path], list[tuple[int, Row | None]]] = field(default_factory=dict)
+    proposals: dict[tuple[int, Path], list[tuple[int, DraftProbs | None]]] = field(default_factory=dict)
     names: dict[tuple, Path] = field(default_factory=dict)
     reach: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     sent_length: dict[tuple, int] = field(default_factory=dict)
@@ -69,39 +69,41 @@ class Ledger:
             watched.check(now_s)
         self.live = [watched for watched in self.live if not watched.session.finished]
 
-    def evidence(self, requests: Sequence[EvidenceRequest], counts: Sequence[int], rows: CachedRows) -> list[Evidence]:
-        """The evidence function of the target's engine. A round has one content and one answer, for ever."""
+    def sampler(
+        self, requests: Sequence[VerificationRequest], counts: Sequence[int], rows: CachedRows
+    ) -> list[SamplerOutput]:
+        """The sampler of the target's engine. A round always has one content and one answer."""
         results, start = [], 0
         for request, count in zip(requests, counts):
             paths = cached_paths(rows[start : start + count], verification_paths(request))
             start += count
-            found = evidence_at(self.table, request, paths)
-            name = request.law.seed, request.round_index
-            content = tuple(request.committed), request.draft_token_ids, request.rows
-            if request.law.rule is Rule.REJECTION and self.rounds.setdefault(name, (content, found)) != (
+            found = output_at(self.table, request, paths)
+            name = request.params.seed, request.round_index
+            content = tuple(request.committed), request.draft_token_ids, request.draft_probs
+            if request.params.rule is Rule.REJECTION and self.rounds.setdefault(name, (content, found)) != (
                 content,
                 found,
             ):
                 raise Violation(
                     f"round {name[1]} has two contents or answers: {self.rounds[name]} and {content, found}"
                 )
-            self.check_offer(request.law.seed, content[0], request.draft_token_ids, request.rows)
+            self.check_offer(request.params.seed, content[0], request.draft_token_ids, request.draft_probs)
             results.append(found)
         return results
 
     def propose(
         self, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
     ) -> list[list[Proposal]]:
-        """The evidence function of the draft's engine. Every proposal is entered, and must be sent."""
+        """The sampler of the draft's engine. Every proposal is recorded, and must be sent."""
         results = []
         requests = [request for payload in payloads for request in payload]
         paths = cached_paths(rows, [request.path for request in requests])
         for request, path in zip(requests, paths):
             proposal = proposal_after(self.table, request, path)
-            if request.law.rule is Rule.REJECTION and request.draw_bits in self.draws:
+            if request.params.rule is Rule.REJECTION and request.draw_bits in self.draws:
                 raise Violation(f"the draw after {path} was used before")
             self.draws.add(request.draw_bits)
-            entry = request.law.seed, tuple(path), proposal.token_id, proposal.row
+            entry = request.params.seed, tuple(path), proposal.token_id, proposal.draft_probs
             self.proposals.setdefault(entry[:2], []).append(entry[2:])
             self.evaluated.append(entry)
             results.append(proposal)
@@ -111,8 +113,8 @@ class Ledger:
     def after_draft_step(self, held: Iterable[Any], answers: Sequence[tuple[Any, Any]]) -> None:
         """A draft step is over: all it evaluated is sent, whatever was drawn."""
         for entry in self.evaluated:
-            owners = [session for session in held if session.opened.law.seed == entry[0]]
-            if len(owners) == 1:  # else a session that was lost and its successor are held: whose it is cannot be said
+            owners = [session for session in held if session.opened.params.seed == entry[0]]
+            if len(owners) == 1:  # else a session that was lost and its successor are held: the owner is unknown
                 self.unsent[entry] = owners[0], owners[0].growth.epoch
         self.evaluated.clear()
         for stream, answer in answers:
@@ -130,14 +132,14 @@ class Ledger:
         name = stream, nodes.session, nodes.incarnation
         root = tuple(watched.session.committed[: nodes.root_length])
         for node in nodes.nodes:
-            parent = root if node.parent == 0 else self.names[*name, nodes.epoch, node.parent]
+            parent = root if node.parent_id == 0 else self.names[*name, nodes.epoch, node.parent_id]
             path = (*parent, node.token_id)
-            if self.names.setdefault((*name, nodes.epoch, node.node), path) is not path:
-                raise Violation(f"node {node.node} of epoch {nodes.epoch} is named twice")
+            if self.names.setdefault((*name, nodes.epoch, node.node_id), path) is not path:
+                raise Violation(f"node {node.node_id} of epoch {nodes.epoch} is named twice")
             if len(path) > sum(self.reach[name]):
                 raise Violation(f"a node ends at {len(path)}, the window at {sum(self.reach[name])}")
             if node.proposal:
-                entry = watched.session.law.seed, parent, node.token_id, node.row
+                entry = watched.session.params.seed, parent, node.token_id, node.draft_probs
                 if entry[2:] not in self.proposals.get(entry[:2], ()):
                     raise Violation(f"{node} is no proposal drawn after {parent}")
                 self.unsent.pop(entry, None)
@@ -151,9 +153,9 @@ class Ledger:
             self.reach[name] = max(length, item.committed_length), max(window, item.window)
         elif isinstance(item, Verification):
             watched = self.sessions[stream.replica.coordinator, item.session]
-            watched.check_asked(item)
+            watched.check_requested(item)
             path = tuple(watched.session.committed)
-            self.check_offer(watched.session.law.seed, path, item.draft_token_ids, item.rows)
+            self.check_offer(watched.session.params.seed, path, item.draft_token_ids, item.draft_probs)
 
     def _check_known(self, name: tuple, item: Any) -> None:
         """No item builds on tokens that this incarnation of its session was never sent."""
@@ -162,8 +164,8 @@ class Ledger:
             raise Violation(f"{item} builds on {start} tokens; {self.sent_length.get(name, 0)} were sent")
         self.sent_length[name] = max(self.sent_length.get(name, 0), end)
 
-    def check_offer(self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[Row, ...]) -> None:
-        """Every draft token is the proposal drawn at exactly its place, and comes with the row it was drawn from."""
+    def check_offer(self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[DraftProbs, ...]) -> None:
+        """Every draft token is the proposal drawn after its path, and has the distribution it was drawn from."""
         for index, token in enumerate(draft_token_ids):
             row = rows[index] if rows else None
             if (token, row) not in self.proposals.get((seed, path), ()):
@@ -171,7 +173,7 @@ class Ledger:
             path = (*path, token)
 
     def deliver(self, stream: Any, answer: Any, hand_over: Callable[[], None]) -> None:
-        """Hands an answer to its session. One that is stale changes nothing, and no node takes another's place."""
+        """Hands an answer to its session. A stale one changes nothing, and no node replaces another."""
         watched = self.sessions[stream.replica.coordinator, answer.session]
         session = watched.session
         if is_stale(session, stream.replica.process.traits.is_draft, answer):
@@ -181,17 +183,17 @@ class Ledger:
                 raise Violation(f"{answer} is stale and changed session {session.number}")
         elif isinstance(answer, Nodes):
             watched.arrived(answer, self.names_of(stream, answer))
-            proposals = [(place, place.proposal) for place in session.tree.root.below() if place.proposal is not None]
+            proposals = [(node, node.proposal) for node in session.tree.root.below() if node.proposal is not None]
             hand_over()
-            if any(place.alive and place.proposal is not proposal for place, proposal in proposals):
+            if any(node.alive and node.proposal is not proposal for node, proposal in proposals):
                 raise Violation(f"{answer} replaced a proposal child of session {session.number}")
         else:
             hand_over()
 
     def names_of(self, stream: Any, nodes: Nodes) -> list[Path]:
-        """The true paths of nodes, whatever a session makes of them."""
+        """The true paths of nodes, independent of the session."""
         name = stream, nodes.session, nodes.incarnation, nodes.epoch
-        return [self.names[*name, node.node] for node in nodes.nodes]
+        return [self.names[*name, node.node_id] for node in nodes.nodes]
 
     def on_tokens(self, client: Client) -> None:
         """A client has read tokens."""
@@ -206,6 +208,6 @@ class Ledger:
         """Prompt and output of plain decoding, as far as a session can hold."""
         text = self.texts.get(order.seed)
         if text is None:
-            text = plain_text(self.table, order.law(0), order.prompt, len(order.prompt) + order.max_tokens)
+            text = plain_text(self.table, order.params(0), order.prompt, len(order.prompt) + order.max_tokens)
             self.texts[order.seed] = text
         return text

@@ -1,9 +1,9 @@
 """Table models in pure Python: the next token's weights depend on the last two tokens.
 
 They restate what `specdec.decoding` does with logits, in integer arithmetic over a handful of tokens: they are the
-models of the simulation, not a check of that package (tests/law is). Logits are replaced by what the cache holds: the
+models of the simulation, not a check of that package (tests/exactness is). Cache contents replace logits: the
 tokens are written to paged storage and read back through the block table, so an error in rollback, forking or block
-ownership changes what is computed, and is noticed besides, since every row's tokens are compared with its path.
+ownership changes the output, and is also noticed since every row's tokens are compared with its path.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from specdec.decoding.evidence import EvidenceRequest
 from specdec.decoding.proposal import Proposal, ProposalRequest
-from specdec.engine.interface import RaggedBatch, Segment, StepOutput
+from specdec.decoding.verification import VerificationRequest
+from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
-from specdec.protocol.types import Description, Evidence, Law, Row, Rule
+from specdec.protocol.types import Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.simulation.clock import Clock, Violation
 from tests.support.plain_noise import gumbel
 
@@ -33,7 +33,7 @@ NO_NOISE = (0.0,) * VOCABULARY_SIZE
 
 
 def describe(positions_max: int) -> Description:
-    """What a replica with a table model says of itself."""
+    """The description of a replica with a table model."""
     return Description("table", "table", "table", VOCABULARY_SIZE, positions_max, (), "integer", "cpu", "")
 
 
@@ -81,15 +81,15 @@ def _ranked(weights: tuple[int, ...], noise: tuple[float, ...]) -> tuple[int, ..
     return tuple(sorted(TOKEN_IDS, key=lambda token: (-scores[token], token)))
 
 
-def ranked(law: Law, weights: tuple[int, ...], position: int) -> tuple[int, ...]:
+def ranked(params: ResolvedSamplingParams, weights: tuple[int, ...], position: int) -> tuple[int, ...]:
     """Token ids, best first, by weight (GREEDY and the guesses of REJECTION) or by perturbed score (COUPLED)."""
-    return _ranked(weights, noise_at(law.seed, position) if law.rule is Rule.COUPLED else NO_NOISE)
+    return _ranked(weights, noise_at(params.seed, position) if params.rule is Rule.COUPLED else NO_NOISE)
 
 
 @cache
-def row_of(weights: tuple[int, ...]) -> Row:
-    """The row that holds all tokens with their weights."""
-    return Row(TOKEN_IDS, weights)
+def probs_of(weights: tuple[int, ...]) -> DraftProbs:
+    """The draft distribution of all tokens with their weights."""
+    return DraftProbs(TOKEN_IDS, weights)
 
 
 def drawn(masses: Sequence[int], bits: int) -> int:
@@ -102,7 +102,7 @@ def drawn(masses: Sequence[int], bits: int) -> int:
     raise AssertionError("bits are below 2**53")
 
 
-def residual(weights: Sequence[int], row: Row) -> list[int]:
+def residual(weights: Sequence[int], row: DraftProbs) -> list[int]:
     """Integer masses in proportion to max(0, target - draft); the target's own where that is nothing."""
     total, row_total = sum(weights), row.total
     draft = dict(zip(row.token_ids, row.weights))
@@ -110,39 +110,39 @@ def residual(weights: Sequence[int], row: Row) -> list[int]:
     return masses if any(masses) else list(weights)
 
 
-def plain_text(table: int, law: Law, prompt: Sequence[int], length: int) -> list[int]:
+def plain_text(table: int, params: ResolvedSamplingParams, prompt: Sequence[int], length: int) -> list[int]:
     """Prompt and output of plain decoding, without any draft; GREEDY and COUPLED only."""
     tokens = list(prompt)
     while len(tokens) < length:
-        tokens.append(ranked(law, weights_of(table, False, tokens), len(tokens))[0])
+        tokens.append(ranked(params, weights_of(table, False, tokens), len(tokens))[0])
     return tokens
 
 
-def evidence_at(table: int, request: EvidenceRequest, paths: Sequence[Sequence[int]]) -> Evidence:
-    """Evidence for a request whose position i comes after `paths[i]`."""
-    law = request.law
+def output_at(table: int, request: VerificationRequest, paths: Sequence[Sequence[int]]) -> SamplerOutput:
+    """SamplerOutput for a request whose position i comes after `paths[i]`."""
+    params = request.params
     weights = [weights_of(table, False, path) for path in paths]
     base = len(request.committed)
-    if law.rule is not Rule.REJECTION:
-        return Evidence(tuple(ranked(law, line, base + index)[0] for index, line in enumerate(weights)))
-    replacements = []
+    if params.rule is not Rule.REJECTION:
+        return SamplerOutput(tuple(ranked(params, line, base + index)[0] for index, line in enumerate(weights)))
+    recovered = []
     for index, line in enumerate(weights):
-        masses = residual(line, request.rows[index]) if index < len(request.rows) else line
-        replacements.append(drawn(masses, uniform_bits(law.seed, Lane.NEXT, request.round_index, base + index)))
+        masses = residual(line, request.draft_probs[index]) if index < len(request.draft_probs) else line
+        recovered.append(drawn(masses, uniform_bits(params.seed, Lane.NEXT, request.round_index, base + index)))
     probs = [line[token] / sum(line) for line, token in zip(weights, request.draft_token_ids)]
-    return Evidence(tuple(replacements), tuple(probs))
+    return SamplerOutput(tuple(recovered), tuple(probs))
 
 
-def round_tokens(table: int, request: EvidenceRequest) -> list[int]:
-    """What a round must commit: a function of its content, the seed and the round alone, computed independently."""
-    tokens, law = list(request.committed), request.law
+def round_tokens(table: int, request: VerificationRequest) -> list[int]:
+    """The tokens a round must commit, computed independently: a function of its content, the seed and the round."""
+    tokens, params = list(request.committed), request.params
     for index, token in enumerate((*request.draft_token_ids, None)):
         weights = weights_of(table, False, tokens)
-        bits = uniform_bits(law.seed, Lane.NEXT, request.round_index, len(tokens))
+        bits = uniform_bits(params.seed, Lane.NEXT, request.round_index, len(tokens))
         if token is None:
             return [*tokens[len(request.committed) :], drawn(weights, bits)]
-        row = request.rows[index]
-        accept = uniform_bits(law.seed, Lane.ACCEPT, request.round_index, len(tokens))
+        row = request.draft_probs[index]
+        accept = uniform_bits(params.seed, Lane.ACCEPT, request.round_index, len(tokens))
         draft_weight = dict(zip(row.token_ids, row.weights))[token]
         if not accept * draft_weight * sum(weights) < weights[token] * row.total << UNIFORM_BITS:
             return [*tokens[len(request.committed) :], drawn(residual(weights, row), bits)]
@@ -151,7 +151,7 @@ def round_tokens(table: int, request: EvidenceRequest) -> list[int]:
 
 
 class TokenStorage:
-    """Token ids in blocks; the content of a block that nobody wrote is no token."""
+    """Token ids in blocks; a block that was not written holds no token."""
 
     def __init__(self, block_count: int, block_size: int) -> None:
         self.block_size = block_size
@@ -165,10 +165,10 @@ class TokenStorage:
         self.cells[block_id] = self.cells[block_id].copy()
         self.cells[block_id][start:end] = self.empty[start:end]
 
-    def write(self, block_ids: Sequence[int], places: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Puts tokens at these places of a sequence."""
+    def write(self, block_ids: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Writes tokens at these positions of a sequence."""
         size, cells = self.block_size, self.cells
-        for position, token in zip(places, token_ids):
+        for position, token in zip(positions, token_ids):
             block_id = block_ids[position // size]
             if cells[block_id] is self.empty:
                 cells[block_id] = self.empty.copy()
@@ -217,43 +217,43 @@ class TableModel:
         """Writes the batch's tokens, then reads every row's path back out of the cache."""
         storage = self.storage
         assert storage is not None
-        for segment in batch.segments:
-            places = segment.tree.cells if segment.tree else range(segment.start, segment.end)
-            storage.write(segment.block_ids, places, segment.token_ids)
+        for chunk in batch.chunks:
+            positions = chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end)
+            storage.write(chunk.block_ids, positions, chunk.token_ids)
         rows = CachedRows()
-        for segment in batch.segments:
-            if segment.tree is not None:
-                rows += self._seen(segment)
+        for chunk in batch.chunks:
+            if chunk.tree is not None:
+                rows += self._seen(chunk)
                 continue
-            tokens = storage.read(segment.block_ids, segment.end)
-            rows += [tokens[: segment.end - offset] for offset in range(segment.logit_count - 1, -1, -1)]
+            tokens = storage.read(chunk.block_ids, chunk.end)
+            rows += [tokens[: chunk.end - offset] for offset in range(chunk.logit_count - 1, -1, -1)]
         self.clock.in_step_s += self.step_s(batch.row_count)
-        return StepOutput(rows, (True,) * len(batch.segments))
+        return StepOutput(rows, (True,) * len(batch.chunks))
 
-    def _seen(self, segment: Segment) -> list[list[int]]:
-        """What each row of a tree with logits sees, in order of position; each must see one token at every position."""
-        assert self.storage is not None and segment.tree is not None
-        tokens = self.storage.read(segment.block_ids, segment.tree.visible.shape[1])
+    def _seen(self, chunk: SequenceChunk) -> list[list[int]]:
+        """The tokens each row of a tree with logits sees, by position; each must see one token at every position."""
+        assert self.storage is not None and chunk.tree is not None
+        tokens = self.storage.read(chunk.block_ids, chunk.tree.visible.shape[1])
         found = []
-        for row in range(len(segment.token_ids) - segment.logit_count, len(segment.token_ids)):
-            cells = segment.tree.visible[row].nonzero()[0].tolist()
-            ordered = sorted(cells, key=lambda cell: segment.tree.cell_positions[cell])
-            positions = [int(segment.tree.cell_positions[cell]) for cell in ordered]
-            if positions != list(range(segment.tree.positions[row] + 1)):
-                raise Violation(f"a row at {segment.tree.positions[row]} sees the positions {positions}")
+        for row in range(len(chunk.token_ids) - chunk.logit_count, len(chunk.token_ids)):
+            cells = chunk.tree.visible[row].nonzero()[0].tolist()
+            ordered = sorted(cells, key=lambda cell: chunk.tree.cell_positions[cell])
+            positions = [int(chunk.tree.cell_positions[cell]) for cell in ordered]
+            if positions != list(range(chunk.tree.positions[row] + 1)):
+                raise Violation(f"a row at {chunk.tree.positions[row]} sees the positions {positions}")
             found.append([tokens[cell] for cell in ordered])
         return found
 
 
 def cached_paths(rows: CachedRows, wanted: Sequence[Sequence[int]]) -> CachedRows:
-    """The rows, each seen to hold what is `wanted` of it. Raises Violation: the cache went wrong."""
+    """Returns the rows. Raises Violation unless each holds the tokens `wanted` of it."""
     for row, path in zip(rows, wanted):
         if row != list(path):
             raise Violation(f"the cache holds {row}, the path evaluated is {list(path)}")
     return rows
 
 
-def verification_paths(request: EvidenceRequest) -> list[list[int]]:
+def verification_paths(request: VerificationRequest) -> list[list[int]]:
     """The path before each position of a verification."""
     tokens = [*request.committed, *request.draft_token_ids]
     return [tokens[: len(request.committed) + index] for index in range(len(request.draft_token_ids) + 1)]
@@ -261,12 +261,12 @@ def verification_paths(request: EvidenceRequest) -> list[list[int]]:
 
 def proposal_after(table: int, request: ProposalRequest, path: Sequence[int]) -> Proposal:
     """The draft's proposal for the token after `path`, and its guesses at others."""
-    law, weights = request.law, weights_of(table, True, path)
+    params, weights = request.params, weights_of(table, True, path)
     total = sum(weights)
-    order = ranked(law, weights, len(path))
+    order = ranked(params, weights, len(path))
     row = None
-    if law.rule is Rule.REJECTION:
-        row = row_of(weights)
+    if params.rule is Rule.REJECTION:
+        row = probs_of(weights)
         token = drawn(weights, request.draw_bits)
         order = (token, *(other for other in order if other != token))
     return Proposal(tuple((token, weights[token] / total) for token in order[: 1 + request.branch_count]), row)

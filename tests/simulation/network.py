@@ -1,9 +1,9 @@
-"""The two links on virtual time, with everything that can go wrong with what they carry.
+"""The two links on virtual time, with every fault of the items they carry.
 
 A stream is one connection: two pipes, first in first out unless a fault says otherwise. gRPC gives exactly that order;
 the fences promise more, so single items are doubled, held back and overtaken here too. Close alone is never overtaken:
-nothing promises that an item which arrives after its Close is forgotten again. A stream can be lost on one side before
-the other; what is under way then is lost. `SimulatedReplica` is what a generation sees of it all.
+the protocol does not cover an item that arrives after its Close. A stream can be lost on one side before
+the other; items under way are lost then. `SimulatedReplica` is a generation's view of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec.protocol.items import Close
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.replica import Process
 
-SILENT_S = 3.0  # a peer that says nothing for so long is taken for dead (specdec/rpc/link.py)
-BEHIND_S = 1e-6  # keeps what comes last behind the rest whatever is rounded
+SILENT_S = 3.0  # a peer silent for this long counts as dead (specdec/rpc/link.py)
+BEHIND_S = 1e-6  # keeps the last item behind the rest despite rounding
 RECONNECT_S = 0.01  # a tenth of the real one, so that a draft takes part in more of a short text
 
 
@@ -43,7 +43,7 @@ class Pipe:
 
 @dataclass(slots=True)
 class Carriage:
-    """What a fault does to one item. `copies_s`: when further copies of it arrive, in seconds after the first."""
+    """The effect of a fault on one item. `copies_s`: when further copies of it arrive, in seconds after the first."""
 
     is_lost: bool = False
     held_s: float = 0.0
@@ -57,7 +57,7 @@ class Stream:
     replica: SimulatedReplica
     process: Process
     life: int
-    asks: Pipe
+    requests: Pipe
     answers: Pipe
     is_open: bool = True  # at the coordinator
     is_served: bool = True  # at the process
@@ -70,9 +70,9 @@ class Stream:
         carriage = self.replica.on_carry(self, item, True)
         if self.is_open and self.is_served and not carriage.is_lost:
             clock = self.replica.clock
-            delay_s = self.asks.arrival_s(clock.now_s, item, carriage.held_s) - clock.now_s
+            delay_s = self.requests.arrival_s(clock.now_s, item, carriage.held_s) - clock.now_s
             for extra_s in (0.0, *carriage.copies_s):
-                self.asks.last_s = max(self.asks.last_s, clock.now_s + delay_s + extra_s)
+                self.requests.last_s = max(self.requests.last_s, clock.now_s + delay_s + extra_s)
                 self.process.later(delay_s + extra_s, lambda: self._take(item))
 
     def _take(self, item: Any) -> None:
@@ -98,13 +98,13 @@ class Stream:
     def block(self, for_s: float) -> None:
         """Nothing gets through, either way, for a while; a long silence is noticed at the coordinator."""
         now_s = self.replica.clock.now_s
-        for pipe in (self.asks, self.answers):
+        for pipe in (self.requests, self.answers):
             pipe.next_s = max(pipe.next_s, now_s + for_s)
         if for_s >= SILENT_S:
             self.lose(SILENT_S, for_s)
 
     def lose(self, here_in_s: float, there_in_s: float) -> None:
-        """The connection is lost; coordinator and process notice in so many seconds."""
+        """The connection is lost; coordinator and process notice after the given seconds."""
         self.replica.clock.call_later(here_in_s, self.close_here, "lost")
         self.process.later(there_in_s, self.close_there)
 
@@ -130,7 +130,7 @@ class Stream:
 class SimulatedReplica:
     """A replica as a coordinator sees it: coordinator/replicas.py and specdec/rpc/link.py on virtual time.
 
-    `on_carry(stream, item, is_ask)` is asked of every item that leaves, `on_arrive` told of every one that arrives.
+    `on_carry(stream, item, is_request)` is called for every item that leaves, `on_arrive` for every one that arrives.
     """
 
     clock: Clock
@@ -146,7 +146,7 @@ class SimulatedReplica:
 
     @property
     def link(self) -> SimpleNamespace:
-        """What a generation asks of a link: the network time it measures."""
+        """A link's measured network time, as a generation reads it."""
         return SimpleNamespace(stamps=SimpleNamespace(network_s=2 * self.latency_s))
 
     @property
@@ -181,7 +181,7 @@ class SimulatedReplica:
             self.stream = None
             self.clock.call_later(RECONNECT_S, self.connect)
             for listener in list(self.listeners.values()):
-                listener.on_down(self, reason)
+                listener.on_down(self)
 
     def on_answer(self, stream: Stream, answer: Any) -> None:
         """Hands an answer to its generation, under the eyes of the ledger."""

@@ -1,4 +1,4 @@
-"""Plants a bug in a real function, by its name, while a run lasts, and says how soon it is found."""
+"""Plants a bug in a real function, by its name, during a run, and reports how soon it is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulation.schedule import run_seed
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """The function `name` of `owner` becomes `made(the real one)`; the title of the bug says what it breaks."""
+    """The function `name` of `owner` becomes `made(the real one)`; `title` names the effect."""
 
     title: str
     owner: Any
@@ -32,7 +32,7 @@ class Bug:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How a bug showed: in which schedule, counted from 1, as what; 0 where it did not."""
+    """The schedule in which a bug showed, counted from 1 (0: not found), and the problem."""
 
     bug: Bug
     schedule: int

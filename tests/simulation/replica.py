@@ -1,8 +1,8 @@
 """A draft or target process on virtual time: the real engine, cache and item handler, without thread and stream.
 
-What a process does is one queue of tasks, as on its engine thread: between two steps it takes what arrived, then it
-runs one step at once and is busy for as long as the step would take; what the step answers leaves when it ends. A crash
-loses everything, a freeze holds every task back.
+A process is one queue of tasks, as on its engine thread: between two steps it takes arrived items, then it runs one
+step at once and is busy for as long as the step would take; the step's answers leave when it ends. A crash loses
+everything, a freeze holds every task back.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from draft_service.drafter import Drafter
+from specdec.draft_service.drafter import Drafter
 from specdec.engine.scheduler import Engine, Turn
 from specdec.errors import CacheExhausted
 from specdec.protocol.growth import NO_CELL
-from specdec.protocol.items import Close, Failure, Short
+from specdec.protocol.items import Close, Failure, MissingTokens
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler
-from target_service.verifier import Verifier
+from specdec.target_service.verifier import Verifier
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import TableModel
 
 BLOCK_SIZE = 8
 SESSION_COUNT_MAX = 64
-HOLD_S_MIN = 1e-6  # real time goes on by itself; what is left of a hold may be too little to move virtual time
+DELAY_S_MIN = 1e-6  # the rest of a step delay may be too short to advance virtual time
 
 
 class SimulatedEngine(Engine):
-    """The engine without its thread: whoever drives it does what `Engine._run` does. An exception goes through."""
+    """The engine without its thread: the caller does the work of `Engine._run`. An exception goes through."""
 
     def prepare(self, next_step: Callable[[], Turn]) -> Turn:
-        """Runs what was posted, and the service's turn."""
-        self._drain(timeout_s=0.0)
+        """Runs posted functions, and the service's turn."""
+        self._drain()
         return next_step()
 
     def step(self, turn: Turn) -> None:
@@ -48,20 +48,20 @@ class SimulatedEngine(Engine):
 
 @dataclass(slots=True)
 class ProcessTraits:
-    """What differs between processes. `evidence` is called by the engine with payloads, row counts and rows."""
+    """The differences between processes. The engine calls `sampler` with payloads, row counts and rows."""
 
     name: str
     is_draft: bool
     block_count: int
     description: Description
     step_s: Callable[[int], float]
-    evidence: Callable[..., list]
+    sampler: Callable[..., list]
     chunk_size: int = 64
     rows_max: int = 512
 
 
 def fenced(work: Callable[[Any, Any, float], Any]) -> Callable[[Any, Any, float], Any]:
-    """`work` that sees to it that an item belongs to the incarnation it is carried out for."""
+    """Returns `work` with a check that an item belongs to the incarnation it is carried out for."""
 
     def checked(held: Any, item: Any, arrived_s: float) -> Any:
         if held.opened.incarnation != item.incarnation:
@@ -73,7 +73,7 @@ def fenced(work: Callable[[Any, Any, float], Any]) -> Callable[[Any, Any, float]
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One replica process, through crashes and restarts. `life` counts them; what an earlier life arranged is void."""
+    """One replica process, through crashes and restarts. `life` counts them; tasks of an earlier life do not run."""
 
     clock: Clock
     traits: ProcessTraits
@@ -84,8 +84,8 @@ class Process:
     is_alive: bool = False
     is_frozen: bool = False
     is_busy: bool = False
-    is_dying: bool = False  # it crashes when the step under way, or what it does now, is done
-    dies_after: Any = None  # the item with which that begins
+    is_dying: bool = False  # it crashes when the current step or task is done
+    dies_after: Any = None  # the item that starts this
     slowness: float = 1.0
     streams: list = field(default_factory=list)
     answers: list = field(default_factory=list)
@@ -102,7 +102,7 @@ class Process:
         traits = self.traits
         model = TableModel(self.clock, lambda rows: traits.step_s(rows) * self.slowness)
         self.engine = SimulatedEngine(
-            model, traits.block_count, BLOCK_SIZE, traits.evidence, traits.chunk_size, traits.rows_max
+            model, traits.block_count, BLOCK_SIZE, traits.sampler, traits.chunk_size, traits.rows_max
         )
         kind = Drafter if traits.is_draft else Verifier
         self.service = kind(self.engine, traits.description)
@@ -153,7 +153,7 @@ class Process:
             task()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Hands something to the engine's thread."""
+        """Posts a function to the engine's thread."""
         self.engine.post(function)
         if not self.is_busy:
             self._turn()
@@ -176,14 +176,14 @@ class Process:
         self.answers.append((stream, answer))
 
     def _turn(self) -> None:
-        """Once round the loop of the engine's thread: what was posted, then a step, which keeps it busy to its end."""
+        """One turn of the engine thread's loop: posted functions, then a step, which keeps it busy to its end."""
         self.is_busy = True
         engine = self.engine
         turn = engine.prepare(self.service.next_step)
         if not turn.pieces and engine.waiting_count and turn.delay_s > 0:
             self._send_answers()
             self.is_busy = False
-            self.later(max(turn.delay_s, HOLD_S_MIN), self._wake)
+            self.later(max(turn.delay_s, DELAY_S_MIN), self._wake)
         elif turn.pieces or engine.waiting_count:
             self._send_answers()
             self.on_step(self)
@@ -226,13 +226,13 @@ class Process:
         self.post(lambda: self.handler.close_stream(stream))
 
     def forget(self, stream: Any, number: int, says_so: bool) -> bool:
-        """Drops a session, as an eviction would; False where it is not held. What is under way is always answered."""
+        """Drops a session, as a preemption does; False where it is not held. Requests under way are answered."""
         if (stream, number) not in self.held:
             return False
-        self.later(0.0, lambda: self.post(lambda: self._evict(stream, number, says_so)))
+        self.later(0.0, lambda: self.post(lambda: self._preempt(stream, number, says_so)))
         return True
 
-    def _evict(self, stream: Any, number: int, says_so: bool) -> None:
+    def _preempt(self, stream: Any, number: int, says_so: bool) -> None:
         held = self.held.get((stream, number))
         if held is None:
             return
@@ -240,7 +240,7 @@ class Process:
         name = held.name
         self.handler.handle(stream, [Close(*name)], lambda _: None)
         if says_so:
-            self._reply(stream, Short(*name, 0, unknown=True))
+            self._reply(stream, MissingTokens(*name, 0, unknown=True))
 
     def check(self) -> None:
         """The cache's own invariants, and those of every tree a draft grows."""
@@ -252,7 +252,7 @@ class Process:
                 held.cells.check(node.cell for node in nodes if node.cell != NO_CELL)
 
     def check_idle(self) -> None:
-        """Raises Violation unless everything that was ever taken is free again."""
+        """Raises Violation unless all sessions, blocks and feeds are free."""
         cache = self.engine.cache
         if self.held or cache.table_count or cache.free_block_count != cache.block_count - 1:
             raise Violation(f"the {self.traits.name} leaks: sessions {list(self.held)}, cache usage {cache.usage:.2f}")

@@ -1,4 +1,4 @@
-"""What a run is about: rule, texts, policy, speeds and sizes, drawn from a seed."""
+"""The scenario of a run: rule, texts, policy, speeds and sizes, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks eac
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` what a
-    session of the target may grow by before it has to give way."""
+    """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` the
+    growth of a target's session before it may be preempted."""
 
     table: int
     orders: tuple[Order, ...]
@@ -35,8 +35,8 @@ class Scenario:
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
-    """A setting: mostly ordinary, now and then with too small a draft, a slow one, none asked for, or several texts in
-    a target's cache that holds hardly more than one of them."""
+    """A setting: mostly ordinary, now and then with too small a draft, a slow one, none requested, or several texts in
+    a target's cache that holds hardly more than one."""
     table = rng.randrange(8)
     crowd = rng.random()
     is_cramped = crowd >= CRAMPED_FROM
@@ -73,7 +73,7 @@ def draw_order(rng: random.Random, table: int, number: int) -> Order:
 
 
 def draw_policy(rng: random.Random) -> FixedPolicy | Choosing:
-    """Streamed trees and chains, held rounds, plain decoding, or a policy that chooses. Wide trees stay short."""
+    """Streamed trees and chains, rounds that wait, plain decoding, or a policy that chooses. Wide trees stay short."""
     choice = rng.random()
     if choice < 0.22:
         return Choosing.WANDERING
@@ -81,7 +81,7 @@ def draw_policy(rng: random.Random) -> FixedPolicy | Choosing:
         return Choosing.AUTO
     if choice < 0.28:
         return FixedPolicy(0)
-    leaves = rng.choice((1, 1, 1, 2, 2, 3, 4))
-    draft_length = rng.choice(((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3))[min(leaves, 3) - 1])
-    window = draft_length + rng.choice((0, 1, 2) if leaves < 3 else (0, 1))
-    return FixedPolicy(draft_length, window, leaves, rng.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
+    nodes_per_step = rng.choice((1, 1, 1, 2, 2, 3, 4))
+    draft_length = rng.choice(((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3))[min(nodes_per_step, 3) - 1])
+    window = draft_length + rng.choice((0, 1, 2) if nodes_per_step < 3 else (0, 1))
+    return FixedPolicy(draft_length, window, nodes_per_step, rng.choice((0.0, 0.0, 0.003, 0.02, 0.1)))

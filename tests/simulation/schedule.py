@@ -16,7 +16,7 @@ import structlog
 import structlog.testing
 
 from specdec.protocol import items
-from target_service import room
+from specdec.target_service import admission
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
 from tests.simulation.scenario import Scenario, draw_scenario
@@ -24,12 +24,12 @@ from tests.simulation.transcript import Transcript
 from tests.simulation.world import World
 
 FAULTS_MIN = 3
-SILENT = structlog.testing.ReturnLogger()  # faults make the driven classes log what nobody reads
+SILENT = structlog.testing.ReturnLogger()  # faults make the driven classes log much
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run went. `problem` is empty when every property held; `points` says what each point was."""
+    """How a run went. `problem` is empty when every property held; `points` names each point."""
 
     problem: str
     token_count: int
@@ -51,7 +51,7 @@ def made_repeatable(clock: Clock, rng: random.Random, scenario: Scenario) -> Ite
         stack.enter_context(patch.object(logging.getLogger("specdec.engine"), "disabled", True))
         stack.enter_context(patch.object(secrets, "randbits", rng.getrandbits))
         stack.enter_context(patch.object(items, "EXTEND_TOKEN_COUNT_MAX", scenario.extend_max))
-        stack.enter_context(patch.multiple(room, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
+        stack.enter_context(patch.multiple(admission, RUN_POSITIONS=scenario.run_positions, RUN_SHARE=0.0))
         yield
 
 
@@ -69,7 +69,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
             world.run()
         except (Violation, AssertionError) as error:
             problem = f"{type(error).__name__}: {error}"
-        except Exception as error:  # whatever the driven classes raise is a finding, and has a seed
+        except Exception as error:  # any error of the driven classes is a finding, and has a seed
             logging.getLogger(__name__).debug("a run failed", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
     return Report(

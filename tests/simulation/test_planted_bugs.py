@@ -16,8 +16,8 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     """Claim: every bug of the table is found within 1000 schedules, most within ten (`python -m tests.simulation
     --bugs 1000` prints in which and as what).
 
-    Conclusive: the same schedule without the bug keeps every property, so what it shows is the bug. There are no
-    survivors in the table; the one change that nothing can find, and why, stands in bugs.py beside it (HARMLESS) and is
+    Conclusive: the same schedule without the bug keeps every property, so the problem is the bug. There are no
+    survivors in the table; the one change that no schedule can find is in bugs.py (HARMLESS) with its reason, and is
     tested below.
     """
     found = hunt(bug, SCHEDULE_COUNT)

@@ -1,4 +1,4 @@
-"""Random schedules of faults: every property of the simulator holds in every one of them."""
+"""Random schedules of faults: every property of the simulator holds in each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.simulation.schedule import run_seed, run_without_faults
 from tests.simulation.tally import Tally
 from tests.simulation.transcript import Transcript
 
-SCHEDULE_COUNT = 10_000
+SCHEDULE_COUNT = 2_000
+SCHEDULE_COUNT_MORE = 10_000
 SCHEDULE_COUNT_LONG = 100_000
 
 
@@ -19,12 +20,12 @@ def check_schedules(first: int, count: int) -> Tally:
     *_, tally = run_many(first, count)
     assert not tally.problems, str(tally)
     assert min(tally.faults[fault] for fault in Fault) > count / 10, str(tally)
-    assert tally.cache["evictions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
+    assert tally.cache["preemptions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
     return tally
 
 
-def test_ten_thousand_schedules_keep_every_property() -> None:
+def test_two_thousand_schedules_keep_every_property() -> None:
     """Claim: no late, lost, doubled, reordered or stale message, crash, freeze or partition changes a text, ends a
     request, is waited for without end or leaks anything.
 
@@ -35,10 +36,16 @@ def test_ten_thousand_schedules_keep_every_property() -> None:
     assert check_schedules(0, SCHEDULE_COUNT).count == SCHEDULE_COUNT
 
 
+@pytest.mark.more
+def test_ten_thousand_schedules_keep_every_property() -> None:
+    """Claim: as above, over five times as many schedules, none of them run before."""
+    assert check_schedules(SCHEDULE_COUNT, SCHEDULE_COUNT_MORE).count == SCHEDULE_COUNT_MORE
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_schedules_keep_every_property() -> None:
-    """Claim: as above, over ten times as many schedules, none of them run before."""
-    assert check_schedules(SCHEDULE_COUNT, SCHEDULE_COUNT_LONG).count == SCHEDULE_COUNT_LONG
+    """Claim: as above, over a hundred thousand schedules, all new."""
+    assert check_schedules(SCHEDULE_COUNT + SCHEDULE_COUNT_MORE, SCHEDULE_COUNT_LONG).count == SCHEDULE_COUNT_LONG
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 3))
@@ -55,7 +62,7 @@ def test_a_seed_replays_to_the_last_message(seed: int) -> None:
 
 
 def test_without_faults_the_draft_is_worth_having() -> None:
-    """Claim: what the schedules disturb is real speculation: undisturbed, a good part of all tokens is drafted.
+    """Claim: the schedules disturb real speculation: without faults a good part of all tokens is drafted.
 
     Otherwise a simulation in which no draft token is ever offered would pass every other test.
     """

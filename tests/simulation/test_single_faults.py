@@ -34,16 +34,16 @@ RULES = [Rule.REJECTION, *(pytest.param(rule, marks=pytest.mark.slow) for rule i
 
 def scenario_of(rule: Rule) -> Scenario:
     """One text of 20 tokens with a small tree, held for its tokens."""
-    order = Order(TABLES[rule], rule, TABLES[rule], (3, 1, 4), 20, 20, FixedPolicy(4, 4, leaves=2, wait_s=0.02))
+    order = Order(TABLES[rule], rule, TABLES[rule], (3, 1, 4), 20, 20, FixedPolicy(4, 4, nodes_per_step=2, wait_s=0.02))
     return Scenario(order.table, (order,), 0.005, 0.004, 0.0005, 0.0003, 64, 64, 128, 128, 64, 2048)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_fault_at_every_point_keeps_every_property(rule: Rule) -> None:
-    """Claim: no message and no step of a run is one at which a fault of any kind may not strike.
+    """Claim: every property holds with a fault of any kind at any message or step of a run.
 
-    Conclusive: the points of the undisturbed run are counted, each fault strikes once at each of them, and it is seen
-    to have had an effect wherever it can have one.
+    Conclusive: the points of the undisturbed run are counted, each fault strikes once at each point, and is checked to
+    have an effect wherever it can have one.
     """
     scenario = scenario_of(rule)
     points = run(scenario, NoFaults(), 1, random.Random(1)).points

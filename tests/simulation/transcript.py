@@ -9,13 +9,13 @@ from specdec.protocol.items import (
     Close,
     Commit,
     DraftNode,
-    EvidenceAnswer,
     Extend,
     Failure,
+    MissingTokens,
     Nodes,
     Open,
-    Short,
     Verification,
+    VerificationResult,
 )
 
 
@@ -25,7 +25,7 @@ def shown(thing: Any) -> str:
         return str(thing)
     name = f"{type(thing).__name__} {thing.session}.{thing.incarnation}"
     if isinstance(thing, Open):
-        return f"{name} {thing.law.rule.name} length_max {thing.length_max}"
+        return f"{name} {thing.params.rule.name} length_max {thing.length_max}"
     if isinstance(thing, Extend):
         return f"{name} {thing.start_position}+{len(thing.token_ids)} {list(thing.token_ids)}"
     if isinstance(thing, Verification):
@@ -35,13 +35,13 @@ def shown(thing: Any) -> str:
         )
     if isinstance(thing, Commit):
         suffix = f"{thing.suffix_start}+{len(thing.suffix_token_ids)} {list(thing.suffix_token_ids)}"
-        return f"{name} {suffix} window {thing.window} leaves {thing.leaves}"
-    if isinstance(thing, EvidenceAnswer):
-        return f"{name} round {thing.round_index} {list(thing.evidence.replacement_token_ids)}"
+        return f"{name} {suffix} window {thing.window} nodes {thing.nodes_per_step}"
+    if isinstance(thing, VerificationResult):
+        return f"{name} round {thing.round_index} {list(thing.output.recovered_token_ids)}"
     if isinstance(thing, Nodes):
         nodes = " ".join(node_shown(node) for node in thing.nodes)
         return f"{name} epoch {thing.epoch} root {thing.root_length}: {nodes}"
-    if isinstance(thing, Short):
+    if isinstance(thing, MissingTokens):
         return f"{name} unknown" if thing.unknown else f"{name} known {thing.known_length}"
     if isinstance(thing, Failure):
         return f"{name} {thing.reason}: {thing.message}"
@@ -51,7 +51,7 @@ def shown(thing: Any) -> str:
 
 def node_shown(node: DraftNode) -> str:
     """`5<3=1!`: node 5 below node 3 is token 1, the proposal child; with `?` a branch child."""
-    return f"{node.node}<{node.parent}={node.token_id}{'!' if node.proposal else '?'}"
+    return f"{node.node_id}<{node.parent_id}={node.token_id}{'!' if node.proposal else '?'}"
 
 
 @dataclass(slots=True)

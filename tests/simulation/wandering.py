@@ -1,8 +1,8 @@
-"""A policy that changes its mind every round, whatever happens: what any policy may ask, a session must stand."""
+"""A policy that changes its plan every other round: a session must accept every plan of any policy."""
 
 from __future__ import annotations
 
-from specdec.policy.policy import PLAIN, Plan, Prediction
+from specdec.policy.policy import OFF_PLAN, Plan, Prediction
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.report import RoundRecord
 
@@ -30,9 +30,9 @@ class WanderingPolicy:
     def prediction(self) -> Prediction:
         return Prediction(None, "wandering")
 
-    def plan(self, room: int) -> Plan:
+    def plan(self, positions_left: int) -> Plan:
         """The plan of this round."""
-        return self._plan.within(room)
+        return self._plan.within(positions_left)
 
     def on_round(self, record: RoundRecord) -> None:
         """Another round, another plan."""
@@ -42,7 +42,7 @@ class WanderingPolicy:
     def _drawn(self) -> Plan:
         bits = hash64(self._seed, Lane.DRAFT, self._rounds // 2, 7)
         if bits % 5 == 0:
-            return PLAIN
+            return OFF_PLAN
         length = 1 + (bits >> 8) % DRAFT_LENGTH_CAP
         wait_s = WAITS_S[(bits >> 16) % len(WAITS_S)]
         wait_length = 1 + (bits >> 24) % length if wait_s else 0

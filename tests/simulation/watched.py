@@ -1,6 +1,6 @@
-"""What one session must do: a restatement by paths of what it may hold, offer, commit and wait for.
+"""Expected state of one session: a restatement by paths of the tokens it may hold, offer, commit and wait for.
 
-It is told what truly arrives and compares the session with that after every event. Whatever does not hold raises
+It sees every arrival and compares the session with it after every event. A property that does not hold raises
 Violation.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.evidence import EvidenceRequest
-from specdec.protocol.items import EvidenceAnswer, Nodes, Verification
+from specdec.decoding.verification import VerificationRequest
+from specdec.protocol.items import Nodes, Verification, VerificationResult
 from specdec.protocol.session import DraftState, Session
-from specdec.protocol.types import Row
+from specdec.protocol.types import DraftProbs
 from tests.simulation.clock import Violation
 from tests.simulation.model import round_tokens
 
@@ -20,18 +20,18 @@ Path = tuple[int, ...]
 
 
 def is_stale(session: Session, is_draft: bool, answer: Any) -> bool:
-    """Whether an answer is not of the session's incarnation, or evidence not of the round in flight."""
+    """Whether an answer is of another incarnation, or a result of another round than the one in flight."""
     if is_draft:
         is_deaf = session.finished or session.draft_state in (DraftState.ABSENT, DraftState.PAUSED)
         return is_deaf or answer.incarnation != session.draft_incarnation
     flying = session.in_flight
-    if isinstance(answer, EvidenceAnswer):
+    if isinstance(answer, VerificationResult):
         return flying is None or (answer.incarnation, answer.round_index) != (flying.incarnation, flying.round_index)
     return answer.incarnation != session.target_incarnation
 
 
 def state_of(session: Session) -> tuple:
-    """What an answer may change."""
+    """The state that an answer may change."""
     return (
         len(session.committed),
         session.round_index,
@@ -47,10 +47,10 @@ def state_of(session: Session) -> tuple:
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """One session: how much of it was seen, the round last asked, and the text it must have (None: REJECTION).
+    """One session: the length checked so far, its rounds, and the text it must have (None: REJECTION).
 
-    `asked` holds the rounds by base position. `known` and `proposed` restate the draft tree by paths alone: places that
-    arrived below a known place, and the first proposal to arrive for each, of the draft's present incarnation.
+    `asked`: rounds by base position. `known` and `proposed` restate the draft tree by paths alone: nodes that
+    arrived below a known node, and the first proposal to arrive for each, of the draft's present incarnation.
     """
 
     coordinator: Any
@@ -64,7 +64,7 @@ class Watched:
     accepted_count: int = 0
     incarnation: int = 0
     known: set[tuple[int, Path]] = field(default_factory=set)
-    proposed: dict[Path, tuple[int, Row | None]] = field(default_factory=dict)
+    proposed: dict[Path, tuple[int, DraftProbs | None]] = field(default_factory=dict)
     was_late: bool = False
 
     def check(self, now_s: float) -> None:
@@ -74,7 +74,7 @@ class Watched:
         self._check_text()
 
     def _check_draft(self, now_s: float) -> None:
-        """A draft that is there is used, one that is not is not waited for, and a wait is over when it is over."""
+        """A connected draft is used, an absent one is not waited for, and a wait ends at its time."""
         session = self.session
         if session.malformed_node_count:
             raise Violation(f"session {session.number} counts {session.malformed_node_count} malformed nodes")
@@ -85,7 +85,7 @@ class Watched:
             raise Violation(f"session {session.number} says its draft is {session.draft_state.name}; it is up: {is_up}")
         wait_length = session.plan.wait_length
         if session.waiting and len(session.tree.proposal_path(wait_length)) >= wait_length:
-            raise Violation(f"session {session.number} waits for what it has")
+            raise Violation(f"session {session.number} waits for tokens it has")
         is_late = session.draft_state is DraftState.LATE
         if is_late and not self.was_late and now_s < self.wait_ends_s[session.wait_index] - 1e-9:
             raise Violation(f"session {session.number} gave up a wait before its time")
@@ -109,7 +109,9 @@ class Watched:
         before = self.session.committed[: self.seen_length]
         return round_tokens(
             self.order.table,
-            EvidenceRequest(self.session.law, asked.round_index, before, asked.draft_token_ids, asked.rows),
+            VerificationRequest(
+                self.session.params, asked.round_index, before, asked.draft_token_ids, asked.draft_probs
+            ),
         )
 
     def arrived(self, nodes: Nodes, paths: list[Path]) -> None:
@@ -119,26 +121,26 @@ class Watched:
             self.known.clear()
             self.proposed.clear()
         for node, path in zip(nodes.nodes, paths):
-            if node.parent == 0 or (nodes.epoch, path[:-1]) in self.known:
+            if node.parent_id == 0 or (nodes.epoch, path[:-1]) in self.known:
                 self.known.add((nodes.epoch, path))
                 if node.proposal:
-                    self.proposed.setdefault(path[:-1], (node.token_id, node.row))
+                    self.proposed.setdefault(path[:-1], (node.token_id, node.draft_probs))
 
-    def check_asked(self, item: Verification) -> None:
-        """A round continues the committed tokens and offers all that is in hand, up to the plan's draft length."""
+    def check_requested(self, item: Verification) -> None:
+        """A round continues the committed tokens and offers all known proposals, up to the plan's draft length."""
         session, committed = self.session, self.session.committed
         if item.base_position != len(committed) or tuple(committed[item.suffix_start :]) != item.suffix_token_ids:
             raise Violation(f"{item} does not continue the committed tokens")
         first = self.asked.setdefault(item.base_position, item)
         if first is not item:
             if (first.round_index, first.content) != (item.round_index, item.content):
-                raise Violation(f"{item} is not the round that was asked at its place: {first}")
+                raise Violation(f"{item} is not the round that was requested there: {first}")
             return
         path, in_hand = tuple(committed), []
         is_known = session.draft_incarnation == self.incarnation
         while is_known and path in self.proposed and len(in_hand) < session.plan.draft_length_max:
             in_hand.append(self.proposed[path])
             path = (*path, in_hand[-1][0])
-        if in_hand != list(zip(item.draft_token_ids, item.rows or (None,) * len(item.draft_token_ids))):
+        if in_hand != list(zip(item.draft_token_ids, item.draft_probs or (None,) * len(item.draft_token_ids))):
             raise Violation(f"round {item.round_index} offers {item.draft_token_ids}, in hand are {in_hand}")
         self.offered_count += len(in_hand)

@@ -1,4 +1,4 @@
-"""A draft, a target, a coordinator and clients on one clock, and what can be done to them."""
+"""A draft, a target, a coordinator and clients on one clock, and the faults they can have."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.simulation.transcript import Transcript
 
 LIVENESS_S = 30.0  # virtual seconds after the last fault has healed, for texts that take less than ten
 EVENT_COUNT_MAX = 50_000
-CHECK_EVERY = 5  # points between two looks at a whole cache and all trees of a draft
+CHECK_EVERY = 5  # points between two checks of a whole cache and all trees of a draft
 DOWN_S = (0.01, 0.05, 0.3, 1.5)
 
 
 @dataclass(slots=True, eq=False)
 class World:
-    """One run; a transcript only where somebody reads it."""
+    """One run; its transcript is optional."""
 
     scenario: Scenario
     rng: random.Random
@@ -46,7 +46,7 @@ class World:
         scenario = self.scenario
         self.ledger = Ledger(scenario.table)
         self.faults = Faults(self, self.plan, self.rng)
-        self.target = self._process(False, self.ledger.evidence, scenario.target_step_s, scenario.target_blocks)
+        self.target = self._process(False, self.ledger.sampler, scenario.target_step_s, scenario.target_blocks)
         self.draft = self._process(True, self.ledger.propose, scenario.draft_step_s, scenario.draft_blocks)
         self.target.start()
         self.draft.start()
@@ -55,9 +55,9 @@ class World:
             Client(self.clock, order, lambda: self.coordinator, self.ledger.on_tokens) for order in scenario.orders
         ]
         for client in self.clients:
-            client.ask()
+            client.request()
 
-    def _process(self, is_draft: bool, evidence: Callable, step_s: float, block_count: int) -> Process:
+    def _process(self, is_draft: bool, sampler: Callable, step_s: float, block_count: int) -> Process:
         scenario = self.scenario
         traits = ProcessTraits(
             "draft" if is_draft else "target",
@@ -65,7 +65,7 @@ class World:
             block_count,
             describe(scenario.draft_positions if is_draft else scenario.target_positions),
             lambda rows: step_s * (1 + 0.02 * rows),
-            evidence,
+            sampler,
             scenario.chunk_size,
         )
         return Process(self.clock, traits, self.faults.on_step, self._after_step, self._on_crash)
@@ -88,16 +88,16 @@ class World:
             shown = thing.traits.name if isinstance(thing, Process) else thing
             self.transcript.note(self.clock.now_s, what, shown)
 
-    def _on_carry(self, stream: Stream, item: Any, is_ask: bool):
-        if is_ask:
+    def _on_carry(self, stream: Stream, item: Any, is_request: bool):
+        if is_request:
             self.ledger.on_ask(stream, item)
         if self.transcript is not None:
-            self.note(f"{'coordinator' if is_ask else stream.process.traits.name} sends", item)
-        return self.faults.on_carry(stream, item, is_ask)
+            self.note(f"{'coordinator' if is_request else stream.process.traits.name} sends", item)
+        return self.faults.on_carry(stream, item, is_request)
 
-    def _on_arrive(self, stream: Stream, item: Any, is_ask: bool) -> None:
+    def _on_arrive(self, stream: Stream, item: Any, is_request: bool) -> None:
         if self.transcript is not None:
-            self.note(f"{stream.process.traits.name if is_ask else 'coordinator'} takes", item)
+            self.note(f"{stream.process.traits.name if is_request else 'coordinator'} takes", item)
 
     def _after_step(self, process: Process) -> None:
         if self.faults.point % CHECK_EVERY == 0:
@@ -124,7 +124,7 @@ class World:
         self.clock.call_later(down_s, process.start)
 
     def count_cache(self, process: Process) -> None:
-        """Adds what a life of a process has counted, at its end."""
+        """Adds the counters of a process's life, at its end."""
         self.cache_counts.update(process.service.counters())
 
     def freeze(self, process: Process, for_s: float) -> None:
@@ -141,7 +141,7 @@ class World:
         self.clock.call_later(for_s, setattr, process, "slowness", 1.0)
 
     def lose(self, stream: Stream, here_s: float, there_s: float) -> None:
-        """A connection is lost; nothing gets through any more, and the ends notice when they do."""
+        """A connection is lost; nothing gets through any more, and each end notices at its time."""
         stream.lose(here_s, there_s)
 
     def partition(self, stream: Stream, for_s: float) -> None:
@@ -154,7 +154,7 @@ class World:
         return process.forget(stream, number, says_so)
 
     def cancel(self) -> bool:
-        """A client goes away at once and comes back; False when none runs."""
+        """A client cancels at once and requests again; False when none runs."""
         running = [client for client in self.clients if client.generation is not None]
         if running:
             self.clock.call_later(0.0, self.rng.choice(running).cancel)
@@ -172,7 +172,7 @@ class World:
         return True
 
     def run(self) -> None:
-        """To the end of every text, and until nothing is left to happen. Raises Violation."""
+        """Runs to the end of every text, and until no event is left. Raises Violation."""
         while not all(client.is_done for client in self.clients):
             self._advance()
             if self.clock.now_s > self.faults.healed_s + LIVENESS_S:
@@ -196,7 +196,7 @@ class World:
         return went_on
 
     def check_idle(self) -> None:
-        """Nothing that was taken for a text outlives it."""
+        """Raises Violation where a session, block or generation outlives its text."""
         for process in (self.target, self.draft):
             process.check()
             process.check_idle()

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs for this machine."""
+"""Certificates for tests: an authority, and its certificates for this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Authority:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, folder: Path, trusted: bytes | None = None) -> TlsSettings:
-        """Writes key, certificate and the authorities trusted (this one's unless told otherwise) into `folder`."""
+        """Writes key, certificate and the authorities trusted (this one's by default) into `folder`."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "specdec test")])
         names = x509.SubjectAlternativeName(

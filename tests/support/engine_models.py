@@ -2,7 +2,7 @@
 
 Random weights at their usual scale collapse into one repeated token and hide errors, so these are scaled up: greedy
 text varies and an early token changes later logits (tests assert both). Folders are complete: config, safetensors,
-a byte-level BPE tokenizer; the output layer is wider than the tokenizer, as in real families.
+a byte-level BPE tokenizer; the output layer is wider than the tokenizer, as in released models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specdec.engine.interface import CausalModel, RaggedBatch, Segment, StepOutput
+from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, StepOutput
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.model import load_model
 
@@ -145,8 +145,8 @@ class Driver:
         """One forward of (table, token ids after its cached ones, logit count) each; tables advance."""
         for table, token_ids, _ in feeds:
             self.cache.prepare_write(table, table.length + len(token_ids))
-        segments = tuple(Segment(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
-        output = self.model.forward(RaggedBatch(segments))
+        chunks = tuple(SequenceChunk(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
+        output = self.model.forward(RaggedBatch(chunks))
         for table, token_ids, _ in feeds:
             self.cache.advance(table, table.length + len(token_ids))
         return output

@@ -19,7 +19,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def free_address() -> str:
-    """A loopback address nobody listens on just now."""
+    """A loopback address without a listener at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
@@ -29,7 +29,6 @@ class Page:
     """One reading of a page."""
 
     samples: tuple[Sample, ...]
-    families: frozenset[str]
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,21 +59,21 @@ class Page:
 
 
 def read_text(address: str, accepted: str = OPENMETRICS, path: str = "/metrics") -> str:
-    """What stands on a page. Raises urllib.error.URLError."""
+    """The text of a page. Raises urllib.error.URLError."""
     request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accepted})
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.read().decode()
 
 
 def read_page(address: str) -> Page:
-    """A page as a strict reader of OpenMetrics understands it: what it refuses is an error."""
+    """A page read by a strict reader of OpenMetrics, whose refusals are errors."""
     found = list(text_string_to_metric_families(read_text(address)))
-    return Page(tuple(sample for family in found for sample in family.samples), frozenset(one.name for one in found))
+    return Page(tuple(sample for metric in found for sample in metric.samples))
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Running services and where their pages are, by service."""
+    """Running services and the addresses of their pages, by service."""
 
     services: Services
     addresses: dict[str, str]
@@ -85,10 +84,10 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(models: tuple[Path, Path], **told: Any) -> Iterator[Watched]:
-    """Services on these models with a page each. `told`: settings of both replicas; `coordinator`, `target`, `draft`:
-    of these alone."""
+def watched(models: tuple[Path, Path], **common: Any) -> Iterator[Watched]:
+    """Services on these models with a page each. `common`: settings of both replicas; `coordinator`, `target`,
+    `draft`: of these alone."""
     addresses = {service: free_address() for service in ("coordinator", "target", "draft")}
-    own = {service: {**told.pop(service, {}), "metrics_address": address} for service, address in addresses.items()}
-    with running(*models, threads=1, **own, **told) as services:
+    own = {service: {**common.pop(service, {}), "metrics_address": address} for service, address in addresses.items()}
+    with running(*models, threads=1, **own, **common) as services:
         yield Watched(services, addresses)

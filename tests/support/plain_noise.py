@@ -1,4 +1,4 @@
-"""Gumbel noise in plain Python, token by token: what the vectorised one is held against."""
+"""Gumbel noise in plain Python, token by token: the reference of the vectorised one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranks for tests: rank 0 is the test's own process, the others are real processes that follow one model after another.
 
-Run as `python -m tests.support.ranks` it is such a process: each line of its input is a model and a place.
+Run as `python -m tests.support.ranks` it is such a process: each line of its input is a model and a rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PATIENT = Bounds(silence_s=60.0, exchange_s=60.0)  # tests of numbers also run b
 
 
 class Followers:
-    """Processes that wait to be ranks 1, 2, ... of whatever a test leads."""
+    """Processes that wait to be ranks 1, 2, ... of the next model."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
         self._led: LeaderModel | None = None
 
     def lead(self, folder: Path, rank_count: int, dtype: str = "float32") -> LeaderModel:
-        """The model of `folder` over so many ranks, led by this process; the one led before is closed."""
+        """The model of `folder` over `rank_count` ranks, led by this process; the previous model is closed."""
         self.close_model()
         self._processes = [process for process in self._processes if process.poll() is None]
         while len(self._processes) < rank_count - 1:
@@ -49,7 +49,7 @@ class Followers:
         assert all(process.poll() is None for process in self._processes), "a follower ended"
 
     def close_model(self) -> None:
-        """Ends what was led; the processes wait for the next."""
+        """Closes the model; the processes wait for the next."""
         if self._led is not None:
             led, self._led = self._led, None
             led.close()
@@ -64,7 +64,7 @@ class Followers:
 
 
 def main() -> None:
-    """Follows as told until its input ends."""
+    """Follows the models named on its input until the input ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         folder, dtype, rank, rank_count, port = json.loads(line)

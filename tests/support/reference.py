@@ -1,4 +1,4 @@
-"""`transformers` itself on a tiny model's folder: what the engine is held against."""
+"""`transformers` itself on a tiny model's folder: the reference of the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reference:
 
 
 def largest_difference(driver: Driver, reference: Reference, token_ids: list[int]) -> float:
-    """Between the logits of a text fed at once and those of `transformers`, over all positions."""
+    """The largest difference to the logits of `transformers`, over all positions of a text fed at once."""
     table = driver.open(len(token_ids))
     ours = driver.feed(table, token_ids)
     driver.cache.release(table)

@@ -1,4 +1,4 @@
-"""The three services as real processes, and a client that collects what a generation says.
+"""The three services as real processes, and a client that collects the responses of a generation.
 
 Used by the service tests. Nothing here is a stand-in: processes are started as `specdec` starts them, and the client
 speaks the public API over a real socket.
@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from bench import harness
+from specdec.bench import harness
 from specdec.cli.processes import Child, start
 from specdec.config import EMBEDDED_MODELS, CoordinatorSettings
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -26,25 +26,25 @@ MODELS = EMBEDDED_MODELS
 
 
 def fixed(draft_length: int, **more: Any) -> dict[str, Any]:
-    """`speculative` of a request that says itself how much to speculate; by default it waits for its draft tokens."""
+    """`speculative` of a request with the fixed policy; by default it waits for its draft tokens."""
     return {"policy": "POLICY_FIXED", "num_speculative_tokens": draft_length, **more}
 
 
-# Ways to speculate that differ in what is offered when; the text must not.
+# Ways to speculate: draft tokens and their times differ, the text must not.
 SHAPES: dict[str, dict[str, Any]] = {
     "off": {"policy": "POLICY_OFF"},
     "synchronous": fixed(3, draft_window=3),
     "ahead": fixed(2),
     "chain": fixed(8, draft_window=12, draft_wait_ms=0),
-    "tree": fixed(8, draft_window=12, draft_leaves=8, draft_wait_ms=0),
-    "waiting tree": fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=5),
+    "tree": fixed(8, draft_window=12, draft_nodes_per_step=8, draft_wait_ms=0),
+    "waiting tree": fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=5),
     "auto": {"policy": "POLICY_AUTO"},
 }
 
 
 @dataclass
 class Outcome:
-    """Everything one generation said, deltas joined."""
+    """The responses of one generation, deltas joined."""
 
     started: Any = None
     finished: Any = None
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def comparable(self) -> tuple:
-        """What must not depend on speculation, timing or resuming."""
+        """The values that must not depend on speculation, timing or resuming."""
         finished = self.finished
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         usage = (finished.usage.prompt_tokens, finished.usage.output_tokens)
@@ -78,10 +78,10 @@ class Client:
         cache_salt: str = "",
         **sampling: Any,
     ) -> pb.GenerateRequest:
-        """The message; `sampling` by the names of SamplingPolicy."""
+        """The message; `sampling` by the names of SamplingParams."""
         bias = [types_pb.LogitBias(token_id=t, bias=b) for t, b in sampling.pop("logit_bias", {}).items()]
         request = pb.GenerateRequest(
-            sampling=pb.SamplingPolicy(logit_bias=bias, **sampling),
+            sampling=pb.SamplingParams(logit_bias=bias, **sampling),
             speculative=pb.SpeculativePolicy(**(speculative or {})),
             cache_salt=cache_salt,
         )
@@ -119,10 +119,10 @@ class Client:
                 (entry.logprob, tuple(entry.top_token_ids), tuple(entry.top_logprobs)) for entry in delta.logprobs
             ]
 
-    def generate_all(self, asks: Sequence[dict], width: int) -> list[Outcome]:
-        """Runs generations, `width` at a time; each ask is the arguments of `generate`."""
+    def generate_all(self, requests: Sequence[dict], width: int) -> list[Outcome]:
+        """Runs generations, `width` at a time; each request is the arguments of `generate`."""
         with ThreadPoolExecutor(width) as pool:
-            return list(pool.map(lambda ask: self.generate(**ask), asks))
+            return list(pool.map(lambda ask: self.generate(**ask), requests))
 
     def close(self) -> None:
         self.channel.close()
@@ -149,10 +149,10 @@ class Services:
 def running(
     target_model: Path, draft_model: Path | None, coordinator: dict | None = None, **replicas: Any
 ) -> Iterator[Services]:
-    """The services on free loopback ports, and a client; all are stopped at the end, whatever happens.
+    """The services on free loopback ports, and a client; all are stopped at the end, also after errors.
 
-    Requests speculate by the fixed policy unless they say otherwise, so that there is something to disturb: models that
-    compute nothing are not worth speculating for, and the automatic policy finds that out.
+    Requests speculate by the fixed policy by default, so that there is speculation to test: table models compute
+    nothing, so the automatic policy finds no gain in it.
     """
     own = {"speculation_policy": "fixed", **(coordinator or {})}
     with harness.running(target_model, draft_model, own, **replicas) as started:

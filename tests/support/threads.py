@@ -1,5 +1,5 @@
-"""One torch thread for tests that compute in their own process: two wait for each other at every operation, and where
-other work has a core they wait ten times as long as they compute."""
+"""One torch thread for tests that compute in their own process: two wait for each other at every operation, and on
+a busy machine ten times as long as they compute."""
 
 from __future__ import annotations
 

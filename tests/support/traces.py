@@ -1,4 +1,4 @@
-"""Traced services for tests: three real processes whose exporters send to a real collector, and what came of it."""
+"""Traced services for tests: three real processes whose exporters send to a real collector, and its traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as trace_pb
 
-from bench.otlp_receiver import Receiver
+from specdec.bench.otlp_receiver import Receiver
 from tests.support.services import Outcome, Services, running
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # ms; spans are sent as they come, so that tests need not wait
@@ -39,9 +39,9 @@ def traced(
     models: tuple[Path, Path], endpoint: str, coordinator: dict[str, Any] | None = None, **variables: str
 ) -> Iterator[Services]:
     """Services on these models that send spans to `endpoint`; `variables` are the environment of all three."""
-    told = {"otlp_traces_endpoint": endpoint}
-    own = {**told, **(coordinator or {})}
-    with environment(**SOON, **variables), running(*models, own, threads=1, **told) as services:
+    common = {"otlp_traces_endpoint": endpoint}
+    own = {**common, **(coordinator or {})}
+    with environment(**SOON, **variables), running(*models, own, threads=1, **common) as services:
         yield services
 
 
@@ -85,7 +85,7 @@ def attributes(holder: Any) -> dict[str, Any]:
 
 
 def trace_of(receiver: Receiver, outcome: Outcome) -> ReadTrace:
-    """The trace of a generation, once its root came and nothing more does for a moment."""
+    """The trace of a generation, after its root arrived and no span followed for a moment."""
     trace_id = outcome.finished.trace_id
     counts: list[int] = []
 

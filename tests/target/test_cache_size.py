@@ -1,4 +1,4 @@
-"""How large a cache is, from what the operator says and what memory there is."""
+"""Cache size from the operator's settings and the free memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def size_of(folder: Path, **said: object) -> CacheSize:
 
 
 def test_bytes_shares_and_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: --kv-cache-bytes is what the cache takes, zero block included; a share is of free memory and of nothing
-    else; without either there is room for 16 sessions of full length, or a quarter of free memory where that is less.
+    """Claim: --kv-cache-bytes is the size of the cache, zero block included; a share is of free memory only; without
+    either the cache holds 16 sessions of full length, or takes a quarter of free memory where that is less.
 
-    Source: issue 3, "sizes set by --kv-cache-bytes or a share of memory". Conclusive: block counts, to the block.
+    Requirement: "sizes set by --kv-cache-bytes or a share of memory". Conclusive: block counts, to the block.
     """
     monkeypatch.setattr(loading, "free_memory_bytes", lambda device: 1000 * BLOCK_BYTES + 5)
     size = size_of(folder, kv_cache_bytes=40 * BLOCK_BYTES + 1)
@@ -48,7 +48,7 @@ def test_bytes_shares_and_the_default(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_little_and_too_much_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: less than two blocks is a ConfigError with the bytes needed; both ways to say it at once are refused.
+    """Claim: less than two blocks is a ConfigError with the bytes needed; both settings together are refused.
 
     Source: style.md, bound everything. Conclusive: the messages are read.
     """

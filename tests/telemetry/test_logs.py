@@ -1,4 +1,4 @@
-"""Log lines: what is in them, and what never is."""
+"""Log lines: their fields, and the texts they never contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def restored():
 
 
 def lines(capsys) -> list[dict]:
-    """What stands on standard error, line by line; standard output must be empty, for it belongs to the command."""
+    """Lines on standard error; standard output must be empty, since it belongs to the command."""
     written = capsys.readouterr()
     assert written.out == ""
     return [json.loads(line) for line in written.err.splitlines()]
@@ -47,14 +47,14 @@ def test_lines_are_json_with_service_and_bound_fields(capsys):
 
 
 def test_texts_are_withheld(capsys):
-    """Whatever users wrote or were answered does not reach a log, even when somebody logs it by mistake."""
+    """Prompts and outputs do not reach a log, even when code logs them by mistake."""
     configure_logs("info", "coordinator")
     get_logger().info("mistake", **{name: "my secret" for name in WITHHELD_FIELDS})
     assert "my secret" not in str(lines(capsys))
 
 
 def test_exceptions_are_on_one_line(capsys):
-    """A traceback is a field, so a line is an event for whoever collects them."""
+    """A traceback is a field, so a line is an event for log collectors."""
     configure_logs("info", "draft")
     try:
         raise ValueError("wrong")
@@ -78,7 +78,7 @@ def test_exceptions_are_logged_without_values(capsys):
 
 
 def test_lines_of_the_engine_look_like_all_others(capsys):
-    """What a module logs by the standard library is a line of the same form, traceback included, and severe enough."""
+    """A record of the standard library is a line of the same form, traceback and level included."""
     configure_logs("info", "target")
     logger = logging.getLogger("specdec.engine")
     try:

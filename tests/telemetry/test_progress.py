@@ -1,4 +1,4 @@
-"""Progress bars: shown on a terminal to whoever is in front, and to nobody else."""
+"""Progress bars: shown on a terminal by a foreground process only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with loading_bar("target model") as progress:
 
 
 def shown(in_front: bool) -> str:
-    """What the program writes to a real terminal, as its foreground process or as a supervised child beside it."""
+    """Returns the program's output to a real terminal, as its foreground process or as a supervised child."""
     parent, child = pty.openpty()
     prepare = "import fcntl, termios; os.setsid(); fcntl.ioctl(2, termios.TIOCSCTTY, 0);" if in_front else ""
     code = f"import os; {prepare}\n{PROGRAM}"

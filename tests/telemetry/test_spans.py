@@ -1,4 +1,4 @@
-"""Spans as values: ids that two services derive alike, times on the wall clock, and who brings a trace."""
+"""Spans as values: ids that two services derive alike, times on the wall clock, and traces of the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_derived_ids_tell_everything_apart():
     assert derived_span_id(b"x" * 8, "verify") == derived_span_id(b"x" * 8, "verify")
 
 
-def test_a_span_leaves_with_all_it_has():
+def test_a_span_is_exported_with_all_its_fields():
     """Claim: name, ids, kind, wall times, attributes, events, links and failure arrive in the SDK's span as they were;
     an end before the start is no negative duration."""
     moment = SpanEvent("wait expired", 2.5, {"specdec.count": 3})
@@ -63,7 +63,7 @@ def test_wall_time_is_the_monotonic_clock_and_an_offset():
     ["", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "00-" + "1" * 32 + "-" + "0" * 16 + "-01", "00-xyz-1-01", b"00"],
 )
 def test_a_malformed_traceparent_counts_as_none(value):
-    """Claim: W3C trace context: what is malformed or all zeros is ignored, and a new trace begins."""
+    """Claim: W3C trace context: a malformed or all-zero header is ignored, and a new trace begins."""
     assert caller_trace([("traceparent", value)]) is None
     assert caller_trace(None) is None
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.otlp_receiver import Receiver
+from specdec.bench.otlp_receiver import Receiver
 from specdec.engine.table_model import write_table_model
 from tests.support.services import Services
 from tests.support.traces import traced
 
 VOCABULARY_SIZE = 11
-POSITIONS = 8192  # room for 2,000 rounds of a few tokens each
+POSITIONS = 8192  # enough for 2,000 rounds of a few tokens each
 
 
 @pytest.fixture(scope="session")

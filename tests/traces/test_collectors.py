@@ -1,4 +1,4 @@
-"""Collectors that are away, slow or silent: requests do not notice, and a service that is told to stop does stop."""
+"""Absent, slow or silent collectors: requests are unaffected, and services stop in time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.services import Outcome, Services, fixed, running
 from tests.support.traces import traced
 
 DRAIN_GRACE_S = 1.0
-START_AND_STOP_S = 6.0  # of a process on a busy machine, beside what is waited for here
+START_AND_STOP_S = 6.0  # of a process on a busy machine, beside the waits of the test
 REQUEST_COUNT = 6
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[str]:
+def refusing() -> Iterator[str]:
     """An endpoint where connections are refused."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -53,15 +53,21 @@ def ask(services: Services, index: int) -> Outcome:
 
 @pytest.fixture(scope="module")
 def reference(table_models) -> list[tuple]:
-    """What the requests give where nothing is traced."""
+    """The results of the requests without tracing."""
     with running(*table_models, threads=1) as services:
         return [ask(services, index).comparable for index in range(REQUEST_COUNT)]
 
 
-@pytest.mark.parametrize("collector", [nobody, black_hole], ids=["absent", "black hole"])
+@pytest.mark.parametrize(
+    "collector",
+    [
+        pytest.param(refusing, id="absent", marks=pytest.mark.more),
+        pytest.param(black_hole, id="black hole", marks=pytest.mark.more),
+    ],
+)
 def test_a_collector_that_is_away_changes_nothing(table_models, reference: list[tuple], collector):
     """Claim: with a collector that refuses or swallows everything, requests give the same texts to the last token, and
-    services that are told to stop end within their grace and the bound for the last spans, with exit code 0."""
+    stopping services end within their grace and the bound for the last spans, with exit code 0."""
     with collector() as endpoint, traced(table_models, endpoint) as services:
         outcomes = [ask(services, index) for index in range(REQUEST_COUNT)]
         assert [outcome.comparable for outcome in outcomes] == reference
@@ -82,7 +88,7 @@ def test_recording_never_blocks():
         span = Span("round", b"\x01" * 16, b"\x02" * 8, b"", 1.0, 2.0)
         began_s = time.monotonic()
         for _ in range(400):
-            tracing.record([span] * 100)  # more than twice what the queue holds
+            tracing.record([span] * 100)  # more than twice the queue's capacity
         recorded_s = time.monotonic() - began_s
         tracing.close()
         assert recorded_s < 10.0, "40,000 spans at 25 µs each take one second; a blocked one would take ten"
@@ -90,9 +96,9 @@ def test_recording_never_blocks():
         tracing.record([span])  # after the end: nowhere
 
 
-def test_what_the_environment_may_say():
-    """Claim: without an endpoint, or with the SDK disabled, nothing is on and the SDK is not asked; a protocol that is
-    not spoken is refused by name; settings refuse what is no endpoint."""
+def test_settings_of_the_environment():
+    """Claim: without an endpoint, or with the SDK disabled, tracing is off and the SDK is not used; a protocol that
+    is not supported is refused by name; settings refuse values that are no endpoint."""
     assert not Tracing.open("test", None, {}).is_on
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     assert not Tracing.open("test", None, {**endpoint, "OTEL_SDK_DISABLED": "true"}).is_on

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.otlp_receiver import Receiver
+from specdec.bench.otlp_receiver import Receiver
 from tests.support.services import Outcome, Services, fixed
 from tests.support.traces import trace_of
 
@@ -46,7 +46,7 @@ def test_a_trace_is_shown_with_where_its_time_went(outcome: Outcome, jaeger: str
     for name in (outcome.started.request_id, outcome.finished.trace_id.upper()):
         done = run(name, "--jaeger", jaeger)
         assert done.returncode == 0, done.stderr
-        for span in ("Generate", "prefill", "segment", "round", "verify", "queue", "forward", "draft"):
+        for span in ("Generate", "prefill", "round group", "round", "verify", "queue", "forward", "draft"):
             assert re.search(rf"^\s+{span}\s", done.stdout, re.MULTILINE), span
         assert "60 tokens in" in done.stdout
         shares = {
@@ -80,17 +80,17 @@ def test_an_export_can_be_read_back_and_is_what_the_upload_page_takes(outcome: O
         (["--file", "nowhere.json"], "cannot be read"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_a_line(jaeger: str, arguments: list[str], sentence: str):
-    """Claim: an id nobody knows, one that is none, and a file that is not there each end in one clear line."""
+def test_errors_are_reported_in_one_line(jaeger: str, arguments: list[str], sentence: str):
+    """Claim: an unknown id, a malformed id and a missing file each end in one clear line."""
     done = run(*arguments, "--jaeger", jaeger)
     assert done.returncode != 0 and sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_jaeger_that_is_not_there_or_no_jaeger(tmp_path: Path):
-    """Claim: a closed port and a file that is no trace are told as what they are."""
+def test_no_jaeger_and_no_trace(tmp_path: Path):
+    """Claim: a closed port and a file that is no trace are reported as such."""
     done = run("0" * 32, "--jaeger", "http://127.0.0.1:9")
-    assert done.returncode == 1 and "nobody answers" in done.stderr
+    assert done.returncode == 1 and "no answer" in done.stderr
     file = tmp_path / "other.json"
     file.write_text('{"data": []}', encoding="utf-8")
     assert "this is no trace" in run("--file", str(file)).stderr

@@ -8,30 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from bench.otlp_receiver import Receiver
+from specdec.bench.otlp_receiver import Receiver
 from tests.support.services import Outcome, Services, fixed
 from tests.support.traces import CLIENT, INTERNAL, SERVER, ReadTrace, attributes, environment, trace_of, traced
 
-TREE = fixed(4, draft_window=8, draft_leaves=4, draft_wait_ms=100)
+TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
 SPAN_COUNT_MAX = 300
-SEGMENT_ROUND_COUNT = 32
+GROUP_ROUND_COUNT = 32
 # What may stand below what, with kinds: a child not named here is a mistake.
 SHAPE = {
     ("coordinator", "prefill", INTERNAL): ("Generate",),
-    ("coordinator", "segment", INTERNAL): ("Generate",),
-    ("coordinator", "round", INTERNAL): ("segment",),
+    ("coordinator", "round group", INTERNAL): ("Generate",),
+    ("coordinator", "round", INTERNAL): ("round group",),
     ("coordinator", "verify", CLIENT): ("prefill", "round"),
     ("target", "verify", SERVER): ("verify",),
     ("target", "queue", INTERNAL): ("verify",),
     ("target", "chunks", INTERNAL): ("verify",),
     ("target", "forward", INTERNAL): ("verify",),
-    ("coordinator", "draft", CLIENT): ("prefill", "segment"),
+    ("coordinator", "draft", CLIENT): ("prefill", "round group"),
     ("draft", "draft", SERVER): ("draft",),
 }
 
 
 def generate(services: Services, token_count: int, **more) -> Outcome:
-    """A generation of exactly so many tokens."""
+    """A generation of exactly `token_count` tokens."""
     asked = {"temperature": 0.7, "seed": 5, "speculative": TREE, "ignore_eos": True, **more}
     return services.client.generate([1, 2, 3], max_tokens=token_count, **asked)
 
@@ -50,7 +50,7 @@ def check_shape(trace: ReadTrace) -> None:
 
 
 def check_times(trace: ReadTrace) -> None:
-    """No span starts before its parent or ends before it starts; what is no draft also ends within its parent.
+    """No span starts before its parent or ends before it starts; spans other than drafts also end within their parent.
 
     One machine and one clock, so the comparison needs no tolerance.
     """
@@ -72,8 +72,8 @@ def short(services: Services, receiver: Receiver) -> tuple[Outcome, ReadTrace]:
 
 
 def test_one_generation_is_one_trace_over_three_services(short: tuple[Outcome, ReadTrace]):
-    """Claim: all spans of a generation bear its trace id and hang together under one root, through both hops, with
-    parents that are there and that they do not precede."""
+    """Claim: all spans of a generation have its trace id and one root, through both hops; each has a parent in the
+    trace and does not start before it."""
     _, trace = short
     assert {service for service, _ in trace.spans} == {"specdec-coordinator", "specdec-target", "specdec-draft"}
     check_shape(trace)
@@ -81,8 +81,8 @@ def test_one_generation_is_one_trace_over_three_services(short: tuple[Outcome, R
     assert {(own, name) for own, name, _ in trace.count} >= {("target", "forward"), ("draft", "draft")}
 
 
-def test_the_root_says_what_was_asked_and_what_came_of_it(short: tuple[Outcome, ReadTrace]):
-    """Claim: the root's gen_ai and specdec attributes are the request's and the statistics' own figures; and the six
+def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
+    """Claim: the root's gen_ai and specdec attributes are the values of the request and of the statistics; the six
     kinds of time fit into the call."""
     outcome, trace = short
     root, statistics = trace.named("Generate")[0], outcome.finished.statistics
@@ -97,24 +97,24 @@ def test_the_root_says_what_was_asked_and_what_came_of_it(short: tuple[Outcome, 
     assert said["specdec.rounds"] == statistics.rounds
     assert said["specdec.num_draft_tokens"] == statistics.num_draft_tokens
     assert said["specdec.num_accepted_draft_tokens"] == statistics.num_accepted_draft_tokens
-    kinds = ("wait", "network", "queue", "forward", "evidence", "rule")
+    kinds = ("wait", "network", "queue", "forward", "sampling", "rule")
     spent_ms = sum(said[f"specdec.{kind}_ms"] for kind in kinds)
     took_ms = (root.end_time_unix_nano - root.start_time_unix_nano) / 1e6
     assert 0.5 * took_ms < spent_ms <= took_ms + 0.01
     assert outcome.started.request_id == outcome.finished.trace_id
 
 
-def test_every_round_is_an_event_of_its_segment(short: tuple[Outcome, ReadTrace]):
-    """Claim: rounds 0, 1, 2, … each have one event, in order, whose counts add up to the segment's and the root's."""
+def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTrace]):
+    """Claim: rounds 0, 1, 2, … each have one event, in order, and counts add up to the round group's and the root's."""
     outcome, trace = short
-    phases = [*trace.named("prefill"), *trace.named("segment")]
-    events = [attributes(event) for phase in phases for event in phase.events if event.name == "round"]
+    groups = [*trace.named("prefill"), *trace.named("round group")]
+    events = [attributes(event) for group in groups for event in group.events if event.name == "round"]
     assert [event["specdec.round"] for event in events] == list(range(outcome.finished.statistics.rounds))
     for name, total in (("offered", "num_draft_tokens"), ("accepted", "num_accepted_draft_tokens")):
         counted = sum(event[f"specdec.{name}"] for event in events)
-        assert counted == sum(attributes(phase)[f"specdec.{name}"] for phase in phases)
+        assert counted == sum(attributes(group)[f"specdec.{name}"] for group in groups)
         assert counted == attributes(trace.named("Generate")[0])[f"specdec.{total}"]
-    assert {event["specdec.next"] for event in events} == {"bonus", "correction"}
+    assert {event["specdec.next"] for event in events} == {"bonus", "recovered"}
     assert sum(event.get("specdec.discarded", 0) for event in events) > 0, "a weak draft's work is partly wasted"
 
 
@@ -136,8 +136,8 @@ def test_rounds_name_the_draft_messages_they_live_on(services: Services, receive
             assert said["specdec.arrival_lead_ms"] == pytest.approx(lead_ms, abs=0.01) and lead_ms >= 0
             assert 0 <= said["specdec.accepted"] <= said["specdec.offered"]
         for name in ("offered", "accepted"):
-            told = [attributes(link)[f"specdec.{name}"] for link in round_span.links]
-            assert sum(told) == attributes(round_span)[f"specdec.{name}"]
+            linked = [attributes(link)[f"specdec.{name}"] for link in round_span.links]
+            assert sum(linked) == attributes(round_span)[f"specdec.{name}"]
 
 
 def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace]):
@@ -157,9 +157,9 @@ def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace])
         assert abs(said["specdec.clock_offset_ms"]) < 10
 
 
-@pytest.mark.parametrize("token_count", [10, 100, pytest.param(5000, marks=pytest.mark.lengthy)])
+@pytest.mark.parametrize("token_count", [10, 100, pytest.param(5000, marks=pytest.mark.more)])
 def test_a_long_generation_stays_readable(services: Services, receiver: Receiver, token_count: int):
-    """Claim: at most 300 spans in all services for 2,000 rounds, in segments of 32 rounds each; nothing hangs loose."""
+    """Claim: at most 300 spans in all services for 2,000 rounds, in round groups of 32; no span lacks its parent."""
     outcome = generate(services, token_count)
     trace = trace_of(receiver, outcome)
     rounds = outcome.finished.statistics.rounds
@@ -167,13 +167,13 @@ def test_a_long_generation_stays_readable(services: Services, receiver: Receiver
     check_shape(trace)
     check_times(trace)
     assert len(trace.spans) <= SPAN_COUNT_MAX * max(1.0, rounds / 2000)
-    segments = trace.named("segment")
-    counts = [attributes(segment)["specdec.rounds"] for segment in segments]
-    assert sum(counts) == rounds - 1 and all(count == SEGMENT_ROUND_COUNT for count in counts[:-1])
+    chunks = trace.named("round group")
+    counts = [attributes(chunk)["specdec.rounds"] for chunk in chunks]
+    assert sum(counts) == rounds - 1 and all(count == GROUP_ROUND_COUNT for count in counts[:-1])
 
 
 def test_a_shared_forward_is_one_span_with_a_link_to_every_round(services: Services, receiver: Receiver):
-    """Claim: where one forward served several rounds there is one `forward` span for all, linked to each of them; the
+    """Claim: where one forward served several rounds there is one `forward` span for all, linked to each round; the
     other rounds' `verify` spans link to it. Conclusive: the links are as many as the sessions the step says it had."""
     with ThreadPoolExecutor(6) as pool:
         outcomes = list(pool.map(lambda index: generate(services, 60, seed=index), range(6)))
@@ -184,7 +184,7 @@ def test_a_shared_forward_is_one_span_with_a_link_to_every_round(services: Servi
     assert shared, "six sessions at once never met in a step"
     for span in forwards:
         assert len(span.links) == attributes(span)["specdec.step_sessions"]
-        assert {everything[link.span_id].name for link in span.links} <= {"round", "prefill", "segment"}
+        assert {everything[link.span_id].name for link in span.links} <= {"round", "prefill", "round group"}
         assert len({(link.trace_id, link.span_id) for link in span.links}) == len(span.links)
     for trace in traces:
         check_shape(trace)
@@ -213,7 +213,7 @@ def test_texts_and_token_ids_never_leave(services: Services, receiver: Receiver)
 
 def test_the_caller_decides_when_it_brings_a_trace(services: Services, receiver: Receiver):
     """Claim: with a `traceparent` the root is the caller's child in the caller's trace, and a caller that does not
-    sample is heeded: not one span of that trace comes."""
+    sample is respected: no span of that trace is sent."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     request = services.client.request([1, 2], max_tokens=5, temperature=0.0)
     for flags in ("00", "01"):
@@ -250,8 +250,8 @@ def test_refused_and_broken_off_requests_have_one_root_each(services: Services, 
 
 
 def test_nothing_is_recorded_unless_sampled(table_models, receiver: Receiver):
-    """Claim: with OTEL_TRACES_SAMPLER a trace is recorded whole or not at all: of requests at a ratio of 0 nothing
-    comes from any service, though their trace ids are told."""
+    """Claim: with OTEL_TRACES_SAMPLER a trace is recorded whole or not at all: of requests at a ratio of 0 no
+    service sends a span, though responses have trace ids."""
     variables = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
     with traced(table_models, receiver.endpoint, **variables) as quiet:
         before = len(list(receiver.spans()))
@@ -261,9 +261,9 @@ def test_nothing_is_recorded_unless_sampled(table_models, receiver: Receiver):
     assert all(len(outcome.finished.trace_id) == 32 for outcome in outcomes)
 
 
-def test_a_lost_draft_is_told_and_leaves_no_loose_ends(table_models, receiver: Receiver):
-    """Claim: when the draft dies in a generation the trace says so by an event, and goes on without orphans: a span of
-    the draft whose message was lost is the one thing that may lack its parent."""
+def test_a_lost_draft_is_reported_without_orphans(table_models, receiver: Receiver):
+    """Claim: when the draft dies in a generation the trace has an event of it, and no orphans: only a span of the
+    draft whose message was lost may lack its parent."""
     with traced(table_models, receiver.endpoint) as services, environment():
         call = services.client.stub.Generate(
             services.client.request([1, 2], fixed(4), max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -274,7 +274,7 @@ def test_a_lost_draft_is_told_and_leaves_no_loose_ends(table_models, receiver: R
             if len(outcome.token_ids) > 100 and services.draft is not None and services.draft.is_running:
                 services.draft.process.kill()
         trace = trace_of(receiver, outcome)
-    events = [event.name for phase in trace.named("segment") for event in phase.events]
+    events = [event.name for group in trace.named("round group") for event in group.events]
     assert events.count("draft lost") == 1
     assert all(orphan == "specdec-draft draft" for orphan in trace.orphans)
     assert not any(span.status.code for _, span in trace.spans), "a lost draft is no failure of the request"

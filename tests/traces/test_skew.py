@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench.network.machines import Network, emulated
-from bench.otlp_receiver import Receiver
+from specdec.bench.network.machines import Network, emulated
+from specdec.bench.otlp_receiver import Receiver
 from specdec.cli.processes import Child, arguments_of, start, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from tests.support.services import Client, fixed
@@ -45,8 +45,8 @@ def traces_of(models: tuple[Path, Path], link: Network, skew: Mapping[str, str])
     """Traces of generations by services whose replicas live under a skew."""
     common: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 0.5}
     with Receiver() as receiver, environment(**SOON):
-        told = {**common, "otlp_traces_endpoint": receiver.endpoint}
-        replica = {**(common if skew is ALL_CLOCKS else told), "threads": 1}
+        traced_by = {**common, "otlp_traces_endpoint": receiver.endpoint}
+        replica = {**(common if skew is ALL_CLOCKS else traced_by), "threads": 1}
         target = Child("target", arguments_of(TargetSettings(model=str(models[0]), **replica)), skew)
         draft = Child("draft", arguments_of(DraftSettings(model=str(models[1]), **replica)), skew)
         with target, draft:
@@ -54,7 +54,7 @@ def traces_of(models: tuple[Path, Path], link: Network, skew: Mapping[str, str])
             reached = {
                 one.command: link.address_from("coordinator", one.command, one.address) for one in (target, draft)
             }
-            settings = CoordinatorSettings(tokenizer=str(models[0]), speculation_policy="fixed", **reached, **told)
+            settings = CoordinatorSettings(tokenizer=str(models[0]), speculation_policy="fixed", **reached, **traced_by)
             with start("coordinator", settings) as coordinator:
                 client = Client(coordinator.wait_ready())
                 asked = {"temperature": 0.7, "ignore_eos": True, "speculative": fixed(3, draft_wait_ms=60)}
@@ -84,7 +84,7 @@ def plain_traces(table_models, link: Network) -> list[ReadTrace]:
 
 
 def values_of(traces: list[ReadTrace], name: str, attribute: str) -> list[float]:
-    """What all hops of a kind say; a draft that records nothing leaves nothing to say."""
+    """Values of all hops of a kind; none where the draft records no span."""
     clients = [span for trace in traces for span in trace.named(name, CLIENT)]
     assert clients or name == "draft", "no verification was recorded"
     values = [attributes(span)[attribute] for span in clients]
@@ -97,9 +97,9 @@ def values_of(traces: list[ReadTrace], name: str, attribute: str) -> list[float]
 def test_network_time_is_right_although_the_clocks_are_not(
     traces: list[ReadTrace], plain_traces: list[ReadTrace], name: str
 ):
-    """Claim: network time from four timestamps of two clocks is what it is where the clocks agree, within 1 ms, and
-    that is the 20 ms of the link and what sockets and the emulation add. Both are compared by their least, since a
-    busy machine delivers late and never early; a clock's 40 ms would show there as anywhere."""
+    """Claim: network time from four timestamps of two clocks equals that of clocks that agree, within 1 ms: the 20 ms
+    of the link plus sockets and emulation. Conclusive: minima are compared, since a busy machine delivers late and
+    never early; a clock's 40 ms would show there too."""
     values, plain = (values_of(each, name, "specdec.network_ms") for each in (traces, plain_traces))
     assert min(plain) >= 2 * ONE_WAY_MS
     assert not values or abs(min(values) - min(plain)) < TOLERANCE_MS
@@ -107,7 +107,7 @@ def test_network_time_is_right_although_the_clocks_are_not(
 
 @pytest.mark.parametrize("name", ["verify", "draft"])
 def test_the_clocks_are_found_apart(traces: list[ReadTrace], name: str):
-    """Claim: the offset that is estimated is the 40 ms that were set: by the hop that the machine disturbed least."""
+    """Claim: the estimated offset is the 40 ms that were set, on the least disturbed hop."""
     values = values_of(traces, name, "specdec.clock_offset_ms")
     assert not values or min(abs(value - SKEW_MS) for value in values) < TOLERANCE_MS
 

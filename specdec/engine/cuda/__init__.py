@@ -1,5 +1,5 @@
 """The engine on a GPU: paged storage in the model's type, plans copied at once, varlen attention, CUDA graphs.
 
-Every module also runs with device "cpu", in tests only: planner, storage, padding and buffers are then the very same
-code, attention is the plain one, and a captured graph is a repeated call.
+Every module also runs with device "cpu", in tests only: planner, storage, padding and buffers are the same code,
+attention is `Dense`, and a captured graph is a repeated call.
 """

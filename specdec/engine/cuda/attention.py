@@ -1,9 +1,9 @@
-"""Attention over the paged storage of a device, in one of three ways that compute the same, and one for trees.
+"""Attention over the paged storage of a device, in one of three equivalent ways, and one for trees.
 
-`block tables` and `gathered` run `torch.nn.attention.varlen.varlen_attn`, the first on the pages where they lie (torch
-from 2.13 on), the second on a packed copy of the keys. `plain` needs nothing but matrix products; it serves float32,
-capped scores and sizes the kernel lacks, and is what the others are held against before they are used (`choose_way`).
-Which rows are padding is not known here: their results are of no meaning.
+`block tables` and `gathered` run `torch.nn.attention.varlen.varlen_attn`, the first on the pages in place (torch from
+2.13 on), the second on a packed copy of the keys. `plain` uses matrix products only; it computes float32, capped scores
+and sizes the kernel does not support, and is the reference for the other ways (`choose_way`). Results of padding rows
+have no meaning.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TABLE_BLOCK_MULTIPLE = 256  # the kernel behind varlen_attn reads pages of a mul
 
 
 class Way(Protocol):
-    """One way to attend: `prepare` once a step, `attend` once a layer with what it returned."""
+    """One way to attend: `prepare` once a step, `attend` once a layer with the prepared value."""
 
     name: str
 
     def prepare(self, storage: DeviceStorage, step: StepTensors) -> object:
-        """What every layer's `attend` needs of a step."""
+        """Returns the value for every layer's `attend` of a step."""
 
     def attend(
         self,
@@ -45,7 +45,7 @@ class Way(Protocol):
 
 @functools.cache
 def varlen_parameters() -> frozenset[str]:
-    """The parameters torch's varlen_attn takes here; empty where torch has none."""
+    """Returns the parameters of this torch's varlen_attn; empty if torch has no varlen_attn."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -61,11 +61,11 @@ def run_varlen(
     rule: ScoreRule,
     **tables: Any,
 ) -> torch.Tensor:
-    """varlen_attn, causal, each sequence's last row at its last position. Rows behind the last sequence stay unset."""
+    """Runs varlen_attn, causal, each sequence's last row at its last position. Rows of no sequence stay unset."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in varlen_parameters():
-        tables["enable_gqa"] = True  # earlier versions take fewer key heads without being asked
+        tables["enable_gqa"] = True  # earlier versions accept fewer key heads without this flag
     shape = step.shape
     output = varlen_attn(
         queries,
@@ -79,7 +79,7 @@ def run_varlen(
         window_size=(-1, 0) if rule.window is None else (rule.window - 1, 0),
         **tables,
     )
-    return output  # type: ignore[return-value]  # a tuple only where more is asked for
+    return output  # type: ignore[return-value]  # a tuple only with more outputs requested
 
 
 class BlockTables:
@@ -108,12 +108,12 @@ class BlockTables:
 
 
 class Gathered:
-    """varlen_attn on a packed copy of each sequence's keys and values, made anew for every layer."""
+    """varlen_attn on a packed copy of each sequence's keys and values, made for every layer."""
 
     name = "gathered"
 
     def prepare(self, storage: DeviceStorage, step: StepTensors) -> torch.Tensor:
-        """Where the packed keys lie: slots [sequences * key_max] int64, the last ones of no meaning."""
+        """Returns the slots of the packed keys, [sequences * key_max] int64; the unused last ones have no meaning."""
         shape, size = step.shape, storage.block_size
         starts = step.key_starts.long()
         cells = torch.arange(shape.sequence_count * shape.key_max, device=starts.device)
@@ -136,10 +136,10 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainIndices:
-    """`rows` [sequences * query_max] int64: the batch's rows as a rectangle; `places` [rows] int64: and back again.
+class DenseIndices:
+    """`rows` [sequences * query_max] int64: the batch's rows as a rectangle; `places` [rows] int64: the inverse.
 
-    `distances` [sequences, query_max, keys] int64: how far a key lies before its query; below 0 it lies after.
+    `distances` [sequences, query_max, keys] int64: positions from a key to its query; below 0 the key is later.
     """
 
     rows: torch.Tensor
@@ -148,7 +148,7 @@ class PlainIndices:
 
 
 def rectangle(step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`PlainIndices.rows` as [sequences, query_max], and `places`."""
+    """Returns `DenseIndices.rows` as [sequences, query_max], and `places`."""
     shape, device = step.shape, step.tables.device
     starts = step.query_starts.long()
     inside = torch.arange(shape.query_max, device=device)
@@ -159,16 +159,16 @@ def rectangle(step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, sequences * shape.query_max + within
 
 
-class Plain:
-    """Scores, softmax, sum: rectangular, masked, in float32. The other ways are held against this one."""
+class Dense:
+    """Scores, softmax, sum: rectangular, masked, in float32. The reference for the other ways."""
 
     name = "plain"
 
-    def prepare(self, storage: DeviceStorage, step: StepTensors) -> PlainIndices:
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> DenseIndices:
         rows, places = rectangle(step)
         keys = torch.arange(step.tables.shape[1] * storage.block_size, device=step.tables.device)
         distances = step.positions[rows][:, :, None] - keys
-        return PlainIndices(rows.view(-1), places, distances)
+        return DenseIndices(rows.view(-1), places, distances)
 
     def attend(
         self,
@@ -176,21 +176,21 @@ class Plain:
         keys: torch.Tensor,
         values: torch.Tensor,
         step: StepTensors,
-        prepared: PlainIndices,
+        prepared: DenseIndices,
         rule: ScoreRule,
     ) -> torch.Tensor:
         return attend_rectangle(queries.float(), keys, values, step, prepared, rule).to(queries.dtype)
 
 
 class Trees:
-    """As the plain way, in the model's own type, for rows that say which cells they see: a draft's."""
+    """As `Dense`, in the model's own type, for a draft's rows with visible cells."""
 
     name = "trees"
 
-    def prepare(self, storage: DeviceStorage, step: StepTensors) -> PlainIndices:
+    def prepare(self, storage: DeviceStorage, step: StepTensors) -> DenseIndices:
         rows, places = rectangle(step)
         distances = step.positions[rows][:, :, None] - step.cell_positions[:, None, :]
-        return PlainIndices(rows.view(-1), places, distances.masked_fill_(step.visible[rows] == 0, -1))
+        return DenseIndices(rows.view(-1), places, distances.masked_fill_(step.visible[rows] == 0, -1))
 
     def attend(
         self,
@@ -198,7 +198,7 @@ class Trees:
         keys: torch.Tensor,
         values: torch.Tensor,
         step: StepTensors,
-        prepared: PlainIndices,
+        prepared: DenseIndices,
         rule: ScoreRule,
     ) -> torch.Tensor:
         return attend_rectangle(queries, keys, values, step, prepared, rule)
@@ -209,10 +209,10 @@ def attend_rectangle(
     keys: torch.Tensor,
     values: torch.Tensor,
     step: StepTensors,
-    prepared: PlainIndices,
+    prepared: DenseIndices,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """Attention over the rectangle of `prepared`, in the type of the queries; see `Way.attend`."""
+    """Attends over the rectangle of `prepared`, in the type of the queries; see `Way.attend`."""
     shape = step.shape
     head_count, size = queries.shape[1:]
     count, rows = shape.sequence_count, shape.query_max
@@ -231,15 +231,15 @@ def attend_rectangle(
     return output.index_select(0, prepared.places)
 
 
-PLAIN = Plain()
+DENSE = Dense()
 TREES = Trees()
 
 
 @dataclass(slots=True)
 class DevicePlan:
-    """What attention needs of one step, the same for every layer; what a way prepares is made when first asked for.
+    """The attention plan of one step, the same for every layer; each way is prepared at its first use.
 
-    It stands where modules expect an `AttentionPlan`.
+    Used in place of an `AttentionPlan`.
     """
 
     storage: DeviceStorage
@@ -255,7 +255,7 @@ class DevicePlan:
         queries [rows, heads, head size]; returns the same shape and type.
         """
         self.storage.write(layer, self.step.slots, keys, values)
-        way = self.way if rule.softcap is None or self.way is TREES else PLAIN
+        way = self.way if rule.softcap is None or self.way is TREES else DENSE
         if way.name not in self._prepared:
             self._prepared[way.name] = way.prepare(self.storage, self.step)
         cached_keys, cached_values = self.storage.blocks[layer]

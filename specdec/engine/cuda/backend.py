@@ -1,7 +1,7 @@
-"""What a GPU puts in place of the CPU's parts: storage, plans, attention, and steps replayed from captured graphs.
+"""The GPU backend: storage, plans, attention, and steps replayed from captured graphs.
 
-Nothing here waits for the device except `FiniteFlags`, when it is read: whoever uses the logits has waited by then.
-A row's bits may depend on its neighbours here: kernels are chosen by the shape of a step.
+Only reading `FiniteFlags` waits for the device: the sampler, which uses the logits, has waited by then. On a GPU a
+row's bits may depend on its neighbours: kernels are chosen by the shape of a step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.attention import AttentionShape
-from specdec.engine.backend import Compute, StepInput, StepResult, finite_rows, segment_flags
-from specdec.engine.cuda.attention import PLAIN, TREES, BlockTables, DevicePlan, Way
+from specdec.engine.backend import Compute, StepInput, StepResult, chunk_flags, finite_rows
+from specdec.engine.cuda.attention import DENSE, TREES, BlockTables, DevicePlan, Way
 from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps, graph_shapes
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
@@ -30,15 +30,15 @@ from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 
-KEY_MAXES = (512, 2048)  # where a step's cost grows with the room for keys, graphs have room for so many a sequence
-KEY_CELLS_MAX = 1 << 15  # and for so many of all sequences
+KEY_MAXES = (512, 2048)  # key capacities of graphs per sequence, if a step's cost grows with its key capacity
+KEY_CELLS_MAX = 1 << 15  # key capacity of a graph, all sequences together
 
 
 class FiniteFlags(Sequence[bool]):
-    """Per segment whether everything it computed is finite; on their way from the device until they are read."""
+    """Whether all values of each chunk are finite; the first read waits for the copy to the host."""
 
     def __init__(self, batch: RaggedBatch, is_finite: torch.Tensor, logit_offset: int):
-        """`is_finite` [rows + logits] bool on the device; those of logits begin at `logit_offset`."""
+        """`is_finite` [rows + logits] bool on the device; flags of logits begin at `logit_offset`."""
         self._batch = batch
         self._logit_offset = logit_offset
         self._flags: tuple[bool, ...] | None = None
@@ -52,7 +52,7 @@ class FiniteFlags(Sequence[bool]):
             self._on_host = is_finite.clone()
 
     def __len__(self) -> int:
-        return len(self._batch.segments)
+        return len(self._batch.chunks)
 
     @overload
     def __getitem__(self, index: int) -> bool: ...
@@ -64,7 +64,7 @@ class FiniteFlags(Sequence[bool]):
         if self._flags is None:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._flags = segment_flags(self._batch, self._on_host.tolist(), self._logit_offset)
+            self._flags = chunk_flags(self._batch, self._on_host.tolist(), self._logit_offset)
         return self._flags[index]
 
 
@@ -72,7 +72,7 @@ class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
-    `has_trees`: the model is a draft's, whose rows say which cells they see.
+    `has_trees`: the model is a draft's, whose rows have visible cells.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DeviceBackend:
     ):
         self.device = device
         self._has_trees = has_trees
-        self.way: Way = PLAIN
+        self.way: Way = DENSE
         self._dtype = dtype
         self._positions_max = positions_max
         self.with_graphs = with_graphs
@@ -103,7 +103,7 @@ class DeviceBackend:
         with self._current():
             return DeviceOutput(weight, bias, scale, softcap)
 
-    def adopt(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
         products = [module for module in base.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = [product.weight for product in products] + [output.get_buffer("weight")]
         self.product_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -115,28 +115,28 @@ class DeviceBackend:
         return 2 * self._dtype.itemsize * shape.layer_count * shape.kv_head_count * shape.head_size
 
     def allocate(self, block_count: int, block_size: int) -> DeviceStorage:
-        """Zeroed storage, and the way of attending chosen for it. Graphs of an earlier storage are dropped."""
+        """Returns zeroed storage and chooses its way to attend. Graphs of an earlier storage are dropped."""
         shape = self._shape
         self._storage = DeviceStorage(
             shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size, self._dtype, self.device
         )
         with self._current():
             self.way = TREES if self._has_trees else choose_way(shape, block_size, self._dtype, self.device)
-        # A longer table than this holds no sequence of this cache.
+        # No sequence of this cache is longer than this.
         key_max = min(self._positions_max, (block_count - 1) * block_size)
         self._key_max = key_max
         self._shapes = self._shapes_for(key_max) if self.with_graphs else []
         self._graphs: dict[StepShape, Captured] | None = None
         self.margins: MarginCounter | None = None
         self._results: StepResult | None = None
-        # Captured steps read one buffer at fixed addresses; the other grows as it must.
+        # Captured steps read one buffer at fixed addresses; the other grows.
         self._fixed, self._exact = (StepBuffer(block_size, self._storage.scratch_slot, self.device) for _ in range(2))
         for step_shape in self._shapes:
             self._fixed.reserve(step_shape)
         return self._storage
 
     def plan(self, batch: RaggedBatch) -> StepShape:
-        """The shape of the step, smallest of the captured ones that hold it, or its own; its tensors are filled."""
+        """Fills the tensors of the step; returns the smallest captured shape that holds it, or its own."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
         needed = exact_shape(batch, self._has_trees)
@@ -153,7 +153,7 @@ class DeviceBackend:
         with self._current():
             if self._graphs is None:
                 self._capture(compute)
-                if not self._has_trees:  # a draft's drift decides nothing
+                if not self._has_trees:  # the drift of a draft decides no text
                     self.margins = MarginCounter(self._measured_drift(compute), self.device)
             output = self._step(batch, compute)
             if self.margins is not None:
@@ -164,7 +164,7 @@ class DeviceBackend:
         return finite_rows(hidden, logits)
 
     def counters(self) -> dict[str, float]:
-        """How close decisions came to the drift: see `MarginCounter`."""
+        """Returns the rows whose margin was within the drift: see `MarginCounter`."""
         return self.margins.report() if self.margins else {}
 
     def _step(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
@@ -173,14 +173,14 @@ class DeviceBackend:
             self._fixed.send(plan)
             self._graphs[plan].replay()
             result = fixed_part(self._results, plan)
-            logits = result.logits[: batch.logit_count].clone()  # the next step of any shape writes there
+            logits = result.logits[: batch.logit_count].clone()  # the next step of any shape overwrites them
         else:
             result = compute(self._input(self._exact.send(plan)))
             logits = result.logits[: batch.logit_count]
         return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count))
 
     def _measured_drift(self, compute: Compute) -> float:
-        """On blocks nobody holds yet, which are zero again afterwards."""
+        """Returns the drift, measured on blocks without a holder, which are zeroed afterwards."""
         storage = self._storage
         assert storage is not None
         block_ids = range(1, storage.block_count)
@@ -191,14 +191,14 @@ class DeviceBackend:
 
     @property
     def graph_count(self) -> int:
-        """Captured steps; none before the first step."""
+        """Number of captured steps; 0 before the first step."""
         return len(self._graphs or ())
 
     def _shapes_for(self, key_max: int) -> list[StepShape]:
-        """The shapes to capture: with block tables, room for the longest text costs nothing."""
+        """Returns the shapes to capture; with block tables, capacity for the longest text has no cost."""
         if isinstance(self.way, BlockTables):
             return graph_shapes([key_max], None, self._graph_sequences_max)
-        if self._has_trees:  # its sequences have cells beyond their positions
+        if self._has_trees:  # its sequences have more cells than positions
             assert self._storage is not None
             key_max = (self._storage.block_count - 1) * self._storage.block_size
         key_maxes = [count for count in KEY_MAXES if count < key_max] or [key_max]
@@ -217,7 +217,7 @@ class DeviceBackend:
             place.is_finite.copy_(result.is_finite)
 
         def prepare(shape: StepShape) -> Callable[[], None]:
-            self._fixed.fill(RaggedBatch(()), shape)  # nothing but padding
+            self._fixed.fill(RaggedBatch(()), shape)  # padding only
             self._fixed.send(shape)
             return lambda: run(shape)
 
@@ -227,7 +227,7 @@ class DeviceBackend:
             logger.info("captured %d steps in %.1f s", len(self._shapes), time.perf_counter() - started_s)
 
     def _make_results(self, like: StepResult) -> StepResult:
-        """Room for the results of every captured shape, shared by all."""
+        """Returns a buffer for the results of the captured shapes, shared by all."""
         logit_count = max(shape.logit_count for shape in self._shapes)
         flag_count = max(shape.row_count + shape.logit_count for shape in self._shapes)
         logits = like.logits.new_empty(logit_count, like.logits.shape[1])
@@ -244,5 +244,5 @@ class DeviceBackend:
 
 
 def fixed_part(results: StepResult, shape: StepShape) -> StepResult:
-    """Where a captured shape's results lie."""
+    """Returns the views of a captured shape's results."""
     return StepResult(results.logits[: shape.logit_count], results.is_finite[: shape.row_count + shape.logit_count])

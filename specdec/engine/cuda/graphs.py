@@ -1,8 +1,8 @@
 """Captured steps: a step of few rows replayed as one launch, so that the device and not Python sets its time.
 
-Shapes are fixed beforehand: decodes and draft steps of 1 to 64 sequences, verifications of a few rows for each of 1 to
-32. All are captured at the first forward, smallest first, until a bound on their number or on their memory is met; a
-step that fits none runs as it is. A graph's results lie in buffers shared by all, valid until the next step.
+Shapes are fixed: decodes and draft steps of 1 to 64 sequences, verifications of a few rows for each of 1 to 32. All are
+captured at the first forward, smallest first, up to a bound on their number and one on their memory; a step without a
+fitting shape runs uncaptured. The results of all graphs lie in shared buffers, valid until the next step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.engine.cuda.plan import StepShape
 logger = logging.getLogger("specdec.engine")
 
 GRAPHS_MAX = 64
-GRAPH_BYTES_MAX = 2 << 30  # of device memory taken by capturing: kernel nodes and the pool of temporaries
+GRAPH_BYTES_MAX = 2 << 30  # of device memory for captured kernel nodes and the pool of temporaries
 SEQUENCE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 # Rows of verifications for each number of sequences: up to 16 each where there are few, 4 where there are many.
 VERIFIED_ROWS = {
@@ -33,14 +33,14 @@ QUERY_MAX = 64  # most rows of one sequence in a graph of several: one tile of t
 
 
 class Captured(Protocol):
-    """Something that runs again what it captured, on the same memory."""
+    """A captured step that can run again on the same memory."""
 
     def replay(self) -> None:
-        """Once more."""
+        """Runs the step again."""
 
 
 class RepeatedCall:
-    """Stands for a graph where there is no GPU: calls the function again."""
+    """Replaces a graph without a GPU: calls the function again."""
 
     def __init__(self, function: Callable[[], None]):
         self.replay = function
@@ -48,25 +48,25 @@ class RepeatedCall:
 
 def capture(function: Callable[[], None], device: torch.device, pool: Any) -> Captured:
     """Runs a function and captures it. It must not wait for the device, nor read or write memory of its own making."""
-    function()  # libraries choose and load their kernels now, which a capture does not allow
+    function()  # libraries choose and load their kernels here, which a capture forbids
     if device.type != "cuda":
         return RepeatedCall(function)
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
-        # Other threads may use the device meanwhile: only this thread's calls must be fit for capture.
+        # Other threads may use the device meanwhile: only this thread's calls are captured.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             function()
     finally:
-        torch.cuda.set_stream(stream)  # a capture that fails may leave its own
+        torch.cuda.set_stream(stream)  # a failed capture may leave its own stream
     return graph
 
 
 def graph_shapes(key_maxes: Sequence[int], cells_max: int | None, sequences_max: int) -> list[StepShape]:
-    """The shapes worth capturing, in the order to capture them.
+    """Returns the shapes to capture, in order.
 
-    `key_maxes`: most positions of a sequence, rising. `cells_max`: most positions of all sequences together, where a
-    step's cost grows with the room it leaves for keys. `sequences_max`: most sequences in one.
+    `key_maxes`: most positions of a sequence, ascending. `cells_max`: most positions of all sequences together, if a
+    step's cost grows with its key capacity. `sequences_max`: most sequences in one.
     """
     sizes = [(count, count, 1) for count in SEQUENCE_COUNTS]
     sizes += [(rows, count, min(rows, QUERY_MAX)) for count, widths in VERIFIED_ROWS.items() for rows in widths]
@@ -82,9 +82,9 @@ def graph_shapes(key_maxes: Sequence[int], cells_max: int | None, sequences_max:
 def capture_steps(
     shapes: Sequence[StepShape], prepare: Callable[[StepShape], Callable[[], None]], device: torch.device
 ) -> dict[StepShape, Captured]:
-    """Captures the shapes in order, up to the bounds; `prepare(shape)` gives the function to capture.
+    """Captures the shapes in order, up to the bounds; `prepare(shape)` returns the function to capture.
 
-    A shape that cannot be captured ends it: later steps run as they are.
+    A failed capture is the last one: steps of the remaining shapes run uncaptured.
     """
     graphs: dict[StepShape, Captured] = {}
     is_cuda = device.type == "cuda"

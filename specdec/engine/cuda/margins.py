@@ -1,9 +1,9 @@
-"""How close decisions come where a row's bits may depend on its neighbours.
+"""Margins between the two best logits, on devices where a row's bits may depend on its neighbours.
 
-Kernels are chosen by the shape of a step, so a row's logits drift by some amount with the steps it is computed in. The
-drift is measured when a model is warmed up: the same rows alone, in verifications of several widths and beside other
-sequences. A position whose two best logits lie nearer to each other than that could have been decided otherwise in
-another step; such positions are counted, in a sample of steps, because looking costs time too.
+Kernels are chosen by the shape of a step, so a row's logits drift with the step's shape. The drift is measured when a
+model is warmed up: the same rows alone, in verifications of several widths and beside other sequences. At a position
+with a smaller margin between its two best logits, another step might have chosen the other token; such positions are
+counted, in a sample of steps to save time.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.engine.interface import RaggedBatch, Segment, StepOutput
+from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
 
 PREFIX_COUNT = 40  # tokens before the rows that are compared
 ROW_COUNT = 8
 NEIGHBOUR_COUNT = 3  # sequences beside the one compared
 WIDTHS = (1, 2, 4)
-TOKENS_END = 64  # ids below, which every vocabulary has
-SAMPLED_STEPS = 16  # one step in so many is looked at
+TOKENS_END = 64  # ids below this exist in every vocabulary
+SAMPLED_STEPS = 16  # one step in SAMPLED_STEPS is counted
 
 Forward = Callable[[RaggedBatch], StepOutput]
 
 
 def blocks_of_drift(block_size: int) -> int:
-    """Blocks that `measure_drift` writes to, the first ones it is given."""
+    """Returns the number of blocks that `measure_drift` writes to, the first of its argument."""
     return (1 + NEIGHBOUR_COUNT) * -(-(PREFIX_COUNT + ROW_COUNT) // block_size)
 
 
 def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, position_count: int) -> float:
-    """The largest difference of any logit of the same rows in steps of different shapes.
+    """Returns the largest difference of any logit of the same rows in steps of different shapes.
 
-    Writes to `block_ids`. 0 where they, or `position_count`, are too few to try.
+    Writes to `block_ids`. 0 with too few blocks or positions.
     """
     count = PREFIX_COUNT + ROW_COUNT
     if len(block_ids) < blocks_of_drift(block_size) or position_count < count:
@@ -42,8 +42,8 @@ def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, p
     token_ids = torch.randint(1, TOKENS_END, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def logits(table: Sequence[int], start: int, end: int, others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-        segments = [Segment(each, start, token_ids[start:end], end - start) for each in (table, *others)]
-        return forward(RaggedBatch(tuple(segments))).logits[: end - start].clone()
+        chunks = [SequenceChunk(each, start, token_ids[start:end], end - start) for each in (table, *others)]
+        return forward(RaggedBatch(tuple(chunks))).logits[: end - start].clone()
 
     for table in tables:
         logits(table, 0, PREFIX_COUNT)
@@ -56,7 +56,7 @@ def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, p
 
 
 class MarginCounter:
-    """Counts, on the device, rows whose two best logits differ by less than the drift; only `report` waits for it."""
+    """Counts on the device the rows whose two best logits differ by less than the drift; only `report` waits for it."""
 
     def __init__(self, drift: float, device: torch.device):
         self.drift = drift
@@ -74,5 +74,5 @@ class MarginCounter:
         self._row_count += len(logits)
 
     def report(self) -> dict[str, float]:
-        """The drift, the rows looked at, and how many of them lay within it."""
+        """Returns the drift, the number of sampled rows, and of those within it."""
         return {"margin_drift": self.drift, "margin_rows": self._row_count, "margin_rows_close": int(self._close)}

@@ -1,7 +1,7 @@
 """The modules of a `transformers` model that run as fewer kernels on a GPU, and the float32 output layer.
 
-A step of few rows is a long line of short kernels around a few matrix products, so each kernel saved is time saved.
-What a stand-in computes is what the module computed, up to the order of roundings; modules it does not know it leaves.
+A step of few rows is a long sequence of short kernels around a few matrix products, so each kernel saved is time saved.
+A replacement agrees with its module up to the order of roundings; other modules stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from specdec.engine.tiled_modules import norm_like
 
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TRIED_ROW_COUNT = 4
-# Of the largest value: a rounding apart in 16 bits, another order of additions in 32.
+# Relative to the largest value: one rounding in 16 bits, another order of additions in 32.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class DeviceRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel where the gain has the type of x."""
+    """x / sqrt(mean(x^2) + epsilon) * gain in float32, rounded once: one kernel if the gain has the type of x."""
 
     gain: torch.Tensor
 
@@ -52,12 +52,12 @@ class JoinedMLP(nn.Module):
 
 
 def replace_modules(base: nn.Module, dtype: torch.dtype, positions_max: int) -> None:
-    """Puts the stand-ins in place, in place: each where, tried on random rows, it does what the module does."""
+    """Replaces modules in place, each if its replacement agrees with it on random rows."""
     _replace_children(base, table_angles(base, positions_max, dtype))
 
 
 def _replace_children(module: nn.Module, is_fused: bool) -> None:
-    """Replaces one module after another, so that what a replaced one held is free before the next is read."""
+    """Replaces one module after another, so that the memory of each is free before the next is read."""
     for name, child in list(module.named_children()):
         stand_in: nn.Module | None = None
         if is_fused and has_projections(child):
@@ -93,10 +93,10 @@ def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class DeviceOutput(nn.Module):
-    """The output layer and what a model makes of it: softcap * tanh(scale * x @ weight / softcap), in float32.
+    """The output layer with scale and softcap, in float32: softcap * tanh(scale * x @ weight / softcap).
 
-    Products of 16-bit numbers are exact in float32, so 16-bit weights stay 16-bit where the library can add them up
-    and answer in float32; elsewhere they are widened once. weight [vocab, in].
+    Products of 16-bit numbers are exact in float32, so 16-bit weights stay 16-bit if the library can sum and return
+    their products in float32; otherwise they are widened once. weight [vocab, in].
     """
 
     weight: torch.Tensor
@@ -122,12 +122,12 @@ class DeviceOutput(nn.Module):
 
 
 def wider_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] @ weight [in, out], both 16-bit, summed and returned in float32."""
+    """Returns x [rows, in] @ weight [in, out], both 16-bit, summed in float32."""
     return torch.mm(x, weight, out_dtype=torch.float32)
 
 
 def can_answer_wider(weight: torch.Tensor) -> bool:
-    """Whether this torch, on the weight's device, multiplies 16-bit numbers into float32, and rightly."""
+    """Whether this torch, on the weight's device, multiplies 16-bit numbers into float32 correctly."""
     try:
         rows = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         part = weight[:8]

@@ -1,8 +1,8 @@
 """From a ragged batch to the tensors of one step on the device, in one copy.
 
-A step has a shape: how many rows, sequences and keys its tensors have room for. An exact shape is made for a step; a
-captured graph has a fixed one, into which a step is padded: padding rows write to the scratch block and read nothing
-of anybody's. All index tensors of a step lie in one buffer, filled on the host in pinned memory and sent as a whole.
+A step has a shape: its numbers of rows, sequences and keys. An exact shape is made for a step; a captured graph has a
+fixed one, to which a step is padded: padding rows write to the scratch block and read from no sequence. All index
+tensors of a step lie in one buffer, filled on the host in pinned memory and sent in one copy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from specdec.engine.interface import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Room of a step's tensors.
+    """Sizes of a step's tensors.
 
     `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
-    `key_max`: most positions one sequence may reach. `logit_count`: rows whose logits are computed. `has_trees`: each
-    row says which cells it sees.
+    `key_max`: most positions of one sequence. `logit_count`: rows with logits. `has_trees`: each row has a set of
+    visible cells.
     """
 
     row_count: int
@@ -32,7 +32,7 @@ class StepShape:
     has_trees: bool = False
 
     def table_width(self, block_size: int) -> int:
-        """Blocks in one sequence's table."""
+        """Returns the number of blocks in one sequence's table."""
         return -(-self.key_max // block_size)
 
     def holds(self, other: StepShape) -> bool:
@@ -50,13 +50,13 @@ class StepShape:
 
 
 def exact_shape(batch: RaggedBatch, has_trees: bool = False) -> StepShape:
-    """The shape a batch needs, without padding."""
-    ends = [s.rows_of_tree().visible.shape[1] if has_trees else s.end for s in batch.segments]
+    """Returns the shape of a batch without padding."""
+    ends = [s.rows_of_tree().visible.shape[1] if has_trees else s.end for s in batch.chunks]
     return StepShape(
         row_count=batch.row_count,
-        sequence_count=len(batch.segments),
+        sequence_count=len(batch.chunks),
         logit_count=batch.logit_count,
-        query_max=max(len(segment.token_ids) for segment in batch.segments),
+        query_max=max(len(chunk.token_ids) for chunk in batch.chunks),
         key_max=max(ends),
         has_trees=has_trees,
     )
@@ -66,11 +66,11 @@ def exact_shape(batch: RaggedBatch, has_trees: bool = False) -> StepShape:
 class StepTensors:
     """Views of one buffer on the device.
 
-    `input_ids`, `positions`, `slots` [rows] int64: token, position and place in the storage of every row.
+    `input_ids`, `positions`, `slots` [rows] int64: token, position and storage slot of every row.
     `logit_rows` [logits] int64. `query_starts`, `key_starts` [sequences + 1] int32: running sums of rows and of
     positions up to each sequence's last row; `key_counts` [sequences] int32. `tables` [sequences, width] int32. With
-    trees `visible` [rows, width * block size] uint8 says which cells a row sees, and `cell_positions` [sequences,
-    width * block size] int32 at which positions they stand; without, both are empty.
+    trees, `visible` [rows, width * block size] uint8 are the visible cells of each row, and `cell_positions`
+    [sequences, width * block size] int32 their positions; without, both are empty.
     """
 
     shape: StepShape
@@ -87,9 +87,9 @@ class StepTensors:
 
 
 class StepBuffer:
-    """The buffer of one step: pinned on the host, equal on the device. `reserve` makes room, `fill` and `send` use it.
+    """The buffer of one step, in pinned memory and on the device: `reserve` sizes it, `fill` writes, `send` copies.
 
-    A captured graph reads the device's side at fixed addresses, so everything is reserved before the first capture.
+    A captured graph reads the device's side at fixed addresses, so all shapes are reserved before the first capture.
     """
 
     def __init__(self, block_size: int, scratch_slot: int, device: torch.device):
@@ -100,19 +100,19 @@ class StepBuffer:
         self._host, self._on_device = self._make(0)
 
     def reserve(self, shape: StepShape) -> None:
-        """Makes room for a shape. Tensors handed out before are of the old buffer."""
+        """Enlarges the buffer for a shape. Earlier views belong to the old buffer."""
         needed = self._word_count(shape)
         if needed > len(self._host):
             self._host, self._on_device = self._make(needed)
 
     def fill(self, batch: RaggedBatch, shape: StepShape) -> None:
-        """Puts a batch, padded to `shape`, on the host's side. Raises for block tables that do not cover it."""
+        """Writes a batch, padded to `shape`, to the host's side. Raises for block tables that do not cover it."""
         if self._sent is not None:
             self._sent.synchronize()  # the last copy may still be reading
         fill(self._views(self._host, shape), batch, self._block_size, self._scratch_slot)
 
     def send(self, shape: StepShape) -> StepTensors:
-        """Copies what was filled to the device, without waiting."""
+        """Copies the filled part to the device without waiting."""
         count = self._word_count(shape)
         self._on_device[:count].copy_(self._host[:count], non_blocking=True)
         if self._device.type == "cuda":
@@ -121,7 +121,7 @@ class StepBuffer:
         return self.views(shape)
 
     def views(self, shape: StepShape) -> StepTensors:
-        """The device's side as a reserved shape sees it: what `send` of that shape returns every time."""
+        """Returns the device's views of a reserved shape, the same as `send` of that shape."""
         return self._views(self._on_device, shape)
 
     def _make(self, word_count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,16 +129,16 @@ class StepBuffer:
         return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
 
     def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
-        """Elements of the int32 fields."""
+        """Returns the element counts of the int32 fields."""
         count, width = shape.sequence_count, shape.table_width(self._block_size)
         return count + 1, count + 1, count, count * width, count * self._cell_count(shape)
 
     def _cell_count(self, shape: StepShape) -> int:
-        """Cells of one sequence that rows of trees may see."""
+        """Returns the number of cells of one sequence that rows of trees may see."""
         return shape.table_width(self._block_size) * self._block_size if shape.has_trees else 0
 
     def _sizes(self, shape: StepShape) -> tuple[int, int, int]:
-        """Words of the int64 fields, the int32 fields and the bytes."""
+        """Returns the word counts of the int64 fields, the int32 fields and the bytes."""
         byte_count = shape.row_count * self._cell_count(shape)
         return 3 * shape.row_count + shape.logit_count, -(-sum(self._half_counts(shape)) // 2), -(-byte_count // 8)
 
@@ -179,27 +179,27 @@ def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot
     row = logit = 0
     if tensors.shape.has_trees:
         fill_trees(tensors, batch)
-    for index, segment in enumerate(batch.segments):
-        count, end = len(segment.token_ids), row + len(segment.token_ids)
-        places = its_positions = numpy.arange(segment.start, segment.end)
-        key_count = segment.end
+    for index, chunk in enumerate(batch.chunks):
+        count, end = len(chunk.token_ids), row + len(chunk.token_ids)
+        places = its_positions = numpy.arange(chunk.start, chunk.end)
+        key_count = chunk.end
         if tensors.shape.has_trees:
-            tree = segment.rows_of_tree()
+            tree = chunk.rows_of_tree()
             places, its_positions = numpy.asarray(tree.cells), numpy.asarray(tree.positions)
             key_count = tree.visible.shape[1]
-        blocks = numpy.asarray(segment.block_ids[: -(-key_count // block_size)], dtype=numpy.int64)
-        ids[row:end] = segment.token_ids
+        blocks = numpy.asarray(chunk.block_ids[: -(-key_count // block_size)], dtype=numpy.int64)
+        ids[row:end] = chunk.token_ids
         positions[row:end] = its_positions
         slots[row:end] = blocks[places // block_size] * block_size + places % block_size
-        logit_rows[logit : logit + segment.logit_count] = range(end - segment.logit_count, end)
+        logit_rows[logit : logit + chunk.logit_count] = range(end - chunk.logit_count, end)
         tables[index, : len(blocks)] = blocks
         tables[index, len(blocks) :] = 0
         query_starts[index + 1] = end
         key_counts[index] = key_count
-        row, logit = row + count, logit + segment.logit_count
-    sequence_count = len(batch.segments)
+        row, logit = row + count, logit + chunk.logit_count
+    sequence_count = len(batch.chunks)
     is_single = tensors.shape.query_max == 1
-    # A padding sequence has one row and one key where every sequence has one row, and none of either elsewhere.
+    # A padding sequence has one row and one key if every sequence has one row; otherwise no row and no key.
     padding = numpy.arange(1, tensors.shape.sequence_count - sequence_count + 1) * is_single
     query_starts[sequence_count + 1 :] = row + padding
     key_counts[sequence_count:] = is_single
@@ -209,15 +209,15 @@ def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot
 
 
 def fill_trees(tensors: StepTensors, batch: RaggedBatch) -> None:
-    """Writes what the rows of a batch see. A padding row sees the first cell of its table and nothing else, so that no
-    sum of weights is 0."""
+    """Writes the visible cells of a batch's rows. A padding row sees the first cell of its table only, so that no sum
+    of weights is 0."""
     visible, cell_positions = tensors.visible.numpy(), tensors.cell_positions.numpy()
     visible[:], cell_positions[:] = 0, 0
     visible[:, 0] = 1
     row = 0
-    for index, segment in enumerate(batch.segments):
-        tree = segment.rows_of_tree()
+    for index, chunk in enumerate(batch.chunks):
+        tree = chunk.rows_of_tree()
         count = tree.visible.shape[1]
-        visible[row : row + len(segment.token_ids), :count] = tree.visible
+        visible[row : row + len(chunk.token_ids), :count] = tree.visible
         cell_positions[index, :count] = tree.cell_positions[:count]
-        row += len(segment.token_ids)
+        row += len(chunk.token_ids)

@@ -1,5 +1,5 @@
-"""One model over several processes: which rank holds what, how partial sums meet, and what happens when one is lost.
+"""Tensor parallelism: one model over several processes (ranks), its split, its sums over ranks, and lost ranks.
 
-Rank 0 plans, samples and answers; the other ranks run the same forward on their share of the weights and decide
-nothing. Nothing here knows gRPC, sessions or scheduling, and nothing depends on how the processes were started.
+Rank 0 plans and samples; the other ranks run the same forward on their share of the weights. Nothing here depends on
+gRPC, sessions, scheduling or the way the processes are started.
 """

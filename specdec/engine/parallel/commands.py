@@ -1,7 +1,6 @@
-"""What rank 0 tells the others, as packed integers over a socket: reserve storage, copy, scrub, step, stop.
+"""The commands of rank 0 to the others, as packed integers over a socket: allocate, copy, scrub, step, stop.
 
-Small commands wait for the next step and travel with it: storage is only read by steps, so nobody can tell. A follower
-sleeps in its socket between steps.
+Copy and scrub are sent with the next step: only steps read the storage. A follower blocks on its socket between steps.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import TypeAlias
 
 import numpy
 
-from specdec.engine.interface import RaggedBatch, Segment
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 
 WORD = numpy.dtype("<i4")
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """No more steps: the ranks part in peace."""
+    """No more steps: the ranks end normally."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make the storage, as `CausalModel.allocate`."""
+    """Allocate the storage, as `CausalModel.allocate`."""
 
     block_count: int
     block_size: int
@@ -56,13 +55,13 @@ class Step:
 
 
 Command: TypeAlias = Stop | Allocate | CopyBlock | Scrub | Step
-KINDS: tuple[type, ...] = (Stop, Allocate, CopyBlock, Scrub, Step)  # a kind's number is its place
+KINDS: tuple[type, ...] = (Stop, Allocate, CopyBlock, Scrub, Step)  # a kind's number is its index
 
 
 def pack(command: Command, block_size: int = 1) -> numpy.ndarray:
-    """One command as int32 words: its number, the count of its words, the words.
+    """Returns one command as int32 words: its number, the count of its words, the words.
 
-    Of a segment's blocks those are told that hold its positions and what lies before them.
+    A chunk's blocks are those up to its last position.
     """
     if isinstance(command, Step):
         return _pack_step(command.batch, block_size)
@@ -71,18 +70,18 @@ def pack(command: Command, block_size: int = 1) -> numpy.ndarray:
 
 
 def _pack_step(batch: RaggedBatch, block_size: int) -> numpy.ndarray:
-    heads: list[int] = [len(batch.segments)]
+    heads: list[int] = [len(batch.chunks)]
     tails: list[Sequence[int]] = []
-    for segment in batch.segments:
-        block_ids = segment.block_ids[: -(-segment.end // block_size)]
-        heads += (segment.start, len(segment.token_ids), len(block_ids), segment.logit_count)
-        tails += (segment.token_ids, block_ids)
+    for chunk in batch.chunks:
+        block_ids = chunk.block_ids[: -(-chunk.end // block_size)]
+        heads += (chunk.start, len(chunk.token_ids), len(block_ids), chunk.logit_count)
+        tails += (chunk.token_ids, block_ids)
     words = numpy.concatenate([numpy.asarray(part, WORD) for part in (heads, *tails)])
     return numpy.concatenate((numpy.array((KINDS.index(Step), len(words)), WORD), words))
 
 
 def unpack(words: numpy.ndarray) -> Iterator[Command]:
-    """The commands of one message, in order."""
+    """Yields the commands of one message, in order."""
     place = 0
     while place < len(words):
         number, count = words[place : place + 2].tolist()
@@ -93,15 +92,15 @@ def unpack(words: numpy.ndarray) -> Iterator[Command]:
 
 
 def _unpack_batch(words: numpy.ndarray) -> RaggedBatch:
-    segment_count = int(words[0])
-    heads = words[1 : 1 + 4 * segment_count].reshape(-1, 4).tolist()
-    place = 1 + 4 * segment_count
-    segments = []
+    chunk_count = int(words[0])
+    heads = words[1 : 1 + 4 * chunk_count].reshape(-1, 4).tolist()
+    place = 1 + 4 * chunk_count
+    chunks = []
     for start, token_count, block_count, logit_count in heads:
         middle, end = place + token_count, place + token_count + block_count
-        segments.append(Segment(words[middle:end].tolist(), start, words[place:middle].tolist(), logit_count))
+        chunks.append(SequenceChunk(words[middle:end].tolist(), start, words[place:middle].tolist(), logit_count))
         place = end
-    return RaggedBatch(tuple(segments))
+    return RaggedBatch(tuple(chunks))
 
 
 class CommandSender:
@@ -116,7 +115,7 @@ class CommandSender:
         self._pending.append(words)
 
     def send(self, words: numpy.ndarray) -> None:
-        """Sends what is queued and this command as one message. Raises OSError when a rank is gone."""
+        """Sends the queued commands and this one as one message. Raises OSError when a rank is lost."""
         message = numpy.concatenate((*self._pending, words))
         self._pending.clear()
         data = len(message).to_bytes(4, "little") + message.tobytes()
@@ -131,7 +130,7 @@ class CommandReceiver:
         self._connection = connection
 
     def receive(self) -> Iterator[Command]:
-        """The commands of the next message; sleeps until there is one. Raises ConnectionError when rank 0 is gone."""
+        """Returns the commands of the next message; waits for it. Raises ConnectionError when rank 0 is lost."""
         word_count = int.from_bytes(self._read(4), "little")
         return unpack(numpy.frombuffer(self._read(4 * word_count), WORD))
 

@@ -1,8 +1,8 @@
-"""Every rank's part of a tensor, brought to every rank in rank order.
+"""Gathers every rank's part of a tensor to every rank, in rank order.
 
-A sum over ranks is made from these by whoever needs one, part by part in rank order: a library's own reduction adds in
-an order that depends on the size of the message, hence on the batch. Over `torch.distributed` between machines and
-GPUs, through shared memory between processes of one machine.
+The caller computes a sum over ranks part by part in rank order: a library's own reduction adds in an order that depends
+on the size of the message, hence on the batch. Over `torch.distributed` between machines and GPUs, through shared
+memory between processes of one machine.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from specdec.errors import ReplicaUnavailable
 
 STARTING_PATIENCE_S = 120.0  # ranks load and measure their kernels at different speeds
 FOLDER = Path("/dev/shm")
-SLOT_BYTES = 2 << 20  # of one rank's part in one buffer; larger parts go in pieces
+SLOT_BYTES = 2 << 20  # of one rank's part in one buffer; larger parts are sent in pieces
 COUNTER_BYTES = 64  # a cache line each: ranks that poll one counter do not disturb another
 BUFFER_COUNT = 2
-SPIN_COUNT = 400  # polls before the processor is offered to others: some twenty microseconds
-YIELD_S = 0.002  # after so long of offering, the wait goes to sleep between polls
+SPIN_COUNT = 400  # polls before the first yield of the processor: about twenty microseconds
+YIELD_S = 0.002  # after yielding for this long, the wait sleeps between polls
 SLEEP_S = 0.0002
 
 
 class Exchange(Protocol):
-    """What all ranks call in the same order with parts of equal shape and type."""
+    """A gather over ranks. All ranks call it in the same order with parts of equal shape and type."""
 
     rank: int
     rank_count: int
     name: str
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of all ranks, in rank order, to be read before the next gather but one. Raises when a rank is
+        """Returns the parts of all ranks, in rank order, valid until the next gather but one. Raises when a rank is
         lost or later than the patience; then no part may be used."""
 
     def set_patience(self, patience_s: float) -> None:
-        """How long a gather may wait for the slowest rank."""
+        """Sets the longest wait of a gather for the slowest rank."""
 
 
 class DistributedExchange:
@@ -90,22 +90,22 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_supported() -> bool:
-    """Whether this machine keeps the order of stores and has memory to share."""
+    """Whether this machine preserves the order of stores and has shared memory."""
     return platform.machine() in ("x86_64", "AMD64") and FOLDER.is_dir()
 
 
 def file_bytes(rank_count: int) -> int:
-    """Size of the shared file."""
+    """Returns the size of the shared file."""
     return rank_count * (COUNTER_BYTES + BUFFER_COUNT * SLOT_BYTES)
 
 
 class SharedExchange:
-    """An exchange through one shared file of `file_bytes` zeros, mapped by every rank; in it a counter per rank says
-    how far the rank is.
+    """An exchange through one shared file of `file_bytes` zeros, mapped by every rank, with a counter of exchanges
+    for each rank.
 
-    Two buffers suffice: a rank writes into a buffer again only after every other has announced the exchange between,
-    hence has read the one before. Counters are written after the bytes they stand for, an order x86 processors keep;
-    others are not trusted with it (`is_supported`).
+    Two buffers suffice: a rank reuses a buffer only after every other rank has counted the exchange between, hence has
+    read the one before. A counter is written after its bytes, an order that x86 processors preserve; others are not
+    supported (`is_supported`).
 
     `check` is called while waiting and raises when another rank is lost.
     """

@@ -1,6 +1,6 @@
-"""Joining: the ranks find each other, agree on what must agree, and are connected for commands, pulses and exchanges.
+"""Joining: the ranks meet, compare facts, and connect for commands, pulses and exchanges.
 
-Rank 0 listens on one address; nothing listens anywhere else. What travels is numbers and JSON, never objects.
+Only rank 0 listens, on one address. Messages are numbers and JSON, never pickled objects.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Facts = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How long a rank may be silent, and late at an exchange, once all have taken a step.
+    """The longest silence of a rank, and its longest delay at an exchange, once all have run a step.
 
-    A stall under a second ends nothing; three seconds after a freeze all ranks are gone.
+    A stall below one second has no effect; three seconds after a freeze all ranks have ended.
     """
 
     silence_s: float = 1.3
@@ -52,17 +52,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When a rank gives the others up, and what it does at the end of all ranks: see `Watch`."""
+    """The bounds for other ranks, and the actions at the end of all ranks: see `Watch`."""
 
     on_lost: OnLost
     bounds: Bounds = field(default_factory=Bounds)
     exit_grace_s: float | None = 0.0
-    on_stop_asked: Callable[[], None] = lambda: None
+    on_stop_requested: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """One rank's ends of everything that joins the ranks. `sender` is rank 0's, `receiver` everybody else's."""
+    """One rank's ends of all connections between ranks. `sender` is rank 0's, `receiver` that of the other ranks."""
 
     place: RankPlace
     store: torch.distributed.Store
@@ -73,7 +73,7 @@ class RankGroup:
     receiver: CommandReceiver | None
 
     def tighten(self) -> None:
-        """All ranks have taken a step: from here on the bounds hold."""
+        """Applies the bounds, once all ranks have run a step."""
         self.exchange.set_patience(self.bounds.exchange_s)
         self.watch.tighten(self.bounds.silence_s)
 
@@ -86,14 +86,14 @@ class RankGroup:
 def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) -> RankGroup:
     """Returns when all ranks have joined. `facts` must be the same on all of them.
 
-    Raises ConfigError when one does not come, Mismatch naming the fact that differs. From here on a rank that is lost
-    ends this process, as `Watch` says.
+    Raises ConfigError when one does not join, Mismatch with the fact that differs. From here on a lost rank ends this
+    process: see `Watch`.
     """
     store = _open_store(place)
     connections = _accept_all(place, store) if place.rank == 0 else _connect(place, store)
     others = range(1, place.rank_count) if place.rank == 0 else (0,)
     pulses = dict(zip(others, connections["pulses"]))
-    watch = Watch(pulses, ending.on_lost, ending.exit_grace_s, ending.on_stop_asked)
+    watch = Watch(pulses, ending.on_lost, ending.exit_grace_s, ending.on_stop_requested)
     try:
         _check_facts(place, store, facts, watch)
         exchange = _open_exchange(place, store, watch, is_cuda)
@@ -107,7 +107,7 @@ def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) 
 
 
 def _open_store(place: RankPlace) -> torch.distributed.Store:
-    """The meeting point: rank 0 holds it, the others wait for it."""
+    """Opens the store: on rank 0 it is created, the others wait for it."""
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         if place.rank:
@@ -123,7 +123,7 @@ def _open_store(place: RankPlace) -> torch.distributed.Store:
 
 
 def _accept_all(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
-    """Rank 0: one connection of each kind from every other rank, by rank. Others have to name the store's secret."""
+    """Rank 0: accepts one connection of each kind from every other rank; each must send the store's secret."""
     secret = secrets.token_bytes(SECRET_BYTES)
     found: dict[tuple[str, int], socket.socket] = {}
     ranks = range(1, place.rank_count)
@@ -150,7 +150,7 @@ def _accept_all(place: RankPlace, store: torch.distributed.Store) -> dict[str, l
 
 
 def _name_of(connection: socket.socket, secret: bytes) -> tuple[str, int] | None:
-    """(kind, rank) that a connection names itself with; None for a stranger."""
+    """Returns (kind, rank) from a connection's greeting; None without the secret."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         data = connection.recv(len(secret) + 3, socket.MSG_WAITALL)
@@ -163,7 +163,7 @@ def _name_of(connection: socket.socket, secret: bytes) -> tuple[str, int] | None
 
 
 def _connect(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
-    """A follower: its two connections to rank 0."""
+    """A follower: opens its two connections to rank 0."""
     stated, port = store.get("star").decode().split()
     secret = bytes.fromhex(stated)
     connections: dict[str, list[socket.socket]] = {}
@@ -177,7 +177,7 @@ def _connect(place: RankPlace, store: torch.distributed.Store) -> dict[str, list
 
 
 def _check_facts(place: RankPlace, store: torch.distributed.Store, facts: Facts, watch: Watch) -> None:
-    """Rank 0 compares; raises Mismatch. The others go on, and hear of a mismatch as the end of rank 0."""
+    """Compares facts on rank 0; raises Mismatch there. For the other ranks a mismatch is the end of rank 0."""
     if place.rank:
         store.set(f"facts/{place.rank}", json.dumps(facts))
         return
@@ -196,7 +196,7 @@ def _open_exchange(place: RankPlace, store: torch.distributed.Store, watch: Watc
 
 
 def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch) -> SharedExchange | None:
-    """Shared memory, where every rank can open the file rank 0 made. It has no name once all have tried."""
+    """Opens shared memory, if every rank can open rank 0's file. The file is unlinked once all have tried."""
     if place.rank:
         file = _find_shared_file(_wait(store, "memory", watch).decode())
         store.set(f"memory/{place.rank}", "0" if file is None else "1")
@@ -218,7 +218,7 @@ def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch)
 
 
 def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
-    """A file under a random name, open, and all of it there; None where there is no room or no such memory."""
+    """Creates an allocated file with a random name; None without shared memory or enough space in it."""
     path = FOLDER / f"specdec-{secrets.token_hex(16)}"
     if not is_supported():
         return path, None
@@ -228,14 +228,14 @@ def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
         return path, None
     try:
         os.posix_fallocate(file, 0, file_bytes(place.rank_count))
-    except OSError:  # too little of it, as in containers that were given 64 MB
+    except OSError:  # too little, as in containers with 64 MB
         os.close(file)
         return path, None
     return path, file
 
 
 def _find_shared_file(name: str) -> int | None:
-    """The file rank 0 made, if this rank sees it: its random name is found on no other machine."""
+    """Opens rank 0's file, if this rank sees it: its random name exists on no other machine."""
     try:
         return os.open(name, os.O_RDWR) if name else None
     except OSError:
@@ -243,7 +243,7 @@ def _find_shared_file(name: str) -> int | None:
 
 
 def _wait(store: torch.distributed.Store, key: str, watch: Watch) -> bytes:
-    """A key's value once it is there; raises when a rank is lost before."""
+    """Waits for a key and returns its value; raises when a rank is lost before."""
     while not store.check([key]):
         watch.check()
         time.sleep(0.01)
@@ -252,7 +252,7 @@ def _wait(store: torch.distributed.Store, key: str, watch: Watch) -> bytes:
 
 
 def _own_host(place: RankPlace) -> str:
-    """The address of this machine on the way to rank 0: what the ranks' own connections are bound to."""
+    """Returns this machine's address on the route to rank 0, to which connections between ranks are bound."""
     if place.rank == 0:
         return place.host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:

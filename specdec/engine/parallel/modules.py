@@ -1,7 +1,7 @@
-"""What stands between a rank's share of a model and the whole: sums and lookups over ranks, in rank order.
+"""Modules that join the ranks' shares of a model: sums and lookups over ranks, in rank order.
 
 Partial sums are added in float32, rank by rank, and rounded to the model's type once. So a row's bits depend on the
-number of ranks and on nothing else: not on the batch, and not on which rank was late.
+number of ranks only, not on the batch or on the timing of ranks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.cpu_backend import Families
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
-from specdec.engine.row_widths import ALONE, RowWidths
+from specdec.engine.tile_memory import StableTiles
+from specdec.engine.tile_sizes import ALONE, TileSizes
 from specdec.engine.tiled_modules import TiledLinear
 from specdec.errors import ModelRefused
 
-QUERY_TILE_MAX = 1024  # larger than any query tile: families travel as flags by width
+QUERY_TILE_MAX = 1024  # larger than any query tile: stable tile sizes are sent as flags by width
 
 
 def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """((part 0 + part 1) + part 2) + ... in float32, whatever type the parts have."""
+    """Returns ((part 0 + part 1) + part 2) + ... in float32, for parts of any type."""
     total = torch.add(parts[0], parts[1]) if parts[0].dtype == torch.float32 else parts[0].float().add_(parts[1])
     for part in parts[2:]:
         total.add_(part)
@@ -43,7 +43,7 @@ class RankSum(nn.Module):
         elif bias is not None:
             linear.bias = None  # type: ignore[assignment]  # not every module has one
         self.linear = linear
-        # Where there is a choice, in the type it was computed in.
+        # A TiledLinear gives its product in the type of the computation.
         self._product = linear.product if isinstance(linear, TiledLinear) else linear
         self._exchange = exchange
 
@@ -51,7 +51,7 @@ class RankSum(nn.Module):
         """x [..., rows, in / ranks] -> [..., rows, out], the same on every rank."""
         parts = self._exchange.gather(self._product(x))
         if len(parts) == 2 and self.bias is None and parts[0].dtype == x.dtype:
-            return torch.add(*parts)  # two narrow numbers are added in float32 and rounded once by the library too
+            return torch.add(*parts)  # the library too adds two narrow numbers in float32 and rounds once
         total = add_in_rank_order(parts)
         if self.bias is not None:
             total.add_(self.bias)
@@ -65,7 +65,7 @@ class SplitNorm(nn.Module):
         super().__init__()
         self.weight = weight.detach().float()
         self._epsilon = epsilon
-        self._count = len(weight) * exchange.rank_count  # heads that several ranks hold count for each of them
+        self._count = len(weight) * exchange.rank_count  # heads held by several ranks count for each
         self._exchange = exchange
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class SplitNorm(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """A lookup in a vocabulary that ranks hold a part of each: all but one add zero, so the sum is exact."""
+    """A lookup in a vocabulary split over ranks: all ranks but one add zero, so the sum is exact."""
 
     def __init__(self, embedding: nn.Module, split: Split, exchange: Exchange) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SplitEmbedding(nn.Module):
 
 
 class SplitOutput(nn.Module):
-    """The output layer over a vocabulary that ranks hold a part of each; every rank has all logits in the end."""
+    """The output layer over a vocabulary split over ranks; every rank gets all logits."""
 
     def __init__(self, output: nn.Module, vocabulary_size: int, exchange: Exchange) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ class SplitOutput(nn.Module):
 
 
 class JoinedShare:
-    """What makes a model one rank's share of a larger one: all ranks go through it together.
+    """Turns a model into one rank's share of a larger one; all ranks call it together.
 
-    Made of a base model whose modules are not replaced yet. `vocabulary_part`: ids of which this rank computes logits,
+    Made from a base model before its modules are replaced. `vocabulary_part`: number of ids with logits on this rank,
     padding included.
     """
 
@@ -126,32 +126,32 @@ class JoinedShare:
             self._norms[path] = SplitNorm(norm.get_parameter("weight"), float(epsilon), exchange)
 
     def join(self, base: nn.Module) -> None:
-        """Puts the exchanges into a base model whose modules were replaced. Raises ModelRefused where a module of the
-        plan is not to be found any more."""
+        """Adds the exchanges to a base model whose modules were replaced. Raises ModelRefused if a module of the plan
+        is missing."""
         for path, norm in self._norms.items():
-            parent_path, _, leaf = path.rpartition(".")
-            setattr(base.get_submodule(parent_path), leaf, norm)
+            parent_path, _, attribute = path.rpartition(".")
+            setattr(base.get_submodule(parent_path), attribute, norm)
         for path in self._split.summed:
-            parent_path, _, leaf = path.rpartition(".")
+            parent_path, _, attribute = path.rpartition(".")
             parent = base.get_submodule(parent_path)
-            linear = getattr(parent, leaf, None)
+            linear = getattr(parent, attribute, None)
             if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
                 raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
-            setattr(parent, leaf, RankSum(linear, self._exchange))
+            setattr(parent, attribute, RankSum(linear, self._exchange))
         its: Any = base  # the method is of the architecture's class
         for name, module in base.named_children():
             if isinstance(module, nn.Embedding) and module is its.get_input_embeddings():
                 setattr(base, name, SplitEmbedding(module, self._split, self._exchange))
 
     def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
-        """The output layer of all ranks together, made of this rank's part."""
+        """Returns the output layer of all ranks together, made from this rank's part."""
         return SplitOutput(output, vocabulary_size, self._exchange)
 
-    def agree(self, families: Families) -> Families:
-        """The widths and tiles every rank found; width 1 where they have none in common."""
-        widths, tiles = families
+    def agree(self, stable_tiles: StableTiles) -> StableTiles:
+        """Returns the stable tile sizes common to all ranks; width 1 if there are none."""
+        widths, tiles = stable_tiles
         flags = torch.zeros(2, QUERY_TILE_MAX)
         flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
         common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
         found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
-        return RowWidths(found[0], widths.row_multiple), found[1]
+        return TileSizes(found[0], widths.row_multiple), found[1]

@@ -1,7 +1,7 @@
-"""Where a rank stands: its number, how many there are, and where they meet.
+"""A rank's place: its number, the number of ranks, and the address where they meet.
 
-All a launcher has to know of tensor parallelism: it starts one process for each place, on whatever machine, and hands
-it the place. Whether the launcher is a command, a pod template or an actor is not known here.
+The whole interface of a launcher to tensor parallelism: it starts one process for each place, on any machine, and
+passes the place to it. The launcher may be a command, a pod template or an actor.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from specdec.errors import ConfigError
 
 
-def nobody_missing() -> None:
-    """The check of a launcher that cannot see the other ranks."""
+def none_missing() -> None:
+    """The check of a launcher without access to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One rank of `rank_count`, and the address on which rank 0 lets the others meet.
+    """One rank of `rank_count`, and the address of rank 0 where the ranks meet.
 
-    `listener`: on rank 0, a socket that listens there already, so that a free port stays this process's own; absent,
-    it is made. `local_rank` counts the ranks of one machine: its GPU. `check_coming` raises when a rank that has not
-    joined yet never will. `parent_pid`: the process that started this rank on its own machine and is rank 0; absent
-    where it is not.
+    `listener`: on rank 0, a socket that already listens there, so that this process keeps a free port; absent: it is
+    made. `local_rank`: number of the rank on its machine, hence its GPU. `check_coming` raises when a rank has failed
+    before it joined. `parent_pid`: rank 0, if it started this rank on the same machine.
     """
 
     rank: int
@@ -33,7 +32,7 @@ class RankPlace:
     port: int
     listener: socket.socket | None = None
     local_rank: int = 0
-    check_coming: Callable[[], None] = nobody_missing
+    check_coming: Callable[[], None] = none_missing
     parent_pid: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +41,7 @@ class RankPlace:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address only. Raises ConfigError when it cannot be had."""
+    """Returns a socket that listens on one address only. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

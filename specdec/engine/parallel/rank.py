@@ -1,7 +1,7 @@
 """One rank from its place to its end: join, load, and lead or follow.
 
-The two entries a launcher needs. They know the model, the place and the thread count in force, nothing of services:
-a command, a pod or an actor calls one of them in each process.
+The two entry points for a launcher: a command, a pod or an actor calls one of them in each process. They depend on
+the model, the place and the current thread count, not on services.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from specdec.engine.architectures import check_proven
+from specdec.engine.architectures import check_supported
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
@@ -33,7 +33,7 @@ SERVING = Bounds()
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What to load, as `load_model` takes it."""
+    """The model to load: arguments of `load_model`."""
 
     path_or_hub_id: str
     dtype: str = "auto"
@@ -49,7 +49,7 @@ class ModelSource:
 
 
 def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress: Progress) -> LeaderModel:
-    """Rank 0's model, once all ranks have joined and loaded their shares. Raises SpecdecError."""
+    """Returns rank 0's model, once all ranks have joined and loaded their shares. Raises SpecdecError."""
     folder = _checked_folder(source, place)
     group = join(place, _facts(source, folder), ending, source.is_cuda)
     try:
@@ -61,14 +61,14 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
 
 
 def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING) -> None:
-    """Any other rank: returns when rank 0 has ended in peace. The process ends with EXIT_CODE when a rank is lost.
+    """Runs any other rank; returns when rank 0 has ended normally. A lost rank ends the process with EXIT_CODE.
 
-    The first SIGTERM or SIGINT asks rank 0 to end in peace, the second is as usual. Main thread only.
+    The first SIGTERM or SIGINT asks rank 0 to end normally, the second has its default effect. Main thread only.
     """
     folder = _checked_folder(source, place)
     ending = Ending(lambda loss: _end_frozen(loss, place.parent_pid), bounds)
     group = join(place, _facts(source, folder), ending, source.is_cuda)
-    _ask_on_signal(group)
+    _stop_on_signal(group)
     try:
         name, device = source.path_or_hub_id, source.torch_device
         follow(load_share(name, folder, source.dtype, device, group, lambda what, share: None), group)
@@ -80,19 +80,19 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
 
 
 def _checked_folder(source: ModelSource, place: RankPlace) -> ModelFolder:
-    """The folder, once the model is known to be served and to be divisible. Reads no weights."""
+    """Returns the folder after checking that the model is supported and divisible. Reads no weights."""
     folder = open_model_folder(source.path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         raise ModelRefused(f"{source.path_or_hub_id} is a table model, which cannot be split over ranks")
-    check_proven(source.path_or_hub_id, folder.config)
+    check_supported(source.path_or_hub_id, folder.config)
     if source.is_cuda:
-        torch.cuda.set_device(source.torch_device)  # what NCCL connects
+        torch.cuda.set_device(source.torch_device)  # the device for NCCL
     check_split(source.path_or_hub_id, folder, place.rank_count)
     return folder
 
 
 def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
-    """What ranks must have in common for their parts to fit."""
+    """Returns the facts that all ranks must have in common."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -103,9 +103,9 @@ def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
     }
 
 
-def _ask_on_signal(group: RankGroup) -> None:
+def _stop_on_signal(group: RankGroup) -> None:
     def ask(number: int, _frame: object) -> None:
-        group.watch.ask_to_stop()
+        group.watch.request_stop()
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,7 +113,7 @@ def _ask_on_signal(group: RankGroup) -> None:
 
 
 def _end_frozen(loss: Loss, parent_pid: int | None) -> None:
-    """A rank 0 that is frozen would keep its port, and be found by nobody: the ranks it started end it with them."""
+    """Kills a frozen rank 0, which would keep its port without serving: called by the ranks it started."""
     if loss.is_silent and loss.rank == 0 and parent_pid is not None and os.getppid() == parent_pid:
         logger.error("rank 0 is frozen; it is ended with the others (code %d)", EXIT_CODE)
         os.kill(parent_pid, signal.SIGKILL)

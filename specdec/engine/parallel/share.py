@@ -1,8 +1,8 @@
 """One rank's share of a `transformers` model: loaded, joined with the others', stepped by rank 0's commands.
 
-`LeaderModel` is what rank 0's engine sees, a CausalModel like any other: each of its steps is told to the other ranks
-first. `follow` is all the other ranks do. What can be wrong with a batch is found before it is told; an error after
-that would leave the ranks at different places, so it ends all of them.
+`LeaderModel` is the CausalModel of rank 0's engine: it sends each step to the other ranks before it runs it. `follow`
+is the loop of the other ranks. A batch is checked before it is sent; a later error would leave the ranks in different
+states, so it ends all ranks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specdec.engine.parallel.weights import empty_model, fill
 from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of
 from specdec.errors import ModelRefused
 
-PARTING_S = 2.0  # how long rank 0 waits at its end for the others to leave
+PARTING_S = 2.0  # the time rank 0 waits at its end for the others to end
 
 
 def check_split(name: str, folder: ModelFolder, rank_count: int) -> None:
-    """Raises ModelRefused unless the folder's model can be split over so many ranks. Reads no weights."""
+    """Raises ModelRefused unless the folder's model can be split over `rank_count` ranks. Reads no weights."""
     plan_split(name, empty_model(name, folder, torch.float32), 0, rank_count)
 
 
 def load_share(
     name: str, folder: ModelFolder, dtype_name: str, device: torch.device, group: RankGroup, progress: Progress
 ) -> TransformersModel:
-    """This rank's share. Raises ModelRefused, where a file differs from rank 0's too."""
+    """Loads this rank's share. Raises ModelRefused, also if a file differs from rank 0's."""
     dtype = dtype_of(folder.config, dtype_name, device)
     model = empty_model(name, folder, dtype)
     split = plan_split(name, model, group.place.rank, group.place.rank_count)
@@ -46,13 +46,13 @@ def load_share(
     fit_attention(model, group.place.rank_count)
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
-    # Captured graphs across GPUs are not proven, so a share runs without them.
+    # Captured graphs across GPUs are not supported, so a share runs without them.
     backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True, True)
     return TransformersModel(model, description, dtype, share, backend)
 
 
 def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
-    """Rank 0's digest of the folder; compared where a rank reads it on another machine."""
+    """Returns rank 0's digest of the folder, compared with that of ranks on other machines."""
     if group.place.rank == 0:
         digest = folder.digest(progress)
         group.store.set("digest", digest)
@@ -66,7 +66,7 @@ def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: P
 
 
 class LeaderStorage:
-    """Rank 0's storage; what is done to it is done on every rank, there with the next step."""
+    """Rank 0's storage; the other ranks repeat its operations with the next step."""
 
     def __init__(self, storage: Storage, sender: CommandSender) -> None:
         self._storage = storage
@@ -82,7 +82,7 @@ class LeaderStorage:
 
 
 class LeaderModel:
-    """The CausalModel of rank 0: its own share, and the commands that keep the others in step."""
+    """The CausalModel of rank 0: its own share, and the commands to the other ranks."""
 
     def __init__(self, model: TransformersModel, group: RankGroup) -> None:
         if group.sender is None:
@@ -96,12 +96,12 @@ class LeaderModel:
 
     @property
     def exchange(self) -> Exchange:
-        """What brings the ranks' parts together."""
+        """The exchange between the ranks."""
         return self._group.exchange
 
     @property
     def cache_bytes_per_position(self) -> int:
-        """Of all ranks that share this machine's memory."""
+        """Bytes on all ranks that share this machine's memory."""
         own = self._model.cache_bytes_per_position
         return own * self._group.place.rank_count if self._group.is_on_one_machine else own
 
@@ -111,8 +111,8 @@ class LeaderModel:
         return LeaderStorage(_allocate(self._model, block_count, block_size), self._sender)
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch on all ranks, which plan it at the same time. Raises ValueError for a batch that cannot be
-        run; any other error may have left the ranks at different places and ends them all."""
+        """Runs the batch on all ranks, which plan it at the same time. Raises ValueError for an invalid batch; any
+        other error may leave the ranks in different states and ends them all."""
         self._group.watch.check()
         self._check(batch)
         words = pack(Step(batch), self._block_size)
@@ -126,29 +126,27 @@ class LeaderModel:
         return output
 
     def _check(self, batch: RaggedBatch) -> None:
-        """What planning or running a batch would stumble over."""
+        """Raises ValueError for a batch that cannot be planned or run."""
         description = self.description
-        for segment in batch.segments:
-            own = segment.block_ids[: -(-segment.end // self._block_size)]
-            is_placed = 0 <= segment.start and segment.end <= len(own) * self._block_size
-            if not (is_placed and segment.end <= description.positions_max):
-                raise ValueError(
-                    f"positions {segment.start} to {segment.end} lie beyond {len(own)} blocks or the model"
-                )
+        for chunk in batch.chunks:
+            own = chunk.block_ids[: -(-chunk.end // self._block_size)]
+            is_placed = 0 <= chunk.start and chunk.end <= len(own) * self._block_size
+            if not (is_placed and chunk.end <= description.positions_max):
+                raise ValueError(f"positions {chunk.start} to {chunk.end} lie beyond {len(own)} blocks or the model")
             if not (0 <= min(own) and max(own) < self._block_count):
                 raise ValueError(f"a block of {own} is none of the {self._block_count} there are")
-            ids = segment.token_ids
-            if not (0 <= segment.logit_count <= len(ids) and 0 <= min(ids) and max(ids) < description.vocabulary_size):
-                raise ValueError(f"token ids {ids} or their logit count {segment.logit_count} are none of this model")
+            ids = chunk.token_ids
+            if not (0 <= chunk.logit_count <= len(ids) and 0 <= min(ids) and max(ids) < description.vocabulary_size):
+                raise ValueError(f"token ids {ids} or their logit count {chunk.logit_count} are none of this model")
 
     def close(self) -> None:
-        """Sends the other ranks home and waits for them a moment. No step may be under way."""
+        """Stops the other ranks and waits up to PARTING_S for their end. No step may be running."""
         self._sender.send(pack(Stop()))
         self._group.watch.stop(PARTING_S)
 
 
 def follow(model: TransformersModel, group: RankGroup) -> None:
-    """Does what rank 0 says, until it says that all is done. Raises what goes wrong; then all ranks must end."""
+    """Runs rank 0's commands until Stop. After an error, which it raises, all ranks must end."""
     if group.receiver is None:
         raise ValueError("rank 0 does not follow")
     storage: Storage | None = None
@@ -170,8 +168,8 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
 
 
 def _allocate(model: TransformersModel, block_count: int, block_size: int) -> Storage:
-    """Storage, and at once what is measured for it: ranks must agree on that, and do so in one place."""
+    """Allocates storage and measures the stable tile sizes, on which all ranks must agree at the same point."""
     storage = model.allocate(block_count, block_size)
     if isinstance(model.backend, CpuBackend):
-        _ = model.backend.families
+        _ = model.backend.stable_tiles
     return storage

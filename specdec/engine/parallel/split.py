@@ -1,9 +1,9 @@
-"""Which part of which weight a rank holds: from a model's own `tp_plan`, before any weight is read.
+"""Each rank's part of each weight: from a model's own `tp_plan`, before any weight is read.
 
-Column-wise products are cut along their outputs and row-wise ones along their inputs, attention at the borders of
-heads; key and value heads are held by several ranks where there are fewer heads than ranks. The vocabulary is cut for
-the embedding and for the output layer alike, so that both can be one tensor; everything else every rank holds whole. A
-model that cannot be cut so is refused with the field that is in the way.
+Column-wise products are cut along their outputs and row-wise ones along their inputs, attention between heads; several
+ranks hold the same key and value head if there are fewer heads than ranks. The vocabulary is cut alike for the
+embedding and the output layer, so that both can be one tensor; every rank holds all other weights whole. A model that
+cannot be cut is refused with the field that prevents it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUT = (COLUMN, ROW, NORM)
 WHOLE = ("replicated_with_grad_allreduce",)  # every rank holds all of it
 
 QUERY, KEY = "num_attention_heads", "num_key_value_heads"
-# What lies one after another along the outputs of an attention projection, by its name in every architecture.
+# The concatenated parts of the outputs of an attention projection, by its name in every architecture.
 HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
     "q_proj": (QUERY,),
     "k_proj": (KEY,),
@@ -38,7 +38,7 @@ HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 PACKED_COUNTS: Mapping[str, int] = {"gate_up_proj": 2}
 
-# Plans of classes that come without one, or with one that computes attention whole on every rank.
+# Plans of classes without a plan, or with a plan that computes all attention on every rank.
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "GPT2LMHeadModel": {
         "h.*.attn.c_attn": COLUMN,
@@ -68,7 +68,7 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a weight: half-open ranges of one dimension, one after another, then zeros up to `size`."""
+    """A rank's part of a weight: concatenated half-open ranges of one dimension, then zeros up to `size`."""
 
     dimension: int
     ranges: tuple[tuple[int, int], ...]
@@ -89,23 +89,23 @@ class Split:
 
 
 def plan_split(name: str, model: transformers.PreTrainedModel, rank: int, rank_count: int) -> Split:
-    """The share of one rank. `model` may be on the meta device. Raises ModelRefused, naming field, value and count."""
+    """Returns the share of one rank. `model` may be on the meta device. Raises ModelRefused with field and value."""
     cuts: dict[str, Cut] = {}
     summed: list[str] = []
     share = _Share(name, model.config, rank, rank_count)
     entries = list(_entries(name, model))
     columns = [path.rpartition(".") for path, _, style in entries if style == COLUMN]
-    attentions = {parent for parent, _, leaf in columns if leaf in HEAD_PARTS}
+    attentions = {parent for parent, _, attribute in columns if attribute in HEAD_PARTS}
     for path, module, style in entries:
-        parent, _, leaf = path.rpartition(".")
+        parent, _, attribute = path.rpartition(".")
         is_row = style == ROW
         inputs_at = 0 if isinstance(module, Conv1D) else 1
         dimension = 0 if style == NORM else inputs_at if is_row else 1 - inputs_at
         size = module.get_parameter("weight").shape[dimension]
         if parent in attentions:
-            cut = share.heads(dimension, size, (QUERY,) if is_row else HEAD_PARTS[leaf])
+            cut = share.heads(dimension, size, (QUERY,) if is_row else HEAD_PARTS[attribute])
         else:
-            cut = share.evenly(dimension, size, 1 if is_row else PACKED_COUNTS.get(leaf, 1))
+            cut = share.evenly(dimension, size, 1 if is_row else PACKED_COUNTS.get(attribute, 1))
         full = f"{model.base_model_prefix}.{path}"
         cuts[f"{full}.weight"] = cut
         if is_row:
@@ -121,7 +121,7 @@ def plan_split(name: str, model: transformers.PreTrainedModel, rank: int, rank_c
 
 
 def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
-    """Tells attention modules that read their head counts from elsewhere than the weights how many heads are here."""
+    """Sets the rank's head counts on attention modules that do not derive them from the weights."""
     config = model.config
     heads = config.num_attention_heads
     key_heads = getattr(config, KEY, None) or heads
@@ -138,7 +138,7 @@ def fit_attention(model: transformers.PreTrainedModel, rank_count: int) -> None:
 
 
 def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path in the base model, module, style) of everything the plan cuts."""
+    """Yields (path in the base model, module, style) of every module that the plan cuts."""
     class_name = type(model).__name__
     plan = OWN_PLANS.get(class_name) or model.config.base_model_tp_plan
     if not plan:
@@ -156,7 +156,7 @@ def _entries(name: str, model: transformers.PreTrainedModel) -> Iterator[tuple[s
 
 
 class _Share:
-    """Ranges of one rank; every method raises ModelRefused where a size cannot be divided."""
+    """Ranges of one rank; every method raises ModelRefused for an indivisible size."""
 
     def __init__(self, name: str, config: transformers.PretrainedConfig, rank: int, rank_count: int):
         self._name = name
@@ -165,7 +165,7 @@ class _Share:
         self._rank_count = rank_count
 
     def heads(self, dimension: int, size: int, fields: tuple[str, ...]) -> Cut:
-        """Parts of whole heads, one after another; a key head is shared by ranks where there are fewer than ranks."""
+        """Returns concatenated parts of whole heads; ranks share a key head if there are fewer key heads than ranks."""
         counts = [getattr(self._config, field, None) or getattr(self._config, QUERY) for field in fields]
         head_size = size // sum(counts)
         ranges, start = [], 0
@@ -183,7 +183,7 @@ class _Share:
         return _cut(dimension, ranges)
 
     def evenly(self, dimension: int, size: int, packed_count: int) -> Cut:
-        """An equal part of each of `packed_count` equal runs."""
+        """Returns an equal part of each of `packed_count` equal runs."""
         run = size // packed_count
         if run % self._rank_count:
             self._refuse("intermediate_size", run)
@@ -192,7 +192,7 @@ class _Share:
         return _cut(dimension, [(start, start + own) for start in starts])
 
     def vocabulary(self, size: int) -> Cut:
-        """An equal part, the last ones padded."""
+        """Returns an equal part, the last ones padded."""
         part = -(-size // self._rank_count)
         start = min(self._rank * part, size)
         return Cut(0, ((start, min(start + part, size)),), part)

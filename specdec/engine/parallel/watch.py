@@ -1,7 +1,7 @@
-"""Whether the other ranks live: a connection between rank 0 and every other, on which both sides send a pulse.
+"""The liveness of ranks: connections between rank 0 and every other rank, on which both sides send pulses.
 
-A closed connection is noticed at once, silence after a bound, whatever the thread that computes is doing. One lost rank
-is the end of all: the others are told why and this process ends, even where its engine is stuck in an exchange.
+A thread of its own detects a closed connection at once and silence after a bound. One lost rank ends all: the watch
+sends the reason to the others and ends this process, even if its engine is blocked in an exchange.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from specdec.errors import ReplicaUnavailable
 logger = logging.getLogger("specdec.engine")
 
 PULSE_S = 0.2
-STARTING_SILENCE_S_MAX = 30.0  # loading libraries and weights may keep every thread of a process waiting
+STARTING_SILENCE_S_MAX = 30.0  # loading libraries and weights may block every thread of a process
 EXIT_CODE = 3
 SENTENCE_BYTES_MAX = 1000
-PULSE, STOP_ASKED, SENTENCE = b".", b"t", b"!"  # what is said: all is well; let us end in peace; my last words
+PULSE, STOP_ASKED, SENTENCE = b".", b"t", b"!"  # alive; request to end normally; reason of the end follows
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A rank was lost: why, and whether it was merely silent, so that its process may still be there."""
+    """A lost rank, the reason, and whether it was only silent, so that its process may still exist."""
 
     rank: int
     reason: str
@@ -41,7 +41,7 @@ OnLost = Callable[[Loss], object]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """The other end of one connection, when it was last heard, and what it said at its end."""
+    """The other end of one connection, the time of its last pulse, and the reason it sent at its end."""
 
     rank: int
     connection: socket.socket
@@ -49,7 +49,7 @@ class Peer:
     last_words: bytearray | None = None
 
     def hear(self, data: bytes) -> bool:
-        """Takes what it said; True when it asks to end in peace."""
+        """Takes received data; returns True when it contains a request to end normally."""
         self.heard_s = time.monotonic()
         pulses, separator, words = (b"", SENTENCE, data) if self.last_words else data.partition(SENTENCE)
         if separator:
@@ -58,16 +58,16 @@ class Peer:
 
     @property
     def ended(self) -> Loss:
-        """Its end, in its own words where it said some."""
+        """The loss of this rank, with the reason it sent, if any."""
         words = bytes(self.last_words or b"").decode("utf-8", "replace").strip()
         return Loss(self.rank, words or f"rank {self.rank} ended")
 
 
 class Watch:
-    """Pulses and the thread that keeps them. `on_lost` is called once, on that thread.
+    """The thread that sends and checks pulses. It calls `on_lost` once.
 
-    `exit_grace_s` after that the process ends with EXIT_CODE, whatever its other threads do; None leaves it running.
-    `on_stop_asked` is called on that thread when another rank was told to stop.
+    `exit_grace_s` later it ends the process with EXIT_CODE, regardless of other threads; None leaves it running. It
+    calls `on_stop_requested` when another rank requests a stop.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Watch:
         connections: Mapping[int, socket.socket],
         on_lost: OnLost,
         exit_grace_s: float | None,
-        on_stop_asked: Callable[[], None] = lambda: None,
+        on_stop_requested: Callable[[], None] = lambda: None,
     ) -> None:
         now_s = time.monotonic()
         self._peers = [Peer(rank, connection, now_s) for rank, connection in connections.items()]
         self._on_lost = on_lost
-        self._on_stop_asked = on_stop_asked
+        self._on_stop_requested = on_stop_requested
         self._exit_grace_s = exit_grace_s
         self._silence_s_max = STARTING_SILENCE_S_MAX
         self._is_stopping = False
-        self._is_stop_asked = False
+        self._is_stop_requested = False
         self._own_failure: Loss | None = None
         self._lost: Loss | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -93,31 +93,31 @@ class Watch:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises ReplicaUnavailable once a rank is lost or cannot go on."""
+        """Raises ReplicaUnavailable once a rank is lost or has failed."""
         loss = self._own_failure or self._lost
         if loss is not None:
             raise ReplicaUnavailable(loss.reason)
 
     def tighten(self, silence_s_max: float) -> None:
-        """From here on a rank may be silent for so long only: all have loaded."""
+        """Sets the longest silence of a rank, once all have loaded."""
         self._silence_s_max = silence_s_max
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """This rank cannot go on: tells the others why, and ends like them."""
+        """Reports this rank's error to the others and ends it as they end."""
         self._own_failure = Loss(rank, f"rank {rank}: {error or type(error).__name__}")
 
-    def ask_to_stop(self) -> None:
-        """Asks the others to end in peace. Safe in a signal handler."""
-        self._is_stop_asked = True
+    def request_stop(self) -> None:
+        """Asks the others to end normally. Safe in a signal handler."""
+        self._is_stop_requested = True
 
     def stop(self, parting_s: float = 0.0) -> None:
-        """Watches no longer; leaves the connections open until the others have closed theirs, `parting_s` at most."""
+        """Stops watching; closes its connections after the others have closed theirs, or after `parting_s`."""
         self._is_stopping = True
         if threading.current_thread() is not self._thread:
             self._thread.join()
         deadline_s = time.monotonic() + parting_s
         for peer in self._peers:
-            # It may be late, gone without a word, or closed already because a rank was lost: it was waited for.
+            # The rank may be late, ended without a message, or closed after a loss: the wait is over either way.
             with contextlib.suppress(OSError):
                 peer.connection.settimeout(max(0.01, deadline_s - time.monotonic()))
                 while parting_s and peer.connection.recv(4096):
@@ -140,7 +140,7 @@ class Watch:
             self._end(self._lost)
 
     def _beat(self, late_s: float) -> None:
-        """Sends pulses and looks for silence. Where this thread itself was late, others are not blamed for it."""
+        """Sends pulses and checks for silence. A delay of this thread does not count as silence of the others."""
         now_s = time.monotonic()
         if self._own_failure is not None:
             self._lose(self._own_failure)
@@ -149,7 +149,7 @@ class Watch:
             silent_s = now_s - peer.heard_s
             if silent_s > self._silence_s_max:
                 self._lose(Loss(peer.rank, f"rank {peer.rank} was silent for {silent_s:.1f} s", is_silent=True))
-            self._send(peer, STOP_ASKED if self._is_stop_asked else PULSE)
+            self._send(peer, STOP_ASKED if self._is_stop_requested else PULSE)
 
     def _hear(self, peer: Peer) -> None:
         try:
@@ -161,7 +161,7 @@ class Watch:
         if not data:
             self._lose(peer.ended)
         elif peer.hear(data):
-            self._on_stop_asked()
+            self._on_stop_requested()
 
     def _lose(self, loss: Loss) -> None:
         self._lost = self._lost or loss
@@ -169,7 +169,7 @@ class Watch:
     def _send(self, peer: Peer, data: bytes) -> None:
         try:
             peer.connection.send(data)
-        except BlockingIOError:  # it reads nothing; its silence will tell
+        except BlockingIOError:  # it does not read; its silence is detected later
             pass
         except OSError:
             self._lose(peer.ended)

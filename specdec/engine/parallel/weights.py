@@ -1,7 +1,7 @@
-"""A rank's share of a model, read from safetensors: never more of a weight than the rank holds.
+"""A rank's share of a model, read from safetensors: of each weight only the rank's part.
 
-The model is made without weights, then every parameter is read on its own, cut, and put in place; a file is open for
-one tensor at a time, so what was read of it can leave memory. Names are matched as `transformers` matches them.
+The model is made without weights, then each parameter is read, cut and set; a file is open for one tensor at a time, so
+its pages can leave memory. Names are matched by the rules of `transformers`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.errors import ModelRefused
 
 
 def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The folder's model on the meta device: its shapes, and no weight."""
+    """Returns the folder's model on the meta device, without weights."""
     model_class = getattr(transformers, folder.config["architectures"][0])
     try:
         config = model_class.config_class.from_pretrained(folder.path, local_files_only=True)
@@ -37,7 +37,7 @@ def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transform
 
 
 def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, split: Split, progress: Progress) -> None:
-    """Reads this rank's part of every parameter of an `empty_model`. Raises ModelRefused where one is missing."""
+    """Reads this rank's part of every parameter of an `empty_model`. Raises ModelRefused if one is missing."""
     sources = _sources(model, folder)
     tied = _tied_name(model)
     loaded: dict[str, nn.Parameter] = {}
@@ -57,7 +57,7 @@ def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, sp
 
 
 def _sources(model: transformers.PreTrainedModel, folder: ModelFolder) -> dict[str, tuple[Path, str]]:
-    """Parameter name -> (file, name in it), by the renamings `transformers` itself loads with."""
+    """Returns parameter name -> (file, name in it), by the renamings of `transformers`."""
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     expected = dict(model.named_parameters(remove_duplicate=False))
     found = {}
@@ -74,7 +74,7 @@ def _sources(model: transformers.PreTrainedModel, folder: ModelFolder) -> dict[s
 
 
 def _tied_name(model: transformers.PreTrainedModel) -> Mapping[str, str]:
-    """The output layer's weight is the embedding's where the config says so and the files do not hold it."""
+    """Returns output weight -> embedding weight, if the config ties them; used if the files lack the output weight."""
     if not model.config.tie_word_embeddings:
         return {}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -83,7 +83,7 @@ def _tied_name(model: transformers.PreTrainedModel) -> Mapping[str, str]:
 
 
 def _read(name: str, file: Path, stored_name: str, cut: Cut | None, shape: torch.Size) -> torch.Tensor:
-    """A tensor of its own, so that the mapped file can go."""
+    """Returns a copy of the tensor or of its cut, so that the file can be unmapped."""
     with safe_open(file, "pt") as stored:
         whole = stored.get_slice(stored_name)
         if tuple(whole.get_shape()) != tuple(shape):
@@ -104,15 +104,15 @@ def _read(name: str, file: Path, stored_name: str, cut: Cut | None, shape: torch
 
 
 def _put(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    parent, _, leaf = path.rpartition(".")
-    model.get_submodule(parent)._parameters[leaf] = parameter
+    parent, _, attribute = path.rpartition(".")
+    model.get_submodule(parent)._parameters[attribute] = parameter
 
 
 def _fill_buffers(model: transformers.PreTrainedModel) -> None:
-    """What is computed and not loaded, such as rotary frequencies: as `transformers` does after loading."""
+    """Computes buffers that are not loaded, such as rotary frequencies, as `transformers` does after loading."""
     for path, buffer in list(model.named_buffers()):
-        parent, _, leaf = path.rpartition(".")
-        model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        parent, _, attribute = path.rpartition(".")
+        model.get_submodule(parent)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # of transformers, on any parameter
     model.initialize_weights()

@@ -1,0 +1,177 @@
+"""`python -m bench.startup`: from the start of a replica's process to SERVING, by phase, cold and warm.
+
+Cold is with an empty cache of tile sizes, warm with the one the cold start left; weights are in the page cache in both.
+Beside the phases a replica logs stands the time of a process that only imports torch and reads the same weights: the
+rest is specdec's and the libraries'. The 135M-parameter model has the sizes of SmolLM-135M and random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.cli.processes import Child
+
+LARGE_NAME = "135M"
+BEYOND_S_MAX = {"cold": 15.0, "warm": 5.0}
+READY_TIMEOUT_S = 600.0
+# Prints the seconds of importing torch and of reading weights, in a process of its own.
+BASELINE = """
+import sys, time
+began_s = time.perf_counter()
+import torch
+imported_s = time.perf_counter()
+from safetensors.torch import load_file
+for file in sys.argv[1:]:
+    for tensor in load_file(file).values():
+        tensor.clone()
+print(imported_s - began_s, time.perf_counter() - imported_s)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StartupMeasurement:
+    """Medians of starts of one service on one model. `seconds`: by phase, as the replica logs them."""
+
+    service: str
+    model: str
+    cache: str  # cold or warm
+    seconds: dict[str, float]
+    total_s: float  # process start to ready, as its parent sees it
+    torch_s: float
+    read_s: float
+
+    @property
+    def beyond_s(self) -> float:
+        """What is neither the import of torch nor the reading of the weights."""
+        return self.total_s - self.torch_s - self.read_s
+
+
+def make_large_model(folder: Path) -> Path:
+    """Writes a Llama of 135M parameters in bfloat16, with a tokenizer of as many strings. Imports torch."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    from specdec.bench.gpu_models import Shape, plain_model
+
+    shape = Shape(LARGE_NAME, 576, 30, 9, 3, 1536, 49152, is_tied=True, positions=2048)
+    plain_model(shape, torch.device("cpu"), torch.bfloat16).save_pretrained(folder)
+    Tokenizer(BPE({f"t{index}": index for index in range(shape.vocabulary)}, [])).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def start_once(service: str, model: Path, cache: Path) -> tuple[dict[str, float], float]:
+    """Starts and stops a replica; returns its logged phases and the seconds until it was ready."""
+    arguments = ["--model", str(model), "--port", "0", "--log-level", "debug", "--drain-grace-s", "1"]
+    with tempfile.TemporaryFile("w+") as log:
+        began_s = time.perf_counter()
+        with Child(service, arguments, {"XDG_CACHE_HOME": str(cache)}, stderr=log) as child:
+            child.wait_ready(READY_TIMEOUT_S)
+            total_s = time.perf_counter() - began_s
+        log.seek(0)
+        lines = [json.loads(line) for line in log if line.startswith("{")]
+    (seconds,) = [line["seconds"] for line in lines if line["event"] == "startup"]
+    return seconds, total_s
+
+
+def baseline_s(model: Path) -> tuple[float, float]:
+    """Seconds of importing torch, and of reading the model's weights after that."""
+    files = [str(file) for file in sorted(model.glob("*.safetensors"))]
+    done = subprocess.run([sys.executable, "-c", BASELINE, *files], capture_output=True, text=True, check=True)
+    torch_s, read_s = map(float, done.stdout.split())
+    return torch_s, read_s
+
+
+def measure(service: str, name: str, model: Path, repeats: int) -> Iterable[StartupMeasurement]:
+    """Cold and warm starts in turns; the medians of each."""
+    starts: dict[str, list[tuple[dict[str, float], float]]] = {"cold": [], "warm": []}
+    baselines = []
+    for _ in track(range(repeats), f"{service} {name}", console=Console(stderr=True)):
+        baselines.append(baseline_s(model))
+        with tempfile.TemporaryDirectory() as cache:
+            for state in starts:
+                starts[state].append(start_once(service, model, Path(cache)))
+    torch_s, read_s = (statistics.median(column) for column in zip(*baselines))
+    for state, own in starts.items():
+        phases = list(own[0][0])
+        seconds = {phase: statistics.median(one.get(phase, 0.0) for one, _ in own) for phase in phases}
+        total_s = statistics.median(total_s for _, total_s in own)
+        yield StartupMeasurement(service, name, state, seconds, total_s, torch_s, read_s)
+
+
+def table_of(measurements: Iterable[StartupMeasurement]) -> Table:
+    """One line per service, model and state of the cache."""
+    shown = list(measurements)
+    phases = list(dict.fromkeys(phase for one in shown for phase in one.seconds))
+    table = Table(title="from the start of the process to SERVING, seconds (medians)")
+    for name in ("service", "model", "cache", *phases, "total", "torch alone", "weights alone", "beyond both"):
+        table.add_column(name, justify="left" if name in ("service", "model", "cache") else "right")
+    for one in shown:
+        numbers = [*(one.seconds.get(phase, 0.0) for phase in phases), one.total_s]
+        numbers += [one.torch_s, one.read_s, one.beyond_s]
+        table.add_row(one.service, one.model, one.cache, *(f"{number:.2f}" for number in numbers))
+    return table
+
+
+def bars_of(measurements: Iterable[StartupMeasurement]) -> list[Bar]:
+    """Seconds beyond torch and weights, with an empty cache and with a filled one."""
+    shown = list(measurements)
+    return [
+        worst_of(
+            f"start to SERVING beyond importing torch and reading the weights, {state}, s",
+            bound_s,
+            {f"{one.service} {one.model}": one.beyond_s for one in shown if one.cache == state},
+            is_limit=True,
+        )
+        for state, bound_s in BEYOND_S_MAX.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="cold and warm starts of each (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="the embedded pair only, one start of each")
+    parser.add_argument("--json", type=Path, default=Path("out/startup.json"), help="file (%(default)s)")
+    add_check_flag(parser)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cases: list[tuple[str, str, Callable[[], Path]]] = [
+            ("target", "embedded", lambda: TARGET_MODEL),
+            ("draft", "embedded", lambda: DRAFT_MODEL),
+        ]
+        if not asked.quick:
+            cases += [("target", LARGE_NAME, lambda: make_large_model(Path(folder)))]
+        measurements: list[StartupMeasurement] = []
+        for service, name, model in cases:
+            measurements += measure(service, name, model(), 1 if asked.quick else asked.repeats)
+    console = Console(width=170)
+    console.print(table_of(measurements))
+    bars = bars_of(measurements)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    written: Mapping[str, object] = {
+        "cores": os.cpu_count(),
+        "measurements": [asdict(one) | {"beyond_s": one.beyond_s} for one in measurements],
+        "bars": as_json(bars),
+    }
+    asked.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return conclude(bars, console, asked.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

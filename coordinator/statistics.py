@@ -1,0 +1,137 @@
+"""The metrics of a coordinator: requests by outcome, latencies, and the statistics of all generations.
+
+Each generation counts its rounds in its own `Statistics`. Those of ended generations are summed here once; those of
+running ones are read on request, so a metric is never late and a round costs a few additions. Changed on the event
+loop, read from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from specdec.errors import SpecdecError
+from specdec.protocol.items import NO_TRACE, DraftItem, Nodes, Open, TargetItem, Trace
+from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
+from specdec.protocol.request import GenerationRequest
+from specdec.protocol.session import Session
+from specdec.protocol.types import Description, FinishReason
+from specdec.rpc.link import Link
+from specdec.rpc.status import REASONS
+from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
+from specdec.telemetry.spans import AttributeValue
+
+CANCELLED = "cancelled"
+OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
+
+
+class CoordinatorMetrics:
+    """The metrics of one coordinator process."""
+
+    def __init__(self) -> None:
+        self.requests = dict.fromkeys(OUTCOMES, 0)
+        self.time_to_first_token = Histogram(LATENCY_BOUNDS_S)
+        self.inter_token = Histogram(TOKEN_BOUNDS_S)
+        self.e2e_latency = Histogram(LATENCY_BOUNDS_S)
+        self.queue_time = Histogram(LATENCY_BOUNDS_S)
+        self._ended = Statistics()
+        self._running: set[RequestStatistics] = set()
+        self._lock = threading.Lock()  # no reader may see a generation in neither place, or in both
+
+    def enter(self, request: RequestStatistics) -> None:
+        """A request was admitted: its statistics are read from now on."""
+        with self._lock:
+            self._running.add(request)
+
+    def leave(self, request: RequestStatistics) -> None:
+        """A request ended."""
+        with self._lock:
+            self._running.discard(request)
+            self._ended.add(request.statistics)
+            self.requests[request.outcome] += 1
+
+    def totals(self) -> Statistics:
+        """Returns the sums over all generations since the start, running ones included."""
+        sums = Statistics()
+        with self._lock:
+            for statistics in (self._ended, *(request.statistics for request in self._running)):
+                sums.add(statistics)
+        return sums
+
+    def counts(self) -> tuple[int, int]:
+        """Returns the number of running generations after their first token, and before it."""
+        with self._lock:
+            with_tokens = [request.statistics.rounds > 0 for request in self._running]
+        return sum(with_tokens), len(with_tokens) - sum(with_tokens)
+
+
+class RequestStatistics:
+    """One request: its call and its generation report every event here, and it updates the metrics.
+
+    This class records no trace, only its ids; the subclass in tracing.py records it. Every method may be called at any
+    time; those of a round are a few additions.
+    """
+
+    def __init__(self, metrics: CoordinatorMetrics, context: Trace, request_id: str) -> None:
+        self.context = context
+        self.request_id = request_id
+        self.statistics = Statistics()
+        self.outcome = ""  # one of OUTCOMES; empty before the end
+        self._metrics = metrics
+
+    def context_of(self, item: TargetItem | DraftItem) -> Trace:
+        """Returns the trace context that an item of its generation is sent in."""
+        return self.context if isinstance(item, Open) else NO_TRACE
+
+    def admitted(self, request: GenerationRequest, started: Started, target: Description) -> None:
+        """The request passed validation."""
+        self.statistics.rule, self.statistics.rule_reason = started.rule, started.rule_reason
+        self.statistics.prompt_tokens = started.prompt_length
+        self._metrics.enter(self)
+
+    def began(self, session: Session) -> None:
+        """The session is about to be opened and its prompt to be read."""
+
+    def sent(self, session: Session, now_s: float) -> None:
+        """The verification in flight is sent; called again when it is sent again."""
+
+    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
+        """The draft sent nodes, and the session has added the usable ones to its tree: none if its text has ended."""
+
+    def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
+        """A verdict is committed, and the session's actions are not carried out yet; `link` is the target's."""
+        self.statistics.on_round(record)
+        if record.round_index:
+            self._metrics.inter_token.add(record.round_s / record.kept_count, record.kept_count)
+        else:
+            self._observe(self._metrics.queue_time, record.queue_s)
+            self._observe(self._metrics.time_to_first_token, record.round_s)
+
+    def note(self, name: str, **attributes: AttributeValue) -> None:
+        """An event outside the rounds."""
+
+    def finished(self, finished: Finished) -> None:
+        """The text ended."""
+        if self._end(finished.reason.name.lower()):
+            self._observe(self._metrics.e2e_latency, finished.statistics.total_s)
+
+    def failed(self, error: SpecdecError) -> None:
+        """The request was refused, or its generation failed."""
+        self._end(error.reason if error.reason in OUTCOMES else SpecdecError.reason)
+
+    def left(self) -> float:
+        """The session is closed on all sides; returns the seconds for which it still takes nodes."""
+        return 0.0
+
+    def closed(self) -> None:
+        """The call is over: without an outcome until now, its client has disconnected."""
+        self._end(CANCELLED)
+
+    def _end(self, outcome: str) -> bool:
+        if self.outcome:
+            return False
+        self.outcome = outcome
+        self._metrics.leave(self)
+        return True
+
+    def _observe(self, histogram: Histogram, value_s: float) -> None:
+        histogram.add(value_s)

@@ -1,0 +1,88 @@
+"""Copies between host and device: numbers are sent to a device without a wait and fetched together, in one copy.
+
+Reading a number from a GPU waits for all its queued work, so a step's results are copied to the host once. A decision
+that depends on an intermediate number is replaced by an assumption that nearly always holds; its check is copied with
+the results, and if it fails, the whole computation is repeated with waits. On a CPU reads are free: nothing is assumed
+and nothing copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+def is_far(device: torch.device) -> bool:
+    """Whether reading a number from the device waits for it."""
+    return device.type != "cpu"
+
+
+def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor of the host's numbers on a device, without waiting for it."""
+    tensor = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """The copy of one computation's results to the host, and its assumptions. `is_blind`: assume instead of reading."""
+
+    def __init__(self, device: torch.device, is_blind: bool) -> None:
+        self.is_blind = is_blind
+        self._is_far = is_far(device)
+        self._tensors: list[Tensor] = []
+        self._assumptions: list[Tensor] = []
+        self._fetched: list[Any] | None = None
+
+    def bring(self, tensor: Tensor) -> Callable[[], Any]:
+        """Registers a tensor to fetch; returns a function that returns its numbers, called after all registrations."""
+        if not self._is_far:
+            return tensor.tolist
+        index = len(self._tensors)
+        self._tensors.append(tensor)
+        return lambda: self._read()[index]
+
+    def assume_none(self, exceptions: Tensor) -> None:
+        """Records the assumption that no element is true.  # [...] bool"""
+        self._assumptions.append(exceptions.any().view(1))
+
+    def was_wrong(self) -> bool:
+        """Whether an assumption failed, so that the fetched numbers are invalid."""
+        if not self._assumptions:
+            return False
+        return any(self.bring(torch.cat(self._assumptions))())
+
+    def _read(self) -> list[Any]:
+        """Copies once. Float64 holds every token id and every probability exactly."""
+        if self._fetched is None:
+            counts = [tensor.numel() for tensor in self._tensors]
+            flat = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._tensors]).tolist()
+            ends = list(itertools.accumulate(counts))
+            parts = [flat[end - count : end] for count, end in zip(counts, ends)]
+            self._fetched = [shaped(part, tensor) for part, tensor in zip(parts, self._tensors)]
+        return self._fetched
+
+
+def shaped(numbers: list[float], like: Tensor) -> Any:
+    """Returns flat numbers in the shape of `like.tolist()`."""
+    whole: list[Any] = list(numbers) if like.is_floating_point() else [int(number) for number in numbers]
+    for size in reversed(like.shape[1:]):
+        whole = [whole[start : start + size] for start in range(0, len(whole), size)] if size else [[]] * like.shape[0]
+    return whole
+
+
+def crossed(device: torch.device, compute: Callable[[HostCopy], Callable[[], Result]]) -> Result:
+    """Returns the result of a computation that registers its fetches and returns a function for its result.
+
+    It runs once, or twice after a failed assumption; it must not change its inputs.
+    """
+    host_copy = HostCopy(device, is_blind=is_far(device))
+    finish = compute(host_copy)
+    if host_copy.was_wrong():
+        finish = compute(HostCopy(device, is_blind=False))
+    return finish()

@@ -1,0 +1,176 @@
+"""Admission of a target: which sessions get cache blocks, which wait for them, and which are preempted.
+
+A session takes blocks as it grows. When none are free the youngest session is preempted: an older one gets its blocks,
+and it is reopened later from the tokens that the replica holds, invisibly to the other services. A session without
+enough blocks waits with those it holds. Committed prefixes are cached: a session with the same prefix, or a reopened
+one, starts with the blocks still in the cache. Runs on the engine thread; the scheduling of steps is elsewhere.
+
+Rules, from which it follows that every session ends, whatever the others do:
+1. Only younger sessions are preempted for a session. So the oldest continues, and each session becomes the oldest:
+   waiting sessions continue in order of age, and while any waits no new session is admitted.
+2. An admitted or reopened session has blocks for a run: enough positions further to be worth feeding it. It is not
+   preempted before it has used them up or was idle for IDLE_S. An older session that needs blocks meanwhile waits.
+3. A session that needs more than the whole cache is refused at its opening, so one alone always has enough blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.errors import CacheExhausted
+from specdec.protocol.items import Open
+from specdec.replica.handler import Reply, log_names
+from specdec.target_service.session import TargetSession
+from specdec.telemetry.logs import get_logger
+
+RUN_POSITIONS = 64  # of a run, at least
+RUN_SHARE = 0.25  # of the fed length, at least: a prompt token takes a tenth of a decode step, so decoding dominates
+IDLE_S = 0.25  # many times a coordinator's turnaround, and a pause no client notices
+COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "reopenings", "refusals")
+
+
+def run_end(length: int, table: BlockTable) -> int:
+    """Returns the position at which the run of a session ends that is about to feed `length` tokens."""
+    return min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), table.capacity)
+
+
+class Admission:
+    """The sessions that share the cache, oldest first, and their blocks. It feeds nothing itself.
+
+    `displaced` is called with every session that begins to wait for blocks with a request pending. `counters`: prefix
+    hits, preemptions, reopenings and refusals since the replica started, in tokens and sessions.
+    """
+
+    def __init__(self, cache: KVCache, shares_prefixes: bool, displaced: Callable[[TargetSession], None]) -> None:
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.waiting: set[TargetSession] = set()
+        self._cache = cache
+        self._shares_prefixes = shares_prefixes
+        self._displaced = displaced
+        self._sessions: dict[TargetSession, None] = {}
+        self._tried: tuple[TargetSession, int] | None = None  # the last that failed to start, and the free blocks then
+
+    def open(self, item: Open, reply: Reply) -> TargetSession:
+        """Returns a new session without blocks, now the youngest; its first verification allocates them."""
+        session = TargetSession(item, self._cache.open(item.length_max, item.cache_salt), reply)
+        self._sessions[session] = None
+        return session
+
+    def leave(self, session: TargetSession) -> None:
+        """Ends a session: caches its prefix and releases its blocks."""
+        del self._sessions[session]
+        self.waiting.discard(session)
+        if session.table.block_ids:
+            self.cache_prefix(session)
+        self._cache.release(session.table)
+
+    def give(self, session: TargetSession) -> bool:
+        """Allocates the blocks for a session's request; False if it has to wait for them. Raises CacheExhausted for a
+        new session that does not fit beside the others."""
+        if not session.is_admitted:
+            self._admit(session)
+        elif not (session.table.block_ids and self._has_capacity(session)):
+            self._wait(session)
+            return False
+        self.waiting.discard(session)
+        return True
+
+    def next_waiting(self) -> TargetSession | None:
+        """Returns the oldest waiting session if its blocks can be allocated now, and ends its wait; else None."""
+        oldest = next((one for one in self._sessions if one in self.waiting), None) if self.waiting else None
+        if oldest is None or not self._has_capacity(oldest):
+            return None
+        self.waiting.remove(oldest)
+        return oldest
+
+    def cache_prefix(self, session: TargetSession) -> None:
+        """Makes the session's committed tokens in the cache available to other sessions."""
+        if self._shares_prefixes:
+            length = min(session.agreement(()), len(session.tokens))
+            self._cache.cache_prefix(session.table, session.tokens, length)
+
+    def _admit(self, session: TargetSession) -> None:
+        if self.waiting or not self._start(session):
+            self.counters["refusals"] += 1
+            waiting = f" and {len(self.waiting)} sessions wait" if self.waiting else ""
+            free_count = self._cache.free_block_count
+            raise CacheExhausted(
+                f"{session.wanted_length} tokens and space to go on do not fit: {free_count} blocks free{waiting}"
+            )
+        session.is_admitted, session.cached_count = True, session.table.length
+
+    def _has_capacity(self, session: TargetSession) -> bool:
+        """Whether a session's request has all its blocks now; preempts the youngest sessions if that is enough."""
+        table = session.table
+        while not (self._grow(table, session.wanted_length) if table.block_ids else self._reopen(session)):
+            sessions = list(self._sessions)
+            younger = [other for other in sessions[sessions.index(session) + 1 :] if other.table.block_ids]
+            preemptable = [other for other in younger if not self._is_running(other)]
+            if not preemptable or not self._would_fit(session, preemptable):
+                return False
+            self._preempt(preemptable[-1])
+        return True
+
+    def _would_fit(self, session: TargetSession, preemptable: list[TargetSession]) -> bool:
+        """Whether preempting these sessions would free enough blocks, if none were shared."""
+        cache, table, length = self._cache, session.table, session.wanted_length
+        end = length if table.block_ids else run_end(length, table)
+        freed_count = sum(len(other.table.block_ids) for other in preemptable)
+        return cache.blocks_for(end) - len(table.block_ids) <= cache.free_block_count + freed_count
+
+    def _reopen(self, session: TargetSession) -> bool:
+        """Allocates blocks for a preempted session. Retries only once more blocks are free than at its last try."""
+        free_count = self._cache.free_block_count
+        if self._tried is not None and self._tried[0] is session and free_count <= self._tried[1]:
+            return False
+        if not self._start(session):
+            self._tried = session, free_count
+            return False
+        self.counters["reopenings"] += 1
+        length, cached = session.wanted_length, session.table.length
+        get_logger().info("session opened again", **log_names(session.opened), length=length, cached=cached)
+        return True
+
+    def _start(self, session: TargetSession) -> bool:
+        """Allocates blocks for an empty session's request and a run, after its cached prefix; all of them or none."""
+        cache, table, length = self._cache, session.table, session.wanted_length
+        found = cache.match_prefix(table, session.tokens) if self._shares_prefixes else 0
+        cache.truncate(table, min(found, len(session.tokens) - 1))
+        session.run_end = run_end(length, table)
+        if not self._grow(table, session.run_end):
+            cache.free(table)
+            return False
+        session.fed_length, session.fed_draft = table.length, ()
+        if self._shares_prefixes:
+            self.counters["prefix_query_tokens"] += length
+            self.counters["prefix_hit_tokens"] += table.length
+        return True
+
+    def _grow(self, table: BlockTable, end: int) -> bool:
+        try:
+            self._cache.prepare_write(table, end)
+        except CacheExhausted:
+            return False
+        return True
+
+    def _is_running(self, session: TargetSession) -> bool:
+        """Whether a session is within its run and not idle, so that it must not be preempted."""
+        is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= IDLE_S
+        return session.table.length < session.run_end and session not in self.waiting and not is_idle
+
+    def _preempt(self, session: TargetSession) -> None:
+        """Frees a session's blocks; its current or next request waits until it is reopened."""
+        self.cache_prefix(session)
+        get_logger().info("session preempted", **log_names(session.opened), length=session.table.length)
+        self._cache.free(session.table)
+        self.counters["preemptions"] += 1
+        session.preemptions += 1
+        session.fed_length, session.fed_draft, session.feed = 0, (), None
+        if session.work is not None:
+            self._wait(session)
+
+    def _wait(self, session: TargetSession) -> None:
+        self.waiting.add(session)
+        self._displaced(session)

@@ -1,0 +1,252 @@
+"""Generations and their links to replicas that misbehave: what one can cost the coordinator, and what its users read.
+
+The link, the sockets and the generation are real; the draft is scripted, the target only records what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from specdec.config import CoordinatorSettings, TlsSettings
+from specdec.coordinator.decode_loop import Generation
+from specdec.coordinator.replicas import DRAFT, NODES_PER_MESSAGE_MAX, TARGET, Replica
+from specdec.coordinator.speculation import Speculation
+from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
+from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.policy.policy import FixedPolicy
+from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, VerificationResult
+from specdec.protocol.report import Started
+from specdec.protocol.session import Session
+from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.rpc.link import ITEM_COUNT_MAX
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import types_pb2 as types_pb
+from tests.simulation.client import Walker
+from tests.support.scripted_draft import FINGERPRINT, ScriptedDraft
+
+VOCABULARY_SIZE = 50_000
+CONTEXT_LENGTH = 20_000
+ADDRESS = "127.0.0.1"
+
+
+class Recorder:
+    """A replica that answers nothing: items are recorded."""
+
+    is_up = True
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.link = SimpleNamespace(stamps=SimpleNamespace(network_s=0.0))
+
+    def attach(self, session: int, listener: Generation) -> None: ...
+
+    def detach(self, session: int) -> None: ...
+
+    def send(self, item: Any) -> int:
+        self.sent.append(item)
+        return 0
+
+
+class Listener:
+    """Stands for a generation: `news` holds what it is told."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.news: list[str] = []
+
+    def on_item(self, *_: Any) -> None:
+        self.news.append("item")
+
+    def on_up(self, *_: Any) -> None:
+        self.news.append("up")
+
+    def on_down(self, *_: Any) -> None:
+        self.news.append("down")
+
+
+def generation_of(target: Any, draft: Any, context_length: int = 3, wait_s: float = 0.0) -> Generation:
+    """A generation that is not begun."""
+    params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=context_length, temperature=0.0)
+    policy, prompt = FixedPolicy(2, wait_s=wait_s), [7] * context_length
+    session = Session(1, params, context_length + 100, VOCABULARY_SIZE, policy, prompt)
+    settings = CoordinatorSettings(target="localhost:1", tokenizer="none")
+    request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
+    started = Started("", 1, Rule.GREEDY, context_length, 100)
+    return Generation(session, Walker(100, 100), started, target, draft, Speculation(settings), request)
+
+
+async def until(condition: Any, timeout_s: float = 10.0) -> None:
+    """Waits for a condition; the test fails when it takes too long."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def connected(script: ScriptedDraft) -> AsyncIterator[Replica]:
+    """A draft in use, over real sockets."""
+    server = script.server()
+    address = await server.start()
+    replica = Replica(DRAFT, address, TlsSettings(), FINGERPRINT, lambda: None)
+    running = asyncio.create_task(replica.link.run())
+    try:
+        await until(lambda: replica.is_up)
+        yield replica
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
+def missing(incarnation: int, unknown: bool = False) -> draft_pb.DraftResponseItem:
+    """A MissingTokens item of session 1 that asks for everything."""
+    return draft_pb.DraftResponseItem(
+        missing_tokens=types_pb.MissingTokensItem(session=1, incarnation=incarnation, unknown=unknown)
+    )
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+async def test_a_draft_that_asks_for_everything_again_and_again_gets_it_once_per_commit(unknown: bool) -> None:
+    """Claim: a commit answered by 12,000 MissingTokens makes a session send its context once more, also where each
+    names the incarnation that the one before it would lead to.
+
+    Source: a draft could make one session send 12,000 times its context at once, while all others stood. Conclusive:
+    the bytes that leave the socket are counted, after an answer that comes behind all of these.
+    """
+    asked = [[missing(1 + unknown * (start + n), unknown) for n in range(1000)] for start in range(0, 12_000, 1000)]
+    end = [[draft_pb.DraftResponseItem(error=types_pb.ErrorItem(session=2, reason="REPLICA_UNAVAILABLE"))]]
+    commits: list[int] = []
+
+    def answers(item: draft_pb.DraftRequestItem) -> list[list[draft_pb.DraftResponseItem]]:
+        if not item.HasField("commit"):
+            return []
+        commits.append(item.commit.committed_length)
+        return [*asked, *end] if len(commits) == 1 else []
+
+    async with connected(ScriptedDraft(answers)) as draft:
+        other: Any = Listener()
+        draft.attach(2, other)
+        generation = generation_of(Recorder(), draft, CONTEXT_LENGTH)
+        generation.begin()
+        await until(lambda: other.news and len(commits) == 2)
+        await until(lambda: not draft.link._queue)
+        assert draft.link.is_up and commits == [CONTEXT_LENGTH] * 2
+        assert draft.link.bytes_sent < 2.5 * 2 * CONTEXT_LENGTH, "the context is one byte per token in each copy"
+        generation.close()
+
+
+@pytest.mark.parametrize("kind", ["items", "nodes"])
+async def test_a_message_beyond_its_limits_costs_the_connection_before_it_is_read(kind: str) -> None:
+    """Claim: a message with more items, or more nodes in them, than a sound draft can make is refused by number and
+    limit, and none of its items reaches a session.
+
+    Source: 300,000 nodes or 12,000 items of one message were read, and filed, before a limit was checked. Conclusive:
+    the listener of the session hears of the loss, and of no item.
+    """
+    if kind == "items":
+        items = [missing(1)] * (ITEM_COUNT_MAX + 1)
+    else:
+        node = draft_pb.TreeNode(node_id=1)
+        half = draft_pb.NodesItem(session=1, incarnation=1, nodes=[node] * (NODES_PER_MESSAGE_MAX // 2 + 1))
+        items = [draft_pb.DraftResponseItem(nodes=half)] * 2
+    async with connected(ScriptedDraft(lambda item: [items])) as draft:
+        listener: Any = Listener()
+        draft.attach(1, listener)
+        with capture_logs() as logs:
+            draft.send(Close(1, 1))
+            await until(lambda: listener.news)
+        assert listener.news[0] == "down" and "item" not in listener.news
+        (line,) = [line for line in logs if line["event"] == "malformed answer"]
+        assert f"{kind} is" in line["error"] and "at most" in line["error"]
+
+
+async def test_a_draft_is_described_by_the_process_that_serves_its_stream() -> None:
+    """Claim: the description comes over the stream's own connection.
+
+    Source: behind one name description and stream could be different processes. Conclusive: the peer of both calls is
+    one socket, as the server sees it.
+    """
+    script = ScriptedDraft()
+    async with connected(script):
+        assert script.describe_peers == script.stream_peers and len(script.stream_peers) == 1
+
+
+async def test_users_read_no_inner_address() -> None:
+    """Claim: a request without a target is refused, and a text whose target is lost ends, in sentences without address
+    or system error; these are in the log.
+
+    Source: inner addresses reached users. Conclusive: the target's address is a port nothing listens on, and the log
+    line that has it is shown.
+    """
+    target = Replica(TARGET, f"{ADDRESS}:1", TlsSettings(), FINGERPRINT, lambda: None)
+    with capture_logs() as logs:
+        running = asyncio.create_task(target.link.run())
+        await until(lambda: any(line["event"] == "link not up" for line in logs))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert any("refused" in line.get("reason", "") and ADDRESS in line["peer"] for line in logs)
+    with pytest.raises(ReplicaUnavailable) as refused:
+        target.usable()
+    generation = generation_of(target, None)
+    generation.begin()
+    target._on_down(f"{ADDRESS}:1: Connection reset by peer")
+    assert isinstance(await generation.next_event(), Started)
+    with pytest.raises(ReplicaUnavailable) as lost:
+        await generation.next_event()
+    with pytest.raises(ReplicaUnavailable) as still:
+        target.usable()
+    assert "resume" in str(lost.value)
+    for caught in (refused, lost, still):
+        assert ADDRESS not in str(caught.value) and "onnection re" not in str(caught.value), caught.value
+
+
+async def test_users_read_no_text_of_an_exception() -> None:
+    """Claim: an internal failure of the target reaches the user as a sentence, and the coordinator's log as it is.
+
+    Source: the text of internal exceptions reached users.
+    """
+    target = Recorder()
+    generation = generation_of(target, None)
+    generation.begin()
+    with capture_logs() as logs:
+        generation.on_item(target, Failure(1, 1, 13, SpecdecError.reason, "RuntimeError: a secret"), 0)
+    await generation.next_event()
+    with pytest.raises(SpecdecError) as caught:
+        await generation.next_event()
+    assert "secret" not in str(caught.value)
+    assert any("secret" in str(line) for line in logs)
+
+
+async def test_an_ended_generation_is_held_by_no_timer() -> None:
+    """Claim: a generation that waited for draft tokens is free memory when it is closed, however long it would have
+    waited, and so are the waits that ended before.
+
+    Source: wait timers were never cancelled, and each held its generation for the rest of its time. Conclusive: the
+    loop runs on, both kinds of wait are seen to have begun, and nothing but a timer could hold the generation.
+    """
+    target, draft = Recorder(), Recorder()
+    generation = generation_of(target, draft, wait_s=600.0)
+    generation.begin()
+    both = DraftNode(1, 0, 9, True), DraftNode(2, 1, 9, True)
+    generation.on_item(draft, Nodes(1, 1, 1, 3, both), 0)
+    generation.on_item(target, VerificationResult(1, 1, 0, SamplerOutput((8,))), 0)  # 8 is not in the tree
+    assert generation._session.waiting
+    first = generation._wait_timer
+    generation.on_item(draft, Nodes(1, 1, 2, 4, both), 0)
+    assert not generation._session.waiting and first.cancelled()
+    generation.on_item(target, VerificationResult(1, 1, 1, SamplerOutput((8, 8, 8))), 0)
+    assert generation._session.waiting and generation._wait_timer is not first
+    generation.close()
+    gone = weakref.ref(generation)
+    del generation
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,116 @@
+"""The package as a user installs it: built, installed without a network into an empty environment, run from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.hygiene.sources import ROOT, project_files
+
+pytestmark = pytest.mark.lengthy
+TIMEOUT_S = 300
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """An environment that holds the wheel and sees the libraries of this one. `added`: names the wheel brought."""
+
+    python: Path
+    folder: Path
+    added: frozenset[str]
+
+    def run(self, *arguments: str) -> str:
+        """Standard output of the installed command, run outside of any checkout."""
+        command = [str(self.python.with_name("specdec")), *arguments]
+        return run(command, self.folder)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Standard output of a command that has to succeed."""
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of the files of the project, made by `python -m build`: the wheel from the sdist."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for path in project_files():
+        target = source / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, target)
+    for link in (ROOT / "specdec").iterdir():
+        if link.is_symlink():
+            (source / "specdec" / link.name).symlink_to(link.readlink())
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)], folder)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """The wheel in a new environment. Its dependencies are those of this one, by a path file: nothing is fetched."""
+    folder = tmp_path_factory.mktemp("empty")
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    before = {path.name for path in packages.iterdir()}
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
+    run([*pip, "--no-compile", str(distributions[0])], folder)
+    added = frozenset({path.name for path in packages.iterdir()} - before)
+    libraries = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    (packages / "libraries.pth").write_text("\n".join(libraries), encoding="utf-8")
+    return Installation(python, folder, added)
+
+
+def test_the_wheel_adds_one_name(installed: Installation) -> None:
+    """Claim: site-packages gets `specdec` and its metadata, and no name as generic as `coordinator` or `bench`."""
+    assert {name.split("-")[0] for name in installed.added} == {"specdec"}, installed.added
+
+
+def test_types_and_models_are_inside(installed: Installation) -> None:
+    """Claim: the installed package, not the checkout, is imported; it is typed and holds the embedded pair."""
+    program = "import specdec.config as c; print(c.__file__); print(c.EMBEDDED_MODELS)"
+    module, models = map(Path, run([str(installed.python), "-c", program], installed.folder).split())
+    assert installed.folder in module.parents and (module.parent / "py.typed").is_file()
+    assert installed.folder in models.parents
+    for name in ("draft", "target"):
+        assert (models / name / "model.safetensors").stat().st_size > 1 << 20
+
+
+def test_the_demo_runs_from_the_wheel(installed: Installation) -> None:
+    """Claim: `specdec demo --json` starts the three services of the installed package and finds equal texts."""
+    report = json.loads(installed.run("demo", "--json", "--max-tokens", "8"))
+    assert report["texts"] and all(text["on_token_ids"] == text["off_token_ids"] for text in report["texts"])
+
+
+def test_the_other_commands_are_there(installed: Installation) -> None:
+    """Claim: serve, generate and the benchmarks can be run from the wheel."""
+    assert "--otlp-traces-endpoint" in installed.run("serve", "--help")
+    assert "--temperature" in installed.run("generate", "--help")
+    names = [line.split()[0] for line in installed.run("bench", "--list").splitlines() if line.startswith("  ")]
+    assert {"pipeline", "draft", "peers"} <= set(names)
+    assert "usage:" in installed.run("bench", "pipeline", "--help")
+
+
+def test_the_sdist_holds_the_sources(distributions: tuple[Path, Path]) -> None:
+    """Claim: the sdist builds by itself: it holds the build file and, as plain files, every package of the wheel."""
+    with tarfile.open(distributions[1]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for package in ("coordinator", "draft_service", "target_service", "bench", "models"):
+        assert f"specdec/{package}/__init__.py" in names
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names

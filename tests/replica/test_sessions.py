@@ -1,0 +1,183 @@
+"""The places of a replica's sessions, shared by coordinators that may take more than they use; and answers that cannot
+be sent. Time is an argument, the service behind does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
+from specdec.protocol.items import Close, Failure, MissingTokens, Nodes, Open, Verification
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.replica.handler import ASKING_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
+from specdec.replica.stream import ReplicaStream
+from specdec.rpc.link import ITEM_COUNT_MAX
+from specdec.v1 import draft_service_pb2 as draft_pb
+
+PARAMS = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=1, temperature=0.0)
+PLACES = 8
+
+
+class BusySession(ReplicaSession):
+    """A session whose last request may be unanswered."""
+
+    is_busy = False  # type: ignore[assignment]  # set by the test
+
+
+class Idle(ReplicaService):
+    """Holds sessions."""
+
+    def open(self, item: Open, reply: Any) -> BusySession:
+        return BusySession(item, SimpleNamespace(), reply)
+
+
+class Coordinators:
+    """A handler and the coordinators that open sessions on it, each a stream of its own."""
+
+    def __init__(self) -> None:
+        self.handler = ItemHandler(Idle(), PLACES)
+
+    def tell(self, stream: str, *items: Any, at_s: float = 0.0) -> list[Any]:
+        """Returns the answers to one message."""
+        answers: list[Any] = []
+        self.handler.handle(stream, list(items), answers.append, at_s)
+        return answers
+
+    def open(self, stream: str, session: int, at_s: float = 0.0, works: bool = True) -> bool:
+        """Opens a session, with a verification behind it if it `works`; returns whether it has a place."""
+        items = [Open(session, 1, PARAMS, 9, 9), Verification(session, 1, 0, 1, (1,))]
+        answers = self.tell(stream, *items[: 1 + works], at_s=at_s)
+        assert all(answer.reason == CacheExhausted.reason for answer in answers if isinstance(answer, Failure))
+        return not answers
+
+    def held(self, stream: str) -> list[int]:
+        """The sessions of a stream."""
+        return [number for holder, number in self.handler.sessions if holder == stream]
+
+
+def test_sessions_without_work_lock_no_other_coordinator_out() -> None:
+    """Claim: places taken without work, and places idle for IDLE_S, go to the sessions that ask, the longest idle
+    first; a session that works, or worked a moment ago, keeps its place; one that lost it is opened again at will.
+
+    Source: 64 idle opens locked a target out. Conclusive: each kind is present, and the names of those left are
+    compared.
+    """
+    both = Coordinators()
+    assert all(both.open("a", session, works=session > 4) for session in range(1, 9))
+    assert all(both.open("b", session, at_s=1.0) for session in range(1, 5))
+    assert both.held("a") == [5, 6, 7, 8], "those that never worked have gone"
+    assert not both.open("b", 5, at_s=IDLE_S - 1)
+    both.handler.sessions["a", 6].is_busy = True
+    assert both.open("b", 5, at_s=IDLE_S) and both.open("b", 6, at_s=IDLE_S) and both.held("a") == [6, 8]
+    (answer,) = both.tell("a", Verification(5, 1, 1, 1, (1,)), at_s=IDLE_S)
+    assert isinstance(answer, MissingTokens) and answer.unknown
+    assert both.open("a", 5, at_s=IDLE_S) and both.held("a") == [6, 5]
+
+
+def test_a_stream_takes_no_more_than_its_share_while_another_asks() -> None:
+    """Claim: of two coordinators that both want every place, the one that came first gets no further session from the
+    other's refusal on, until that one has half of the places or asks no more; an opened session may be opened again.
+
+    Source: one stream could take every place for ever, by opening a session for each that ends. Conclusive: every
+    place that becomes free is asked for by the first one first.
+    """
+    both = Coordinators()
+    assert all(both.open("a", session) for session in range(1, 9))
+    assert not both.open("b", 1)
+    assert not both.tell("a", Open(1, 2, PARAMS, 9, 9), Verification(1, 2, 0, 1, (1,))), "its own place again"
+    for session in range(1, 5):
+        both.tell("a", Close(session, 2))
+        assert not both.open("a", 10 + session) and both.open("b", session)
+        assert not both.open("b", 99)
+    assert len(both.held("a")) == len(both.held("b")) == 4
+    both.tell("a", Close(5, 1))
+    assert both.open("a", 20), "the other has its share"
+    assert not both.open("c", 1)
+    both.tell("a", Close(6, 1))
+    assert not both.open("a", 21) and both.open("a", 21, at_s=ASKING_S), "the other asks no more"
+
+
+class Stream:
+    """A replica's stream of the draft's messages, without sockets and engine: `sent` are the items it answered."""
+
+    def __init__(self, handler: Any = None) -> None:
+        engine: Any = SimpleNamespace(post=lambda function: function())
+        self.failures: list[Failure] = []
+        self.sent: list[draft_pb.DraftResponseItem] = []
+        messages = draft_pb.DraftRequest, draft_pb.DraftResponse
+        handler = handler or SimpleNamespace(close_stream=lambda stream: None)
+        self.stream = ReplicaStream(engine, handler, messages, self.failures.append)
+
+    async def write(self, data: bytes) -> None:
+        self.sent += draft_pb.DraftResponse.FromString(data).items
+
+    async def run(self, *requests: bytes, answers: tuple[Any, ...] = ()) -> None:
+        """Reads requests, answers, and runs until all are sent."""
+
+        async def arriving() -> AsyncIterator[bytes]:
+            for request in requests:
+                yield request
+            for answer in answers:
+                self.stream.reply(answer)
+            while len(self.sent) < len(answers):
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(10):
+            await self.stream.run(arriving(), self.write)
+
+
+async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
+    """Claim: an answer with a number beyond its field becomes a Failure of its session, the text of the exception stays
+    in the log, and the answers beside it are sent.
+
+    Source: from the 2^32nd epoch on every message failed, and with it the stream of all sessions, for ever.
+    """
+    own = Stream()
+    beyond, sound = Nodes(1, 1, 1 << 32, 1, ()), Nodes(2, 1, 1, 1, ())
+    with capture_logs() as logs:
+        await own.run(answers=(sound, beyond, sound))
+    assert [item.WhichOneof("item") for item in own.sent] == ["nodes", "error", "nodes"]
+    error = own.sent[1].error
+    assert (error.session, error.incarnation, error.reason) == (1, 1, SpecdecError.reason)
+    assert "log" in error.message and "range" not in error.message
+    assert [failure.session for failure in own.failures] == [1]
+    assert any(line["event"] == "an answer cannot be sent" for line in logs)
+
+
+async def test_a_message_with_too_many_items_ends_its_stream() -> None:
+    """Claim: a message with more items than ITEM_COUNT_MAX is refused by field, value and limit before any is read, one
+    with as many is answered item by item; answers leave in messages that the coordinator's same limit admits.
+
+    Source: 600 kB of empty items silenced a target for longer than 3 s.
+    """
+    own = Stream(SimpleNamespace(close_stream=lambda stream: None, handle=lambda *_: None))
+    empty = draft_pb.DraftRequest(items=[draft_pb.DraftRequestItem()] * ITEM_COUNT_MAX).SerializeToString()
+    await own.run(empty, answers=(Nodes(1, 1, 1, 1, ()),) * 2)
+    assert len(own.failures) == ITEM_COUNT_MAX
+    own = Stream()
+    with pytest.raises(InvalidRequest, match=f"items is {ITEM_COUNT_MAX + 1}; it must be at most {ITEM_COUNT_MAX}"):
+        await own.run(empty + draft_pb.DraftRequest(items=[draft_pb.DraftRequestItem()]).SerializeToString())
+    assert not own.failures
+    own.stream._answers.extend([Nodes(1, 1, 1, 1, ())] * (ITEM_COUNT_MAX + 1))
+    sizes = [len(draft_pb.DraftResponse.FromString(own.stream._message()).items) for _ in range(2)]
+    assert sizes == [ITEM_COUNT_MAX, 1]
+
+
+def test_the_text_of_an_exception_stays_at_the_replica() -> None:
+    """Claim: an internal error of a session's work is answered by a sentence, and its text is in the log; an error of
+    another kind is answered as it is.
+
+    Source: the text of internal exceptions reached users.
+    """
+    answers: list[Any] = []
+    session = ReplicaSession(Open(1, 1, PARAMS, 9, 9), SimpleNamespace(), answers.append)
+    with capture_logs() as logs:
+        session.fail(SpecdecError("RuntimeError: a secret"))
+        session.fail(CacheExhausted("full"))
+    assert [answer.message for answer in answers] == ["the replica failed at this request; its log says why", "full"]
+    assert "a secret" in logs[0]["error"]

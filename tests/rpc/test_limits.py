@@ -1,0 +1,196 @@
+"""The limits of the wire: the table against the descriptors, and the readers against the table.
+
+Messages are built from valid ones by enlarging one field, so a refusal can have no other cause.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from specdec.errors import InvalidRequest
+from specdec.protocol import items
+from specdec.protocol.limits import LIMITS
+from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.rpc.convert import description_from_message
+from specdec.rpc.convert_generate import request_from_message
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
+
+FILES = (types_pb, coordinator_pb, draft_pb, target_pb)
+BY_FIELD = {field: limit for limit in LIMITS for field in limit.field_names()}
+NO_SIZE = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_MESSAGE)
+SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+POSITIONS_MAX = 100  # of the model in these tests: the limit of a request's token ids
+MANY = 200_000
+WALK_BYTES_MAX = 1 << 20  # reading 200,000 entries takes several times as much
+
+
+def key_of(field: FieldDescriptor) -> str:
+    return f"{field.containing_type.name}.{field.name}"
+
+
+def limited_fields() -> Iterator[str]:
+    """Every field of the wire that must have a limit."""
+    for file in FILES:
+        for message in file.DESCRIPTOR.message_types_by_name.values():
+            for field in message.fields:
+                if field.is_repeated:
+                    yield key_of(field)
+                if field.type not in NO_SIZE:
+                    yield key_of(field) + ("[]" if field.is_repeated else "")
+
+
+def test_every_field_has_one_limit() -> None:
+    """Claim: each repeated, string, bytes and number field of the four proto files has exactly one limit with a name
+    and a reason (style: a limit on everything, with a name and the reason for its value). Conclusive: the fields come
+    from the descriptors, so a new field without a limit fails, and so does a limit of a field that is gone."""
+    named = [field for limit in LIMITS for field in limit.field_names()]
+    assert sorted(named) == sorted(limited_fields())
+    assert all(limit.name and limit.reason and limit.low <= limit.high for limit in LIMITS)
+
+
+PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), stop_token_ids=(1,))
+PROBS = DraftProbs((1, 2), (65535, 32767))
+POSITION = PositionLogprobs(-1.0, (1,), (-1.0,))
+TRACE = items.Trace(bytes(16), bytes(8))
+VALID = (
+    (target_pb.VerifyRequest, items.Open(1, 1, PARAMS, 10, 7, TRACE, "salt")),
+    (target_pb.VerifyRequest, items.Extend(1, 1, 0, (1,))),
+    (target_pb.VerifyRequest, items.Verification(1, 1, 0, 9, (1,), (2,), (PROBS,), TRACE)),
+    (target_pb.VerifyResponse, items.Failure(1, 1, 3, "reason", "message", "field")),
+    (
+        target_pb.VerifyResponse,
+        items.VerificationResult(1, 1, 0, SamplerOutput((1, 2), (0.5,), (POSITION,), (POSITION, POSITION))),
+    ),
+    (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE)),
+    (draft_pb.DraftResponse, items.Nodes(1, 1, 1, 9, (items.DraftNode(1, 0, 2, True, PROBS),))),
+)
+REQUEST = coordinator_pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"logit_bias": [{"token_id": 1}]})
+
+
+def valid_messages() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
+    """(message, the part with the fields, reader) of all that a peer sends."""
+    yield REQUEST, REQUEST, lambda message: request_from_message(message, POSITIONS_MAX)
+    description = types_pb.DescribeResponse(numerics={"dtype": "float32"})
+    yield description, description, description_from_message
+    for message_class, item in VALID:
+        message = message_class.FromString(item_to_bytes(message_class, item)).items[0]
+        yield message, getattr(message, message.WhichOneof("item")), item_from_message
+
+
+def sized_fields(message: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """Paths of the fields whose size the sender chooses, in a message and in its parts."""
+    for field in message.fields:
+        own = (*path, field)
+        if field.is_repeated or field.type in SIZED:
+            yield own
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            yield from sized_fields(field.message_type, own)
+
+
+def enlarge(part: Any, path: tuple[FieldDescriptor, ...], count: int) -> None:
+    """Adds `count` entries, characters or bytes to the field at the end of a path; in lists to the first entry."""
+    for field in path[:-1]:
+        inner = getattr(part, field.name)
+        part = inner if not field.is_repeated else inner[0] if len(inner) else inner.add()
+    field = path[-1]
+    if field.is_repeated and field.type in (*SIZED, FieldDescriptor.TYPE_MESSAGE):
+        key = (field.number << 3) | 2
+        tag = bytes((key,)) if key < 128 else bytes((key & 127 | 128, key >> 7))
+        part.MergeFromString((tag + b"\0") * count)
+    elif field.is_repeated:
+        getattr(part, field.name).extend([1] * count)
+    else:
+        unit = "x" if field.type == FieldDescriptor.TYPE_STRING else b"\0"
+        setattr(part, field.name, unit * count)
+
+
+def enlarged(count: int | None) -> Iterator[tuple[str, float, Any, Callable[[Any], Any]]]:
+    """(field, its limit, message with `count` entries there (None: one above the limit), reader)."""
+    for message, part, read in valid_messages():
+        for path in sized_fields(part.DESCRIPTOR):
+            limit = BY_FIELD[key_of(path[-1])]
+            high = POSITIONS_MAX if limit.name == "TOKENS_MAX" else limit.high
+            if limit.name == "message size":
+                continue
+            copy = type(message)()
+            copy.CopyFrom(message)
+            inner = copy if part is message else getattr(copy, copy.WhichOneof("item"))
+            enlarge(inner, path, int(high) + 1 if count is None else count)
+            yield key_of(path[-1]), high, copy, read
+
+
+def refusal(message: Any, read: Callable[[Any], Any]) -> InvalidRequest | Any:
+    try:
+        return read(message)
+    except InvalidRequest as error:
+        return error
+
+
+def test_a_size_one_above_its_limit_is_refused() -> None:
+    """Claim: every field whose size a peer chooses is held to the table's limit when it is read (security: limits are
+    checked before any allocation); nodes beyond it count as malformed, and texts of a failure are cut.
+
+    Conclusive: the fields are all those of the descriptors, and the same messages are read without the enlargement.
+    """
+    for message, _, read in valid_messages():
+        assert not isinstance(refusal(message, read), InvalidRequest)
+    seen = 0
+    for field, high, message, read in enlarged(None):
+        found, seen = refusal(message, read), seen + 1
+        if isinstance(found, items.Nodes):
+            assert found.malformed_count, field
+        elif isinstance(found, items.Failure):
+            assert max(len(found.reason), len(found.message), len(found.field)) == high, field
+        else:
+            assert isinstance(found, InvalidRequest), field
+            assert found.limit and found.field, field
+    assert seen > 40
+
+
+def python_bytes(message: Any, read: Callable[[Any], Any]) -> int:
+    """The most bytes that Python objects took while a message was read."""
+    tracemalloc.start()
+    try:
+        refusal(message, read)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_too_long_is_not_walked() -> None:
+    """Claim: a field of 200,000 entries is refused by its count, not by a walk over its entries: megabytes of empty
+    entries froze the event loop for seconds, and all generations with it (a finding by attack).
+
+    Conclusive: each entry that is read becomes an object of Python, and these are counted; message memory is not.
+    """
+    for field, _, message, read in enlarged(MANY):
+        taken = python_bytes(message, read)
+        assert taken < WALK_BYTES_MAX, f"{field}: {taken} bytes"
+
+
+def test_many_unknown_fields_are_not_walked() -> None:
+    """Claim: a request is refused for its unknown fields whatever their number, by number where they are few.
+
+    Conclusive: as above; one unknown field and 200,000 of them, at the top and inside."""
+    data, unknown = REQUEST.SerializeToString(), b"\xf8\x3e\x01"  # field 1007
+    inside = coordinator_pb.GenerateRequest(resume=coordinator_pb.Resume.FromString(unknown * MANY))
+    for few in (unknown, coordinator_pb.GenerateRequest(resume=coordinator_pb.Resume.FromString(unknown))):
+        message = coordinator_pb.GenerateRequest.FromString(data)
+        message.MergeFromString(few if isinstance(few, bytes) else few.SerializeToString())
+        with pytest.raises(InvalidRequest, match="field 1007"):
+            request_from_message(message)
+    for more in (unknown * MANY, inside.SerializeToString()):
+        message = coordinator_pb.GenerateRequest.FromString(data)
+        message.MergeFromString(more)
+        assert python_bytes(message, request_from_message) < WALK_BYTES_MAX
+        with pytest.raises(InvalidRequest, match="unknown fields"):
+            request_from_message(message)

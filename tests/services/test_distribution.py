@@ -1,0 +1,116 @@
+"""The distribution of the text under REJECTION, through the running services.
+
+The target distribution is known exactly (a table by the last two tokens), the draft's is clearly different. Draft
+lengths vary and include 0, the draft tree is a chain or has branches, verifications wait for it or not. The null
+hypothesis is the target distribution; the limit on the p-value is fixed at 1e-6, and the seeds are the server's, so a
+pass does not depend on a chosen seed and a failure is one run in a million.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+
+from specdec.engine.table_model import write_table_model
+from tests.support.services import SHAPES, Outcome, Services, fixed, running
+
+VOCABULARY_SIZE = 4
+P_LIMIT = 1e-6
+TOKENS_EACH = 400
+PROMPT = [1, 2]
+WAYS = (*map(fixed, range(5)), SHAPES["chain"], SHAPES["tree"], SHAPES["waiting tree"], SHAPES["auto"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("distribution")
+    write_table_model(folder / "target", VOCABULARY_SIZE, seed=5)
+    write_table_model(folder / "draft", VOCABULARY_SIZE, seed=6)
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def services(models: tuple[Path, Path]):
+    with running(*models, threads=1) as started:
+        yield started
+
+
+def distribution_of(model: Path) -> numpy.ndarray:
+    """Returns the table's distribution: [before last, last, next] float64."""
+    logits = load_file(model / "model.safetensors")["logits"].double()
+    return torch.softmax(logits, -1).numpy()[:VOCABULARY_SIZE, :VOCABULARY_SIZE]
+
+
+def transitions(outcomes: list[Outcome]) -> numpy.ndarray:
+    """Returns counts over all outputs: [before last, last, next]."""
+    counts = numpy.zeros((VOCABULARY_SIZE,) * 3)
+    for outcome in outcomes:
+        tokens = numpy.array([*PROMPT, *outcome.token_ids])
+        numpy.add.at(counts, (tokens[:-2], tokens[1:-1], tokens[2:]), 1)
+    return counts
+
+
+def p_value(counts: numpy.ndarray, probs: numpy.ndarray) -> float:
+    """Returns the p-value of the chi-square test over all contexts together."""
+    statistic, freedom = 0.0, 0
+    for before in range(VOCABULARY_SIZE):
+        for last in range(VOCABULARY_SIZE):
+            expected = counts[before, last].sum() * probs[before, last]
+            if expected.min() >= 5:
+                statistic += ((counts[before, last] - expected) ** 2 / expected).sum()
+                freedom += VOCABULARY_SIZE - 1
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def sample(services: Services, generation_count: int, **asked) -> list[Outcome]:
+    requests = [
+        {
+            "prompt": PROMPT,
+            "max_tokens": TOKENS_EACH,
+            "ignore_eos": True,
+            "speculative": {**WAYS[index % len(WAYS)], "rule": "RULE_REJECTION"},
+            **asked,
+        }
+        for index in range(generation_count)
+    ]
+    return services.client.generate_all(requests, width=16)
+
+
+@pytest.mark.more
+def test_the_output_distribution_is_the_targets(services: Services, models: tuple[Path, Path]):
+    """n = 104,000 tokens. A mixture with 3 % of the draft's distribution is rejected by the same statistic on the same
+    sample, so the test has the power to detect a bias towards the draft."""
+    outcomes = sample(services, 260)
+    counts = transitions(outcomes)
+    assert counts.sum() >= 100_000
+    drafted = sum(outcome.finished.statistics.num_draft_tokens for outcome in outcomes)
+    accepted = sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
+    assert drafted > 5_000 and 0.05 < accepted / drafted < 0.95
+    assert p_value(counts, distribution_of(models[0])) > P_LIMIT
+    assert p_value(counts, 0.97 * distribution_of(models[0]) + 0.03 * distribution_of(models[1])) < P_LIMIT
+
+
+@pytest.mark.slow
+def test_the_joint_distribution_of_the_first_three_tokens(services: Services, models: tuple[Path, Path]):
+    """n = 100,000 short generations: beginnings are where a first round, a bonus token and a re-rooted tree meet."""
+    probs = distribution_of(models[0])
+    expected = numpy.zeros((VOCABULARY_SIZE,) * 3)
+    for first in range(VOCABULARY_SIZE):
+        for second in range(VOCABULARY_SIZE):
+            for third in range(VOCABULARY_SIZE):
+                chain = (
+                    probs[PROMPT[0], PROMPT[1], first] * probs[PROMPT[1], first, second] * probs[first, second, third]
+                )
+                expected[first, second, third] = chain
+    counts = numpy.zeros_like(expected)
+    outcomes = sample(services, 100_000, max_tokens=3)
+    for outcome in outcomes:
+        counts[tuple(outcome.token_ids)] += 1
+    enough = expected * counts.sum() >= 5
+    statistic = ((counts - expected * counts.sum()) ** 2 / (expected * counts.sum()))[enough].sum()
+    assert stats.chi2.sf(statistic, int(enough.sum()) - 1) > P_LIMIT

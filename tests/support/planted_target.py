@@ -1,0 +1,40 @@
+"""A target on a table model with planted faults: the last token of a step chooses one. For tests of the engine's watch.
+
+Run as `python -m tests.support.planted_target FOLDER` it prints its address when it serves, and SLOW_LINE when a slow
+step has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+from specdec.config import TargetSettings
+from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.table_model import TableModel
+from specdec.target_service.service import run
+
+PLAIN, SLOW, HANGS = 1, 2, 3  # token ids
+SLOW_LINE = "slow"
+
+forward = TableModel.forward
+
+
+def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
+    """`TableModel.forward`; slow: a second in ten parts, so that a pause of the process ends in its middle."""
+    last = {chunk.token_ids[-1] for chunk in batch.chunks}
+    if SLOW in last:
+        print(SLOW_LINE, flush=True)
+        for _ in range(10):
+            time.sleep(0.1)
+    if HANGS in last:
+        threading.Event().wait()
+    return forward(model, batch)
+
+
+if __name__ == "__main__":
+    TableModel.forward = planted
+    settings = TargetSettings(model=sys.argv[1], port=0, threads=1, device="cpu")
+    asyncio.run(run(settings, lambda address: print(address, flush=True)))
