@@ -23,6 +23,7 @@ from specdec.rpc.stamps import Stamps
 from specdec.telemetry.spans import SPAN_ID_BYTES, AttributeValue, SpanEvent, SpanLink, draft_span_id
 
 GROUP_ROUND_COUNT = 32
+ROUND_GROUP = "round group"
 FIRST_ROUND_COUNT = 4  # round 0, which reads the prompt, and the three after it
 FIRST_GROUPS = (1, 2, 4)
 GROUP_INTERVAL = 8
@@ -144,6 +145,15 @@ class RoundGroup:
     records: list[RoundRecord] = field(default_factory=list)
     _notes: list[SpanEvent] = field(default_factory=list)
     _note_count: int = 0
+
+    def full_name(self) -> str:
+        """The name of its span. A round group says whether it speculated: plain without any draft token, mixed where
+        the policy was off for a part."""
+        if self.name != ROUND_GROUP or not self.records:
+            return self.name
+        if not any(record.offered_count for record in self.records):
+            return f"{self.name}, plain"
+        return f"{self.name}, {'speculative' if all(record.is_speculating for record in self.records) else 'mixed'}"
 
     def note(self, event: SpanEvent) -> None:
         """Records an event outside the rounds; beyond NOTE_COUNT_MAX only counted."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +22,7 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
     GROUP_ROUND_COUNT,
     PARTS,
+    ROUND_GROUP,
     SLOW_ROUND_COUNT_MAX,
     DraftMessages,
     RoundGroup,
@@ -54,6 +55,7 @@ from specdec.telemetry.spans import (
 from specdec.telemetry.tracing import Tracing
 
 GROUP_COUNT_MAX = 8  # a draft step may have begun some groups ago, not more
+DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
 LINGER_S = 1.0  # after the end: the draft's spans of messages then on the way need their parents
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
@@ -89,6 +91,9 @@ class RequestTrace(RequestStatistics):
             "gen_ai.provider.name": "specdec",
         }
         self._notes: list[SpanEvent] = []
+        self._note_counts: Counter[str] = Counter()
+        self._draft_lost_s: float | None = None  # None: it was not lost, or is back
+        self._draft_unavailable_s = 0.0
         self._error = ""
         self._group: RoundGroup | None = None
         self._recent: deque[RoundGroup] = deque(maxlen=GROUP_COUNT_MAX)
@@ -172,12 +177,12 @@ class RequestTrace(RequestStatistics):
                 self._record_round(self._round_id, group, record, links)
         if session.policy.is_speculating != self._was_speculating:
             self._was_speculating = session.policy.is_speculating
-            self.note("policy switched", speculating=self._was_speculating, why=session.policy.prediction.reason)
+            self.note(POLICY_SWITCHED, speculating=self._was_speculating, why=session.policy.prediction.reason)
         self._sent_s, self._round_began_s = None, record.end_s
         if session.finished:
             self._round_id = b""
         elif record.round_index % GROUP_ROUND_COUNT == 0:  # the prefill ends with it, or a round group
-            self._begin_group("round group", record.round_index + 1)
+            self._begin_group(ROUND_GROUP, record.round_index + 1)
             self._end_group(group, record.end_s)
         else:
             self._name_round(group.span_id, record.round_index + 1)
@@ -194,11 +199,11 @@ class RequestTrace(RequestStatistics):
         more = {"attributes": attributes, "events": wasted_events(record), "links": tuple(links)}
         self._record("round", span_id, group.span_id, record.start_s, record.end_s, **more)
 
-    def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue]) -> None:
+    def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:
         """Records this side's span of the verification of the current round, which is detailed."""
         assert self._sent_s is not None
         span_id = derived_span_id(self._round_id, "verify")
-        more = {"kind": SpanKind.CLIENT, "attributes": attributes}
+        more = {"kind": SpanKind.CLIENT, "attributes": attributes, "error": error}
         self._record("verify", span_id, self._round_id, self._sent_s, end_s, **more)
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
@@ -208,12 +213,27 @@ class RequestTrace(RequestStatistics):
             self._slow_count += 1
             self._record_round(os.urandom(SPAN_ID_BYTES), group, slow, slow=True)
         more = {"attributes": group.attributes(), "events": group, "error": self._error}
-        self._record(group.name, group.span_id, self.context.span_id, group.start_s, end_s, **more)
+        self._record(group.full_name(), group.span_id, self.context.span_id, group.start_s, end_s, **more)
 
     def note(self, name: str, **attributes: AttributeValue) -> None:
         said = {f"specdec.{key}": value for key, value in attributes.items()}
-        note = self._notes.append if self._group is None else self._group.note
-        note(SpanEvent(name, time.monotonic(), said))
+        note, now_s = self._notes.append if self._group is None else self._group.note, time.monotonic()
+        note(SpanEvent(name, now_s, said))
+        self._note_counts[name] += 1
+        if name == DRAFT_LOST:
+            self._draft_lost_s = now_s
+        elif name == DRAFT_CONNECTED:
+            self._end_draft_loss(now_s)
+
+    def _end_draft_loss(self, now_s: float) -> None:
+        """The draft is back, or the text is over: records the time without it; nothing if it was not lost."""
+        if self._draft_lost_s is None:
+            return
+        began_s, self._draft_lost_s = self._draft_lost_s, None
+        self._draft_unavailable_s += now_s - began_s
+        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
+        span_id = os.urandom(SPAN_ID_BYTES)
+        self._record("draft unavailable", span_id, self.context.span_id, began_s, now_s, **more)
 
     def finished(self, finished: Finished) -> None:
         super().finished(finished)
@@ -239,6 +259,10 @@ class RequestTrace(RequestStatistics):
         self._attributes |= {"error.type": error.reason, "rpc.grpc.status_code": code.value[0]}
         self._error = error.reason if code.name in FAULTS else ""
 
+    def _error_type(self) -> dict[str, AttributeValue]:
+        """Returns the attribute of spans that the failure of this side ended."""
+        return {"error.type": self._error} if self._error else {}
+
     def left(self) -> float:
         self._leave_group()
         return LINGER_S
@@ -247,10 +271,11 @@ class RequestTrace(RequestStatistics):
         """Ends the current group, with the verification in flight if there is one: its answer will not be handled."""
         group, self._group = self._group, None
         now_s = time.monotonic()
+        self._end_draft_loss(now_s)
         if group is None:
             return
         if self._sent_s is not None and self._round_id:
-            self._record_verification(now_s, {"specdec.unanswered": True})
+            self._record_verification(now_s, {"specdec.unanswered": True, **self._error_type()}, self._error)
             if self._round_id != group.span_id:
                 self._record("round", self._round_id, group.span_id, self._round_began_s, now_s)
         self._end_group(group, max(now_s, self._round_began_s))
@@ -260,9 +285,19 @@ class RequestTrace(RequestStatistics):
         self._leave_group()
         if not {"error.type", "gen_ai.response.finish_reasons"} & self._attributes.keys():
             self._attributes["specdec.cancelled"] = True
-        said = {**self._attributes, **milliseconds(self._totals)}
+        said = {**self._attributes, **milliseconds(self._totals), **self._troubles()}
         more = {"kind": SpanKind.SERVER, "attributes": said, "events": tuple(self._notes), "error": self._error}
         self._record("Generate", self.context.span_id, self._parent_id, self._began_s, time.monotonic(), **more)
+
+    def _troubles(self) -> dict[str, AttributeValue]:
+        """Returns attributes to search for: what happened to this request, where it did."""
+        troubles: dict[str, AttributeValue] = {
+            "specdec.draft_lost": self._note_counts[DRAFT_LOST],
+            "specdec.draft_unavailable_ms": round(1000 * self._draft_unavailable_s, 3),
+            "specdec.policy_switches": self._note_counts[POLICY_SWITCHED],
+            "specdec.resumed": bool(self._attributes.get("specdec.resumed_tokens")),
+        }
+        return {name: value for name, value in troubles.items() if value}
 
     def _observe(self, histogram: Histogram, value_s: float) -> None:
         histogram.add_traced(value_s, self.context.trace_id.hex(), time.time())

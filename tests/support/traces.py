@@ -74,6 +74,12 @@ class ReadTrace:
         found = [span for _, span in self.spans if span.name == name and kind in (None, span.kind)]
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 
+    @property
+    def groups(self) -> list[trace_pb.Span]:
+        """Round groups of all kinds, in order of their start."""
+        found = [span for _, span in self.spans if span.name.startswith("round group, ")]
+        return sorted(found, key=lambda span: span.start_time_unix_nano)
+
     def parent(self, span: trace_pb.Span) -> trace_pb.Span:
         """The span above."""
         return self.by_id[span.parent_span_id]

@@ -27,6 +27,7 @@ SHAPE = {
     ("target", "forward", INTERNAL): ("verify",),
     ("coordinator", "draft", CLIENT): ("prefill", "round group"),
     ("draft", "draft", SERVER): ("draft",),
+    ("coordinator", "draft unavailable", INTERNAL): ("Generate",),
 }
 
 
@@ -36,15 +37,20 @@ def generate(services: Services, token_count: int, **more) -> Outcome:
     return services.client.generate([1, 2, 3], max_tokens=token_count, **asked)
 
 
+def plain_name(span) -> str:
+    """A span's name; of a round group without how it speculated."""
+    return span.name.partition(", ")[0]
+
+
 def check_shape(trace: ReadTrace) -> None:
     """One root; every span below one of a name that may hold it, in the other process where it is a hop."""
     assert trace.count.pop(("coordinator", "Generate", SERVER)) == 1
     assert trace.orphans == []
     for service, span in trace.spans:
         if span.name != "Generate":
-            key = (service.removeprefix("specdec-"), span.name, span.kind)
+            key = (service.removeprefix("specdec-"), plain_name(span), span.kind)
             parent = trace.parent(span)
-            assert parent.name in SHAPE[key], key
+            assert plain_name(parent) in SHAPE[key], key
             if span.kind == SERVER:
                 assert parent.kind == CLIENT and trace.services[parent.span_id] != service
 
@@ -107,7 +113,7 @@ def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
 def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTrace]):
     """Claim: rounds 0, 1, 2, … each have one event, in order, and counts add up to the round group's and the root's."""
     outcome, trace = short
-    groups = [*trace.named("prefill"), *trace.named("round group")]
+    groups = [*trace.named("prefill"), *trace.groups]
     events = [attributes(event) for group in groups for event in group.events if event.name == "round"]
     assert [event["specdec.round"] for event in events] == list(range(outcome.finished.statistics.rounds))
     for name, total in (("offered", "num_draft_tokens"), ("accepted", "num_accepted_draft_tokens")):
@@ -167,7 +173,7 @@ def test_a_long_generation_stays_readable(services: Services, receiver: Receiver
     check_shape(trace)
     check_times(trace)
     assert len(trace.spans) <= SPAN_COUNT_MAX * max(1.0, rounds / 2000)
-    chunks = trace.named("round group")
+    chunks = trace.groups
     counts = [attributes(chunk)["specdec.rounds"] for chunk in chunks]
     assert sum(counts) == rounds - 1 and all(count == GROUP_ROUND_COUNT for count in counts[:-1])
 
@@ -184,7 +190,7 @@ def test_a_shared_forward_is_one_span_with_a_link_to_every_round(services: Servi
     assert shared, "six sessions at once never met in a step"
     for span in forwards:
         assert len(span.links) == attributes(span)["specdec.step_sessions"]
-        assert {everything[link.span_id].name for link in span.links} <= {"round", "prefill", "round group"}
+        assert {plain_name(everything[link.span_id]) for link in span.links} <= {"round", "prefill", "round group"}
         assert len({(link.trace_id, link.span_id) for link in span.links}) == len(span.links)
     for trace in traces:
         check_shape(trace)
@@ -261,9 +267,11 @@ def test_nothing_is_recorded_unless_sampled(table_models, receiver: Receiver):
     assert all(len(outcome.finished.trace_id) == 32 for outcome in outcomes)
 
 
-def test_a_lost_draft_is_reported_without_orphans(table_models, receiver: Receiver):
-    """Claim: when the draft dies in a generation the trace has an event of it, and no orphans: only a span of the
-    draft whose message was lost may lack its parent."""
+def test_a_lost_draft_is_seen_at_a_glance(table_models, receiver: Receiver):
+    """Claim: when the draft dies in a generation the trace has an event of it, one failed span for the time without a
+    draft, here to the end, and root attributes to search for; the groups after it say in their names that they are
+    plain. The root has not failed, and nothing is orphaned: only a span of the draft whose message was lost may lack
+    its parent. Conclusive: the failed spans are all counted."""
     with traced(table_models, receiver.endpoint) as services, environment():
         call = services.client.stub.Generate(
             services.client.request([1, 2], fixed(4), max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -274,7 +282,16 @@ def test_a_lost_draft_is_reported_without_orphans(table_models, receiver: Receiv
             if len(outcome.token_ids) > 100 and services.draft is not None and services.draft.is_running:
                 services.draft.process.kill()
         trace = trace_of(receiver, outcome)
-    events = [event.name for group in trace.named("round group") for event in group.events]
-    assert events.count("draft lost") == 1
+    events = [event for group in trace.groups for event in group.events if event.name == "draft lost"]
+    assert len(events) == 1
     assert all(orphan == "specdec-draft draft" for orphan in trace.orphans)
-    assert not any(span.status.code for _, span in trace.spans), "a lost draft is no failure of the request"
+    (hole,) = [span for _, span in trace.spans if span.status.code]
+    assert hole.name == "draft unavailable" and attributes(hole)["error.type"] == "draft lost"
+    assert abs(hole.start_time_unix_nano - events[0].time_unix_nano) < 1e6
+    root = trace.named("Generate")[0]
+    assert trace.parent(hole) is root and hole.end_time_unix_nano <= root.end_time_unix_nano
+    assert attributes(root)["specdec.draft_lost"] == 1
+    length_ms = (hole.end_time_unix_nano - hole.start_time_unix_nano) / 1e6
+    assert attributes(root)["specdec.draft_unavailable_ms"] == pytest.approx(length_ms, abs=0.01)
+    names = [group.name for group in trace.groups]
+    assert names[0] == "round group, speculative" and names[-1] == "round group, plain"

@@ -40,6 +40,6 @@ def test_preemptions_are_reported_where_they_happen(table_models, receiver: Rece
 
 def preemptions_reported(trace: ReadTrace) -> int:
     """The number of preemptions in the events of a generation's prefill and round groups."""
-    events = [event for name in ("prefill", "round group") for group in trace.named(name) for event in group.events]
+    events = [event for group in [*trace.named("prefill"), *trace.groups] for event in group.events]
     found = [event.attributes for event in events if event.name == "preempted by the target"]
     return sum(value.value.int_value for attributes in found for value in attributes if value.key == "specdec.times")
