@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from rich.console import Console
@@ -65,14 +66,15 @@ def world() -> Iterator[World]:
     """Starts two of each service; the coordinators reach their replicas over links that can be cut."""
     made = World({}, {}, [])
     common = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}
+    small: dict[str, Any] = {"threads": 1, "max_model_len": 1024}  # caches that are full within the warm-up
 
     def paged() -> dict[str, object]:
         return {**common, "metrics_address": f"127.0.0.1:{free_port()}"}
 
     try:
         for site in (made.steady, made.struck):
-            target = TargetSettings(**paged(), model=str(TARGET_MODEL), threads=1, kv_cache_bytes=64 << 20)
-            draft = DraftSettings(**paged(), model=str(DRAFT_MODEL), threads=1, kv_cache_bytes=64 << 20)
+            target = TargetSettings(**paged(), model=str(TARGET_MODEL), kv_cache_bytes=32 << 20, **small)
+            draft = DraftSettings(**paged(), model=str(DRAFT_MODEL), kv_cache_bytes=4 << 20, **small)
             site["target"] = Restartable("target", "target", target)
             site["draft"] = Restartable("draft", "draft", draft)
             for service in site.values():
