@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -128,7 +129,14 @@ def read(
 class Readers:
     """Clients that read texts one after another, with pauses, and compare each with its reference."""
 
-    def __init__(self, references: Mapping[Text, Content], pause_s: tuple[float, float], seed: int) -> None:
+    def __init__(
+        self,
+        references: Mapping[Text, Content],
+        pause_s: tuple[float, float],
+        seed: int,
+        speculative: Sequence[Mapping[str, Any]] = SPECULATIVE,
+    ) -> None:
+        self._speculative = speculative
         self._references = references
         self._pause_s = pause_s
         self._seed = seed
@@ -136,6 +144,7 @@ class Readers:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.text_count = self.token_count = self.resumed_count = self.draft_tokens_accepted = 0
+        self._under_way: dict[int, tuple[Text, Reading]] = {}
         self.wrong: list[str] = []  # a text that differs, has tokens doubled or missing, or did not end
         self.codes: collections.Counter[str] = collections.Counter()
 
@@ -160,11 +169,23 @@ class Readers:
             while not self._is_over.is_set():
                 text = chance.choice(texts)
                 try:
-                    self._note(text, read(stub, text, chance.choice(SPECULATIVE)))
+                    speculative = chance.choice(self._speculative)
+                    self._note(text, read(stub, text, speculative, on_message=partial(self._on_message, text)))
                 except AssertionError as error:
                     with self._lock:
                         self.wrong.append(f"{text}: {error}")
                 self._is_over.wait(chance.uniform(*self._pause_s))
+
+    def _on_message(self, text: Text, reading: Reading) -> None:
+        self._under_way[threading.get_ident()] = (text, reading)
+
+    def points(self) -> set[tuple[Text, int]]:
+        """The texts under way now, and how many tokens each has."""
+        return {
+            (text, len(reading.content.token_ids))
+            for text, reading in list(self._under_way.values())
+            if not reading.is_complete and reading.content.token_ids
+        }
 
     def _note(self, text: Text, reading: Reading) -> None:
         expected = self._references[text]
