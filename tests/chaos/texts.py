@@ -74,11 +74,11 @@ class Content:
 
 @dataclass(slots=True)
 class Reading:
-    """The reading of one text: its content so far, and the errors it met, with the time each took to come."""
+    """The reading of one text: its content so far, and the errors it met."""
 
     content: Content = Content()
     is_complete: bool = False
-    errors: list[tuple[float, grpc.RpcError]] = field(default_factory=list)
+    errors: list[grpc.RpcError] = field(default_factory=list)
     last: pb.Finished = field(default_factory=pb.Finished)
 
     def take(self, response: pb.GenerateResponse) -> None:
@@ -106,20 +106,21 @@ def read(
     speculative: Mapping[str, Any],
     patience_s: float = 120.0,
     on_message: Callable[[Reading], None] = lambda reading: None,
+    on_error: Callable[[grpc.RpcError], None] = lambda error: None,
 ) -> Reading:
     """Reads a text to its end, resuming it where a stream ends early; gives up after `patience_s`, or at an error that
     resuming does not mend."""
     reading = Reading()
     deadline_s = time.monotonic() + patience_s
     while not reading.is_complete and (left_s := deadline_s - time.monotonic()) > 0:
-        began_s = time.monotonic()
         try:
             request = text.request(speculative, reading.content.token_ids)
             for response in stub.Generate(request, timeout=left_s):
                 reading.take(response)
                 on_message(reading)
         except grpc.RpcError as error:
-            reading.errors.append((time.monotonic() - began_s, error))
+            reading.errors.append(error)
+            on_error(error)
             if error.code() not in RESUMED:
                 break
             time.sleep(RESUME_WAIT_S)
@@ -194,10 +195,10 @@ class Readers:
             self.token_count += len(reading.content.token_ids)
             self.resumed_count += bool(reading.errors)
             self.draft_tokens_accepted += reading.last.statistics.num_accepted_draft_tokens
-            for _, error in reading.errors:
+            for error in reading.errors:
                 self.codes[error.code().name] += 1
             if not reading.is_complete:
-                last = reading.errors[-1][1] if reading.errors else "no error"
+                last = reading.errors[-1] if reading.errors else "no error"
                 self.wrong.append(f"{text} did not end: {last}")
             elif reading.content != expected:
                 self.wrong.append(f"{text}: {reading.content} is not {expected}")
