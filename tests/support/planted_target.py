@@ -1,7 +1,7 @@
-"""A target on a table model with planted faults: the last token of a step chooses one. For tests of the engine's watch.
+"""A target on a table model with planted faults: the last token of a step chooses one. For tests of what watches.
 
-Run as `python -m tests.support.planted_target FOLDER` it prints its address when it serves, and SLOW_LINE when a slow
-step has begun.
+Run as `python -m tests.support.planted_target FOLDER [SILENCE_S [METRICS_ADDRESS]]` it prints its address when it
+serves, and SLOW_LINE when a slow step has begun. SILENCE_S: the longest silence of a coordinator.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from specdec.config import TargetSettings
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.table_model import TableModel
+from specdec.replica import stream
 from specdec.target_service.service import run
 
 PLAIN, SLOW, HANGS = 1, 2, 3  # token ids
@@ -36,5 +37,7 @@ def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
 
 if __name__ == "__main__":
     TableModel.forward = planted
-    settings = TargetSettings(model=sys.argv[1], port=0, threads=1, device="cpu")
+    folder, silence_s, page = (*sys.argv[1:], *(None, None))[:3]
+    stream.SILENCE_S_MAX = float(silence_s or stream.SILENCE_S_MAX)
+    settings = TargetSettings(model=folder, port=0, threads=1, device="cpu", metrics_address=page)
     asyncio.run(run(settings, lambda address: print(address, flush=True)))
