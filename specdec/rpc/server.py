@@ -15,10 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_reflection.v1alpha import reflection
 
 from specdec.config import ServiceSettings
 from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.rpc import reflection
 from specdec.rpc.delivery import Delivery
 from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
@@ -125,8 +125,9 @@ class Server:
             handlers = {name: self._handler(f"{service}/{name}", method) for name, method in methods.items()}
             self._server.add_registered_method_handlers(service, handlers)
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        self._server.add_generic_rpc_handlers((self._health.handlers(has_watch=True),))
-        reflection.enable_server_reflection((*services, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
+        self._server.add_generic_rpc_handlers(
+            (self._health.handlers(has_watch=True), *reflection.handlers((*services, HEALTH_SERVICE)))
+        )
 
     async def start(self) -> str:
         """Listens, NOT_SERVING; returns HOST:PORT. Raises ConfigError, one line, if the port cannot be bound."""
