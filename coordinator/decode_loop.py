@@ -121,6 +121,11 @@ class Generation:
         else:
             self._fail(ReplicaUnavailable(f"the target was lost; {self._how_to_resume()}"))
 
+    def on_overdue(self, target: Replica, reason: str) -> None:
+        """The target left a verification unanswered: the generation ends, and may be resumed."""
+        if not self._session.finished:
+            self._fail(ReplicaUnavailable(f"{reason}; {self._how_to_resume()}"))
+
     def give_up(self) -> None:
         """Ends the generation because the service stops; nothing if its text has ended."""
         if not self._session.finished:

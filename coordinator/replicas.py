@@ -3,7 +3,7 @@
 A replica is used once its description is compatible (protocol version, tokenizer); until then, and while the link is
 down, `description` is None and `absent_reason` holds the cause for users; addresses and other details are in the log.
 A replica that announces its stop gets no new generations; those it serves continue. Generations attach by session
-number.
+number. A generation whose verification stays unanswered for too long is told so (`Deadlines`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.config import TlsSettings
+from specdec.coordinator.deadlines import TICK_S, Deadlines
 from specdec.errors import InvalidRequest, Mismatch, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import NO_TRACE, DraftAnswer, TargetAnswer, is_farewell
+from specdec.protocol.items import (
+    NO_TRACE,
+    DraftAnswer,
+    TargetAnswer,
+    Verification,
+    VerificationResult,
+    is_farewell,
+)
 from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
@@ -70,7 +78,8 @@ class Replica:
         self._fingerprint = fingerprint
         self._changed = changed
         self._listeners: dict[int, Generation] = {}
-        self._describing: asyncio.Task[None] | None = None
+        self._deadlines = Deadlines()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
             f"the {kind.name} at {address}",
             lambda: open_channel(address, tls),
@@ -94,17 +103,21 @@ class Replica:
     def detach(self, session: int) -> None:
         """Drops answers for `session` from now on; idempotent."""
         self._listeners.pop(session, None)
+        self._deadlines.forget(session)
 
     def send(self, item: Any) -> int:
         """Queues an item; returns its bytes, 0 while the link is down: `on_down` reports that to attached sessions."""
         if not self.link.is_up:
             return 0
         data = item_to_bytes(self.kind.request, item)
+        if isinstance(item, Verification):
+            self._deadlines.sent(item)
         self.link.send(data, getattr(item, "trace", NO_TRACE).detailed)
         return len(data)
 
     def _on_up(self) -> None:
-        self._describing = asyncio.create_task(self._describe())
+        self._deadlines = Deadlines()
+        self._tasks = asyncio.create_task(self._describe()), asyncio.create_task(self._watch())
 
     async def _describe(self) -> None:
         """Requests the description until the replica answers; a compatible replica is used from then on."""
@@ -119,9 +132,22 @@ class Replica:
                 if is_other:  # another process at the address opens another link
                     return
                 await asyncio.sleep(DESCRIBE_RETRY_S)
+        if self.description.step_times:
+            row_count, step_s = self.description.step_times[-1]
+            self._deadlines.token_s = step_s / row_count
         self._changed()
         for listener in list(self._listeners.values()):
             self._tell(listener, listener.on_up)
+
+    async def _watch(self) -> None:
+        """Ends the generations whose verifications are overdue."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for session, reason in self._deadlines.tick().items():
+                get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
+                self._deadlines.forget(session)
+                if (listener := self._listeners.get(session)) is not None:
+                    self._tell(listener, listener.on_overdue, reason)
 
     async def _ask(self) -> Description:
         method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
@@ -157,6 +183,8 @@ class Replica:
             check_node_count(sum(len(message.nodes.nodes) for message in messages))
         for message in messages:
             item: TargetAnswer | DraftAnswer = item_from_message(message)
+            if isinstance(item, VerificationResult):
+                self._deadlines.answered(item)
             listener = self._listeners.get(item.session)
             if listener is not None:
                 self._tell(listener, listener.on_item, item, share)
@@ -170,8 +198,8 @@ class Replica:
         self._changed()
 
     def _on_down(self, reason: str) -> None:
-        if self._describing is not None:
-            self._describing.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.description, self.is_stopping = None, False
         self.absent_reason = f"the connection to the {self.kind.name} was lost"
         self.loss_count += reason != CLOSED

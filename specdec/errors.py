@@ -8,7 +8,7 @@
     ├── SessionUnknown         the sender's view is old: open the session again
     ├── Mismatch               two services do not fit together (tokenizer, protocol version)
     ├── ReplicaUnavailable     a replica is lost; generated tokens are not
-    ├── DeliveryStalled        the client's: it read nothing for too long
+    ├── DeliveryStalled        the client's: it read nothing, or a link sent nothing, for too long
     └── NumericsError          the model's: not-a-number in one request's logits
 
 `specdec.rpc.status` maps them to gRPC codes.
@@ -81,7 +81,7 @@ class ReplicaUnavailable(SpecdecError):
 
 
 class DeliveryStalled(SpecdecError):
-    """The client read nothing for longer than allowed."""
+    """The client read nothing, or a coordinator's link sent nothing, for longer than allowed."""
 
     reason = "DELIVERY_STALLED"
 

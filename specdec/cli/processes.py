@@ -46,8 +46,10 @@ class Child:
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
         stderr: int | IO[Any] | None = None,
+        files: Sequence[int] = (),
     ) -> None:
-        """Starts it. `environment` is added to this process's own without SPECDEC_ variables; `stderr` as for Popen."""
+        """Starts it. `environment` is added to this process's own without SPECDEC_ variables; `stderr` as for Popen;
+        `files`: open descriptors that it inherits."""
         self.command = command
         self.address = ""
         self._unread = b""
@@ -61,7 +63,7 @@ class Child:
                 env={**inherited, **(environment or {}), **own},
                 stdin=subprocess.DEVNULL,
                 stderr=stderr,
-                pass_fds=(writing,),
+                pass_fds=(writing, *files),
                 start_new_session=True,
             )
         finally:

@@ -1,15 +1,17 @@
 """The ranks of one machine: this process is the first of them and starts the others as child processes.
 
-A child is a `specdec target` with the settings of a machine with one rank. It dies with its parent; at a normal end
-rank 0 stops it and waits for it.
+A child is a `specdec target` with the same settings, told its number on this machine. It dies with its parent; at a
+normal end rank 0 stops it and waits for it. Ranks of one machine meet in a file in memory that the children inherit: it
+has no name, so other users of the machine cannot open it.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from specdec.cli.processes import Child, arguments_of
 from specdec.config import TargetSettings
@@ -18,6 +20,7 @@ from specdec.engine.parallel.place import RankPlace, listen
 # Variables for a child beside its settings, whose variables begin with SPECDEC_.
 PARENT_RANK_VARIABLE = "_SPECDEC_RANK_0_PID"
 LOCAL_RANK_VARIABLE = "_SPECDEC_LOCAL_RANK"
+STORE_VARIABLE = "_SPECDEC_RANKS_FD"
 PARTING_S = 2.0
 
 
@@ -27,22 +30,16 @@ def ranks_of_machine(settings: TargetSettings) -> Iterator[tuple[TargetSettings,
 
     All have ended when the context ends. Raises ConfigError when they cannot meet. Main thread only, as for `Child`.
     """
-    rank_count = settings.tensor_parallel_size
-    count_here = rank_count // settings.nnodes
+    local_rank = int(os.environ.get(LOCAL_RANK_VARIABLE, 0))
+    count_here = settings.tensor_parallel_size // settings.nnodes
     first = settings.node_rank * count_here
-    listener = listen(settings.master_addr, settings.master_port) if first == 0 else None
-    port = listener.getsockname()[1] if listener else settings.master_port
+    rank = first + local_rank
     threads = settings.threads or max(1, (os.cpu_count() or 1) // count_here)
-    own = settings.model_copy(update={"threads": threads, "master_port": port})
     parent = os.environ.get(PARENT_RANK_VARIABLE)
-    children: list[Child] = []
-    try:
-        for local_rank in range(1, count_here):
-            told = {LOCAL_RANK_VARIABLE: str(local_rank)}
-            if first == 0:
-                told[PARENT_RANK_VARIABLE] = str(os.getpid())
-            alone = own.model_copy(update={"nnodes": rank_count, "node_rank": first + local_rank})
-            children.append(Child("target", arguments_of(alone), environment=told))
+    with ExitStack() as ending:
+        store_file, listener, port = _meeting_place(settings, rank)
+        own = settings.model_copy(update={"threads": threads, "master_port": port})
+        children = [] if local_rank else _start_others(own, first, count_here, store_file, ending)
 
         def check_children() -> None:
             for child in children:
@@ -51,19 +48,44 @@ def ranks_of_machine(settings: TargetSettings) -> Iterator[tuple[TargetSettings,
         yield (
             own,
             RankPlace(
-                rank=first,
-                rank_count=rank_count,
+                rank=rank,
+                rank_count=settings.tensor_parallel_size,
                 host=settings.master_addr,
                 port=port,
+                store_file=store_file,
                 listener=listener,
                 check_coming=check_children,
-                local_rank=int(os.environ.get(LOCAL_RANK_VARIABLE, 0)),
+                local_rank=local_rank,
                 parent_pid=int(parent) if parent else None,
             ),
         )
         with suppress(subprocess.TimeoutExpired):  # rank 0 has stopped them
             for child in children:
                 child.process.wait(PARTING_S)
-    finally:
-        for child in children:
-            child.stop(0.0)
+
+
+def _meeting_place(settings: TargetSettings, rank: int) -> tuple[int | None, socket.socket | None, int]:
+    """Returns where the ranks meet: a file that all inherit if they are on this machine; else rank 0's listener, on the
+    port of the settings."""
+    if (inherited := os.environ.get(STORE_VARIABLE)) is not None:
+        return int(inherited), None, settings.master_port
+    if settings.nnodes == 1:
+        return os.memfd_create("specdec ranks"), None, settings.master_port  # in use until the process ends
+    listener = listen(settings.master_addr, settings.master_port) if rank == 0 else None
+    return None, listener, listener.getsockname()[1] if listener else settings.master_port
+
+
+def _start_others(
+    own: TargetSettings, first: int, count_here: int, store_file: int | None, ending: ExitStack
+) -> list[Child]:
+    """Starts this machine's ranks after `first`, each told its number here; they are stopped at the end."""
+    told = {} if first else {PARENT_RANK_VARIABLE: str(os.getpid())}
+    files: list[int] = []
+    if store_file is not None:
+        files, told[STORE_VARIABLE] = [store_file], str(store_file)
+    children: list[Child] = []
+    for local_rank in range(1, count_here):
+        named = told | {LOCAL_RANK_VARIABLE: str(local_rank)}
+        children.append(Child("target", arguments_of(own), environment=named, files=files))
+        ending.callback(children[-1].stop, 0.0)
+    return children

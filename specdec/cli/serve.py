@@ -1,7 +1,7 @@
 """`specdec serve`: the three services on this machine, started in order and stopped together.
 
-Target and draft load at the same time, their tokenizers are compared, then the coordinator starts. A lost draft costs
-only speed: it is reported and restarted, a limited number of times. A lost target or coordinator ends all.
+Target and draft load at the same time, their tokenizers are compared, then the coordinator starts. A service that ends
+is reported and restarted (`specdec.cli.keeper`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 
+from specdec.cli.keeper import Keeper
 from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
-from specdec.config import DraftSettings, ServeSettings, TlsSettings, split_address
-from specdec.errors import ConfigError, Mismatch, ReplicaUnavailable
+from specdec.config import ServeSettings, TlsSettings
+from specdec.errors import Mismatch
 from specdec.protocol.types import Description
+from specdec.settings import ServiceSettings
 
 POLL_S = 0.2
 LOADING_S_MAX = 3600.0  # the largest models come over a network
 DESCRIBE_TIMEOUT_S = 10.0
-RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost draft is restarted: doubled each time
-RESTART_COUNT_MAX = 6  # in a row: about two minutes, for a temporary lack of memory
-STEADY_S = 300.0
 INSECURE = TlsSettings(insecure=True)
 
 
@@ -38,7 +37,7 @@ def serve(settings: ServeSettings) -> int:
             print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
             print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
             print("\n".join(sizes), flush=True)
-            _watch(settings, coordinator, target, children)
+            _watch(settings, children)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -101,75 +100,17 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
     return found
 
 
-def _watch(settings: ServeSettings, coordinator: Child, target: Child, children: list[Child]) -> None:
-    """Never returns: raises ReplicaUnavailable when target or coordinator ended. Restarts a lost draft."""
-    keeper = DraftKeeper(settings.draft_settings(), children)
+def _watch(settings: ServeSettings, children: list[Child]) -> None:
+    """Restarts every service that ends. Never returns: raises ReplicaUnavailable when target or coordinator is given
+    up."""
+    target, draft, _ = children
+    own: tuple[ServiceSettings, ...] = (
+        settings.target_settings(),
+        settings.draft_settings(),
+        settings.coordinator_settings(target.address, draft.address),
+    )
+    keepers = [Keeper(children, index, service) for index, service in enumerate(own)]
     while True:
         time.sleep(POLL_S)
-        for child in (coordinator, target):
-            if not child.is_running:
-                raise ReplicaUnavailable(f"the {child.command} service ended with code {child.process.returncode}")
-        keeper.look(time.monotonic())
-
-
-class DraftKeeper:
-    """Restarts a lost draft on its port, where the coordinator reconnects.
-
-    The wait grows with each restart, and it gives up after RESTART_COUNT_MAX restarts; the count is reset once a draft
-    has run for STEADY_S. `children` always holds the current draft at the same index.
-    """
-
-    def __init__(self, settings: DraftSettings, children: list[Child]) -> None:
-        self._children = children
-        self._place = next(index for index, child in enumerate(children) if child.command == "draft")
-        port = split_address(self._draft.address)[1]
-        self._settings = settings.model_copy(update={"port": port})
-        self._restart_count = 0
-        self._due_s: float | None = None  # time of the restart; None: it runs, or was given up
-        self._started_s = time.monotonic()
-        self._is_given_up = False
-
-    @property
-    def _draft(self) -> Child:
-        return self._children[self._place]
-
-    def look(self, now_s: float) -> None:
-        """Checks and restarts the draft. Call it often, in the thread that started the children; it does not block."""
-        if self._is_given_up:
-            return
-        if self._due_s is not None:
-            if now_s >= self._due_s:
-                self._start(now_s)
-        elif not self._draft.is_running:
-            self._plan(now_s)
-        elif not self._draft.address and self._hears():
-            _say("the draft service is back")
-
-    def _hears(self) -> bool:
-        try:
-            return self._draft.check_ready(0.0)
-        except ConfigError as error:  # it ended; the next check detects that too
-            _say(str(error))
-            return False
-
-    def _plan(self, now_s: float) -> None:
-        ended = f"the draft service ended with code {self._draft.process.returncode}; texts go on without speculation"
-        if now_s - self._started_s >= STEADY_S:
-            self._restart_count = 0
-        self._is_given_up = self._restart_count >= RESTART_COUNT_MAX
-        if self._is_given_up:
-            _say(f"{ended}; it was started again {self._restart_count} times and is given up")
-            return
-        wait_s = min(RESTART_WAIT_S * 2**self._restart_count, RESTART_WAIT_S_MAX)
-        _say(f"{ended}; it is started again in {wait_s:g} s")
-        self._due_s = now_s + wait_s
-
-    def _start(self, now_s: float) -> None:
-        self._draft.stop(0.0)
-        self._due_s, self._started_s = None, now_s
-        self._restart_count += 1
-        self._children[self._place] = start("draft", self._settings)
-
-
-def _say(sentence: str) -> None:
-    print(f"specdec: {sentence}", file=sys.stderr, flush=True)
+        for keeper in keepers:
+            keeper.look(time.monotonic())

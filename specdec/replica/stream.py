@@ -1,7 +1,8 @@
 """One coordinator's stream to a replica: bytes in, items to the engine thread, answers back in as few messages as fit.
 
 Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
-and affects no other; bytes that are no message end the stream.
+and affects no other; bytes that are no message end the stream, and so does a coordinator that sends nothing for
+SILENCE_S_MAX, not even the pings of its link.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from specdec.engine.scheduler import Engine
-from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.errors import DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
-from specdec.rpc.link import ITEM_COUNT_MAX, check_item_count
+from specdec.rpc.link import ITEM_COUNT_MAX, TICK_S, check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
@@ -27,6 +28,9 @@ from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
 ANSWER_COUNT_MAX = 65536  # with more unread answers the coordinator is not reading
+# Ten pings of an idle link. A frozen coordinator is noticed earlier, by its connection; this is for one whose event
+# loop stands still while gRPC's own threads keep the connection alive. A shorter stall costs its users no text.
+SILENCE_S_MAX = 10.0
 
 
 class ReplicaStream:
@@ -50,6 +54,7 @@ class ReplicaStream:
         self._wake = asyncio.Event()
         self._is_woken = False
         self._is_pinged = False
+        self._silence_s = 0.0
 
     def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
@@ -67,24 +72,42 @@ class ReplicaStream:
         self._wake.set()
 
     async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
-        """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes."""
+        """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes,
+        DeliveryStalled when nothing comes."""
         reading = asyncio.create_task(self._read(requests))
+        ends = asyncio.create_task(self._write(reading, write)), asyncio.create_task(self._watch())
         try:
-            while not reading.done():
-                await self._wake.wait()
-                self._wake.clear()
-                self._is_woken = False
-                while self._answers or self._is_pinged:
-                    await write(self._message())
-            reading.result()
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
         finally:
-            reading.cancel()
+            for part in (reading, *ends):
+                part.cancel()
             with contextlib.suppress(ReplicaUnavailable):  # a stopped engine has no sessions left to end
                 self._engine.post(lambda: self._handler.close_stream(self))
+
+    async def _write(self, reading: asyncio.Task[None], write: Write) -> None:
+        while not reading.done():
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_woken = False
+            while self._answers or self._is_pinged:
+                await write(self._message())
+        reading.result()
+
+    async def _watch(self) -> None:
+        """Raises DeliveryStalled after a silence of the coordinator. The time is that of its own ticks, so a pause of
+        this process is no silence."""
+        while self._silence_s < SILENCE_S_MAX:
+            await asyncio.sleep(TICK_S)
+            self._silence_s += TICK_S
+        get_logger().warning("a coordinator is silent; its sessions end", silence_s=self._silence_s)
+        raise DeliveryStalled(f"the coordinator sent nothing for {SILENCE_S_MAX:g} s, not even a ping")
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
+                self._silence_s = 0.0
                 message: Any = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)

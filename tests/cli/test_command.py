@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import grpc
 import pytest
 
+from specdec.cli import keeper
 from specdec.cli.processes import Child, wait_all_ready
-from specdec.cli.serve import RESTART_COUNT_MAX, RESTART_WAIT_S_MAX, DraftKeeper
-from specdec.config import EMBEDDED_MODELS, DraftSettings
+from specdec.config import EMBEDDED_MODELS, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ReplicaUnavailable
+from tests.support.services import Client, Outcome
 
 # Flags of a coordinator that starts and waits for a target that does not exist.
 UNREADY = ["--target", "127.0.0.1:1", "--tokenizer", str(EMBEDDED_MODELS / "target"), "--port", "0"]
@@ -183,6 +186,42 @@ def test_refusals_of_the_server_are_one_line(serving, flags, expected):
     assert expected in done.stderr and "must be" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("index", "name", "effect"),
+    [(2, "coordinator", "are lost, and their clients may resume them"), (0, "target", "end and say how to resume")],
+)
+def test_serve_starts_a_lost_target_or_coordinator_again(serving, index, name, effect):
+    """Claim: a target or coordinator that dies under a text is reported and restarted on its port, where the next
+    request gets the same text; the text under way ends UNAVAILABLE, after the death of a target with how to resume.
+
+    Conclusive: the client keeps its channel, so it reaches a coordinator only at the address of the first one; the text
+    is a seeded one of an undisturbed run.
+    """
+    client, asked = Client(serving.address), {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
+    expected = client.generate([1, 2], **asked)
+    outcome, pid = Outcome(), serving.children()[index]
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in client.stub.Generate(client.request([1, 2], **asked), timeout=60):
+            client.take(outcome, response)
+            if outcome.token_ids and is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert name == "coordinator" or "resume.output_token_ids" in caught.value.details()
+    wait_for_line(serving, f"the {name} service ended with code -9; texts under way {effect}")
+    wait_for_line(serving, f"the {name} service is back")
+    deadline_s = time.monotonic() + 20
+    while True:
+        try:
+            rest = client.generate([1, 2], resume=outcome.token_ids, **asked)
+            break
+        except grpc.RpcError as error:  # the coordinator, or its link, connects again within 2 s
+            assert error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() < deadline_s
+            time.sleep(0.05)
+    assert 0 < len(outcome.token_ids) < 400 and outcome.token_ids + rest.token_ids == expected.token_ids
+    assert len(serving.children()) == 3 and pid not in serving.children()
+    client.close()
+
+
 def test_serve_starts_a_lost_draft_again_and_stops_all_it_started(serving):
     """A lost draft is reported, costs no request and is started again, where the coordinator uses it again;
     interrupted, serve ends with 0 and its children are gone.
@@ -223,22 +262,32 @@ def draft_token_count(serving: Serving) -> int:
     return int(statistics.get("num_draft_tokens", 0))
 
 
-def test_a_draft_that_cannot_stay_is_given_up(folders):
-    """Claim: a draft that ends again and again is started RESTART_COUNT_MAX times and then no more. Real processes,
-    which refuse their settings; only the keeper's clock runs ahead of its pauses."""
-    ended = [Child("target", ["--help"]), Child("draft", ["--help"])]
-    ended[1].address = "127.0.0.1:50999"
-    settings = DraftSettings(model=str(folders / "draft")).model_copy(update={"block_size": 7})
-    keeper = DraftKeeper(settings, ended)
-    now_s, starts, previous = time.monotonic(), 0, ended[1]
-    for _ in range(2 * RESTART_COUNT_MAX + 2):
-        ended[1].process.wait(60)
-        keeper.look(now_s)
-        now_s += RESTART_WAIT_S_MAX
-        starts += ended[1] is not previous
-        previous = ended[1]
-    assert starts == RESTART_COUNT_MAX
-    for child in ended:
+def test_a_service_that_cannot_stay_is_given_up(folders, monkeypatch):
+    """Claim: a service that ends again and again is started RESTART_COUNT_MAX times and then no more: without a draft
+    the others go on, a target ends all and says so. Real processes, which refuse their settings; only the keeper's
+    clock runs ahead of its pauses, and it gives up earlier."""
+    monkeypatch.setattr(keeper, "RESTART_COUNT_MAX", 3)
+    children = [Child("target", ["--help"]), Child("draft", ["--help"])]
+    settings = TargetSettings(model=str(folders / "target")), DraftSettings(model=str(folders / "draft"))
+    for child in children:
+        child.address = "127.0.0.1:50999"
+    keepers = [
+        keeper.Keeper(children, index, own.model_copy(update={"block_size": 7})) for index, own in enumerate(settings)
+    ]
+    now_s, processes, ended = time.monotonic(), {child.process.pid: child.command for child in children}, ""
+    for _ in range(10):
+        for child in children:
+            child.process.wait(60)
+        for one in keepers:
+            try:
+                one.look(now_s)
+            except ReplicaUnavailable as error:
+                ended += str(error)
+        now_s += keeper.RESTART_WAIT_S_MAX
+        processes |= {child.process.pid: child.command for child in children}
+    assert Counter(processes.values()) == {"target": 4, "draft": 4}
+    assert ended.count("started again 3 times and is given up, and the other services") == 1 and "target" in ended
+    for child in children:
         child.stop()
 
 

@@ -1,15 +1,19 @@
 """Joining: the ranks meet, compare facts, and connect for commands, pulses and exchanges.
 
-Only rank 0 listens, on one address. Messages are numbers and JSON, never pickled objects.
+They meet in a file that rank 0 handed to its children, or, started by several parents, in a store that rank 0 serves
+to all who reach its port. Only rank 0 listens, on one address. Messages are numbers and JSON, never pickled objects.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +39,7 @@ from specdec.errors import ConfigError, Mismatch
 JOIN_TIMEOUT_S = 600.0  # machines of one group may start minutes apart
 POLL_S = 0.2
 SECRET_BYTES = 16
+FILE_NAME, FILE_NAME_BYTES = "specdec-", 16  # of the shared file: this, and random hexadecimal digits
 KINDS = ("commands", "pulses")
 Facts = Mapping[str, object]
 
@@ -109,6 +114,10 @@ def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) 
 def _open_store(place: RankPlace) -> torch.distributed.Store:
     """Opens the store: on rank 0 it is created, the others wait for it."""
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    if place.store_file is not None:
+        store = torch.distributed.FileStore(f"/proc/self/fd/{place.store_file}", place.rank_count)
+        store.set_timeout(timeout)
+        return store
     try:
         if place.rank:
             return torch.distributed.TCPStore(place.host, place.port, place.rank_count, False, timeout)
@@ -198,7 +207,7 @@ def _open_exchange(place: RankPlace, store: torch.distributed.Store, watch: Watc
 def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch) -> SharedExchange | None:
     """Opens shared memory, if every rank can open rank 0's file. The file is unlinked once all have tried."""
     if place.rank:
-        file = _find_shared_file(_wait(store, "memory", watch).decode())
+        file = _find_shared_file(_wait(store, "memory", watch).decode("utf-8", "replace"), place.rank_count)
         store.set(f"memory/{place.rank}", "0" if file is None else "1")
     else:
         path, file = _make_shared_file(place)
@@ -219,11 +228,11 @@ def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch)
 
 def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
     """Creates an allocated file with a random name; None without shared memory or enough space in it."""
-    path = FOLDER / f"specdec-{secrets.token_hex(16)}"
+    path = FOLDER / f"{FILE_NAME}{secrets.token_hex(FILE_NAME_BYTES)}"
     if not is_supported():
         return path, None
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError:
         return path, None
     try:
@@ -234,12 +243,31 @@ def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
     return path, file
 
 
-def _find_shared_file(name: str) -> int | None:
-    """Opens rank 0's file, if this rank sees it: its random name exists on no other machine."""
-    try:
-        return os.open(name, os.O_RDWR) if name else None
-    except OSError:
+def _find_shared_file(name: str, rank_count: int) -> int | None:
+    """Opens rank 0's file, if this rank sees it: its random name exists on no other machine.
+
+    Raises ConfigError for a name or a file that rank 0 does not make: the store may have been written by others.
+    """
+    if not name:
         return None
+    if not re.fullmatch(f"{FOLDER}/{FILE_NAME}[0-9a-f]{{{2 * FILE_NAME_BYTES}}}", name):
+        raise ConfigError(f"rank 0's shared file is {name[:80]!r}; it must be {FOLDER}/{FILE_NAME} and random digits")
+    try:
+        file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(
+                f"rank 0's shared file {name} is a symbolic link; remove it, and see who made it"
+            ) from None
+        return None
+    found = os.fstat(file)
+    is_own = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
+    if not (is_own and found.st_size == file_bytes(rank_count)):
+        os.close(file)
+        raise ConfigError(
+            f"rank 0's shared file {name} must be a file of this user with {file_bytes(rank_count)} bytes"
+        )
+    return file
 
 
 def _wait(store: torch.distributed.Store, key: str, watch: Watch) -> bytes:
@@ -256,6 +284,6 @@ def _own_host(place: RankPlace) -> str:
     if place.rank == 0:
         return place.host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host.strip("[]"), place.port))
+        probe.connect((place.host.strip("[]"), place.port or 1))  # sends nothing: any port selects the route
         host: str = probe.getsockname()[0]
     return host

@@ -21,6 +21,8 @@ def none_missing() -> None:
 class RankPlace:
     """One rank of `rank_count`, and the address of rank 0 where the ranks meet.
 
+    `store_file`: an open file in memory that rank 0 handed to all other ranks, its children, when it started them; the
+    ranks meet in it, so that no other user of the machine can write there. Absent: they meet at `port`.
     `listener`: on rank 0, a socket that already listens there, so that this process keeps a free port; absent: it is
     made. `local_rank`: number of the rank on its machine, hence its GPU. `check_coming` raises when a rank has failed
     before it joined. `parent_pid`: rank 0, if it started this rank on the same machine.
@@ -30,6 +32,7 @@ class RankPlace:
     rank_count: int
     host: str
     port: int
+    store_file: int | None = None
     listener: socket.socket | None = None
     local_rank: int = 0
     check_coming: Callable[[], None] = none_missing
