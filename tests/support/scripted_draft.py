@@ -21,14 +21,21 @@ class ScriptedDraft:
     """`answers(item)` returns the messages that answer an item, each a list of items. The peers' addresses are noted:
     `stream_peers` of each stream, `describe_peers` of each description."""
 
-    def __init__(self, answers: Callable[[draft_pb.DraftRequestItem], Answers] = lambda item: ()) -> None:
+    def __init__(
+        self,
+        answers: Callable[[draft_pb.DraftRequestItem], Answers] = lambda item: (),
+        fingerprint: str = FINGERPRINT,
+        port: int = 0,
+    ) -> None:
         self.stream_peers: list[str] = []
         self.describe_peers: list[str] = []
         self._answers = answers
+        self._fingerprint = fingerprint
+        self._port = port
 
     async def describe(self, _request: types_pb.DescribeRequest, context: Context) -> types_pb.DescribeResponse:
         self.describe_peers.append(context.peer())
-        return types_pb.DescribeResponse(tokenizer_fingerprint=FINGERPRINT, protocol_version=PROTOCOL_VERSION)
+        return types_pb.DescribeResponse(tokenizer_fingerprint=self._fingerprint, protocol_version=PROTOCOL_VERSION)
 
     async def draft(self, requests: AsyncIterator[bytes], write: Write, context: Context) -> None:
         self.stream_peers.append(context.peer())
@@ -46,4 +53,4 @@ class ScriptedDraft:
 
     def server(self) -> Server:
         methods = {"Draft": stream_stream(self.draft), "Describe": unary(types_pb.DescribeRequest, self.describe)}
-        return Server(ServiceSettings(port=0), {"specdec.v1.DraftService": methods})
+        return Server(ServiceSettings(port=self._port), {"specdec.v1.DraftService": methods})

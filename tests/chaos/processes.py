@@ -1,0 +1,125 @@
+"""Services that are killed, frozen and started again on their port, and links between them that are cut."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+from specdec.bench.network.machines import Emulator
+from specdec.cli.processes import start
+from specdec.config import ServiceSettings, split_address
+
+PROXY = "specdec.bench.network.proxy"
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Restartable:
+    """A service that is started again on its port. Use it from the main thread."""
+
+    def __init__(self, name: str, command: str, settings: ServiceSettings) -> None:
+        self.name = name
+        self._command = command
+        self._settings = settings
+        self.child = start(command, settings)
+
+    def wait_ready(self) -> str:
+        """Returns its address once it serves."""
+        address = self.child.wait_ready()
+        self._settings = self._settings.model_copy(update={"port": split_address(address)[1]})
+        return address
+
+    @property
+    def address(self) -> str:
+        return self.child.address
+
+    @property
+    def pid(self) -> int:
+        return self.child.process.pid
+
+    @property
+    def metrics_address(self) -> str | None:
+        return self._settings.metrics_address
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        self.child.signal(signal.SIGKILL)
+        self.child.stop(0.0)
+
+    def restart(self) -> None:
+        """Starts it again and waits until it serves."""
+        self.child = start(self._command, self._settings)
+        self.child.wait_ready()
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP for this time."""
+        freeze([self], for_s)
+
+    def stop(self) -> None:
+        self.child.signal(signal.SIGCONT)
+        self.child.stop()
+
+
+class Link:
+    """A connection that can be cut: what the other side sends does not arrive, and no error says so."""
+
+    def __init__(self, address: str) -> None:
+        self._proxy = Emulator(PROXY, ["--to", address, "--delay", "0"], ())
+        self.address = self._proxy.ready.split()[1]
+
+    def cut(self, for_s: float) -> None:
+        """No byte passes for this time, then all that were sent."""
+        self._proxy.signal(signal.SIGSTOP)
+        try:
+            time.sleep(for_s)
+        finally:
+            self._proxy.signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._proxy.stop()
+
+
+def freeze(services: Iterable[Restartable], for_s: float) -> None:
+    """SIGSTOP of all, SIGCONT after this time."""
+    frozen = list(services)
+    for service in frozen:
+        service.child.signal(signal.SIGSTOP)
+    try:
+        time.sleep(for_s)
+    finally:
+        for service in frozen:
+            service.child.signal(signal.SIGCONT)
+
+
+def anonymous_mb(pid: int) -> float:
+    """Memory a process has for itself alone, in MB: without mapped files such as weights and libraries."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kilobytes) * 1024 / 1e6
+
+
+def thread_count(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
+
+
+def descriptor_count(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def metric_values(metrics_address: str, name: str) -> float:
+    """The sum of a metric over its labels, from the page of a service."""
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    pattern = re.compile(rf"{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)")
+    return sum(float(match[1]) for line in lines if (match := pattern.match(line)))
+

@@ -1,0 +1,215 @@
+"""Texts that must come out the same whatever happens meanwhile, and a client that resumes them.
+
+A text is a request under GREEDY or COUPLED, so it is one function of model, prompt, parameters and seed. `read` sends
+the request again with the tokens it has (`GenerateRequest.resume`) after every error that says so.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import grpc
+
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from tests.support.services import fixed
+
+RESUME_WAIT_S = 0.1
+RESUMED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+SPECULATIVE: tuple[dict[str, Any], ...] = (
+    fixed(3),
+    fixed(8, draft_window=12, draft_nodes_per_step=4, draft_wait_ms=0),
+    {"policy": "POLICY_AUTO"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A request whose text is one function of its fields."""
+
+    prompt: str | tuple[int, ...]
+    temperature: float
+    seed: int
+    max_tokens: int
+    ignore_eos: bool = False
+
+    def request(self, speculative: Mapping[str, Any], received: Sequence[int] = ()) -> pb.GenerateRequest:
+        """The message; `received`: output tokens of an earlier stream."""
+        sampling = pb.SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, ignore_eos=self.ignore_eos
+        )
+        if self.temperature:
+            sampling.seed = self.seed
+        request = pb.GenerateRequest(sampling=sampling, speculative=pb.SpeculativePolicy(**speculative))
+        if isinstance(self.prompt, str):
+            request.text = self.prompt
+        else:
+            request.token_ids.ids.extend(self.prompt)
+        if received:
+            request.resume.output_token_ids.extend(received)
+        return request
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a client received: this alone is compared."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    reason: int = 0
+
+
+@dataclass(slots=True)
+class Reading:
+    """The reading of one text: its content so far, and the errors it met, with the time each took to come."""
+
+    content: Content = Content()
+    is_complete: bool = False
+    errors: list[tuple[float, grpc.RpcError]] = field(default_factory=list)
+    last: pb.Finished = field(default_factory=pb.Finished)
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        """Adds one message. AssertionError where tokens are doubled or missing."""
+        event = response.WhichOneof("event")
+        old = self.content
+        if event == "delta":
+            delta = response.delta
+            assert delta.first_output_index == len(old.token_ids), "tokens doubled or missing"
+            self.content = Content((*old.token_ids, *delta.token_ids), old.text + delta.text)
+        elif event == "finished":
+            self.content = replace(old, reason=response.finished.reason)
+            self.last = response.finished
+            self.is_complete = True
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel that soon finds a server that is back."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def read(
+    stub: pb_grpc.CoordinatorServiceStub,
+    text: Text,
+    speculative: Mapping[str, Any],
+    patience_s: float = 120.0,
+    on_message: Callable[[Reading], None] = lambda reading: None,
+) -> Reading:
+    """Reads a text to its end, resuming it where a stream ends early; gives up after `patience_s`, or at an error that
+    resuming does not mend."""
+    reading = Reading()
+    deadline_s = time.monotonic() + patience_s
+    while not reading.is_complete and (left_s := deadline_s - time.monotonic()) > 0:
+        began_s = time.monotonic()
+        try:
+            request = text.request(speculative, reading.content.token_ids)
+            for response in stub.Generate(request, timeout=left_s):
+                reading.take(response)
+                on_message(reading)
+        except grpc.RpcError as error:
+            reading.errors.append((time.monotonic() - began_s, error))
+            if error.code() not in RESUMED:
+                break
+            time.sleep(RESUME_WAIT_S)
+    return reading
+
+
+class Readers:
+    """Clients that read texts one after another, with pauses, and compare each with its reference."""
+
+    def __init__(
+        self,
+        references: Mapping[Text, Content],
+        pause_s: tuple[float, float],
+        seed: int,
+        speculative: Sequence[Mapping[str, Any]] = SPECULATIVE,
+    ) -> None:
+        self._speculative = speculative
+        self._references = references
+        self._pause_s = pause_s
+        self._seed = seed
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.text_count = self.token_count = self.resumed_count = self.draft_tokens_accepted = 0
+        self._under_way: dict[int, tuple[Text, Reading]] = {}
+        self.wrong: list[str] = []  # a text that differs, has tokens doubled or missing, or did not end
+        self.codes: collections.Counter[str] = collections.Counter()
+
+    def start(self, addresses: Sequence[str]) -> None:
+        """One reader for each address."""
+        for number, address in enumerate(addresses):
+            chance = random.Random(f"{self._seed} reader {number}")
+            thread = threading.Thread(target=self._run, args=(address, chance), name=f"reader {number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """Waits until each has ended its text."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, address: str, chance: random.Random) -> None:
+        texts = list(self._references)
+        with open_channel(address) as channel:
+            stub = pb_grpc.CoordinatorServiceStub(channel)
+            while not self._is_over.is_set():
+                text = chance.choice(texts)
+                try:
+                    speculative = chance.choice(self._speculative)
+                    self._note(text, read(stub, text, speculative, on_message=partial(self._on_message, text)))
+                except AssertionError as error:
+                    with self._lock:
+                        self.wrong.append(f"{text}: {error}")
+                self._is_over.wait(chance.uniform(*self._pause_s))
+
+    def _on_message(self, text: Text, reading: Reading) -> None:
+        self._under_way[threading.get_ident()] = (text, reading)
+
+    def points(self) -> set[tuple[Text, int]]:
+        """The texts under way now, and how many tokens each has."""
+        return {
+            (text, len(reading.content.token_ids))
+            for text, reading in list(self._under_way.values())
+            if not reading.is_complete and reading.content.token_ids
+        }
+
+    def _note(self, text: Text, reading: Reading) -> None:
+        expected = self._references[text]
+        with self._lock:
+            self.text_count += 1
+            self.token_count += len(reading.content.token_ids)
+            self.resumed_count += bool(reading.errors)
+            self.draft_tokens_accepted += reading.last.statistics.num_accepted_draft_tokens
+            for _, error in reading.errors:
+                self.codes[error.code().name] += 1
+            if not reading.is_complete:
+                last = reading.errors[-1][1] if reading.errors else "no error"
+                self.wrong.append(f"{text} did not end: {last}")
+            elif reading.content != expected:
+                self.wrong.append(f"{text}: {reading.content} is not {expected}")
+
+
+def references_of(address: str, texts: Sequence[Text]) -> dict[Text, Content]:
+    """Each text, undisturbed and without speculation."""
+    found = {}
+    with open_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        for text in texts:
+            reading = read(stub, text, {"enabled": False})
+            assert reading.is_complete, f"no reference: {reading.errors}"
+            found[text] = reading.content
+    return found
