@@ -145,7 +145,8 @@ class Coordinator:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(request)
         params = request.params(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
-        policy, committed = self._speculation.policy(request, rule), [*prompt, *request.resumed_token_ids]
+        policy = self._speculation.policy(request, rule, 1 + len(self._generations))
+        committed = [*prompt, *request.resumed_token_ids]
         sizes = len(prompt) + walker.max_tokens, target.vocabulary_size
         session = Session(next(self._numbers), params, *sizes, policy, committed, request.cache_salt)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)

@@ -8,6 +8,7 @@ from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes
+from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
@@ -28,6 +29,7 @@ class Speculation:
         mbit = settings.draft_link_mbit
         self._drafts = {rule: DraftTimes(math.inf if mbit is None else mbit * 1e6 / 8) for rule in Rule}
         self._steps = {rule: Steps() for rule in Rule}
+        self._load = Load()
         self._tables: dict[tuple[Rule, int], Table] = {}
         self._choice_count = 0
 
@@ -56,8 +58,9 @@ class Speculation:
         table = self._tables.get((rule, self._settings.num_speculative_tokens_max))
         return None if table is None or table.round_count < RULE_ROUNDS else table.best_worth()
 
-    def policy(self, request: GenerationRequest, rule: Rule) -> Policy:
-        """Returns the policy of one request under a rule. Raises InvalidRequest above a maximum of the server."""
+    def policy(self, request: GenerationRequest, rule: Rule, session_count: int = 1) -> Policy:
+        """Returns the policy of one request under a rule; `session_count`: of the generations that run, this one
+        included. Raises InvalidRequest above a maximum of the server."""
         settings, own = self._settings, request.speculative
         for name in ("num_speculative_tokens", "draft_window", "draft_nodes_per_step"):
             asked, limit = getattr(own, name), getattr(settings, f"{name}_max")
@@ -79,12 +82,14 @@ class Speculation:
             raise InvalidRequest("speculative.draft_window", own.draft_window, least)
         wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
-        return FixedPolicy(length, window, own.draft_nodes_per_step or 1, wait_ms / 1000)
+        limit = DraftLimit(self._load, length, session_count)
+        return FixedPolicy(length, window, own.draft_nodes_per_step or 1, wait_ms / 1000, limit)
 
     def on_target(self, description: Description) -> None:
         """A target is connected: its own step times count until rounds are measured."""
         for steps in self._steps.values():
             steps.prime(description.step_times)
+        self._load.steps.prime(description.step_times)
 
     def on_draft(self, description: Description) -> None:
         """A draft is connected: its own step times count; measurements of plans with another draft are dropped."""

@@ -47,9 +47,7 @@ class DraftTimes:
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another draft is connected: takes the (nodes, seconds) that it measured at start."""
-        self._steps = StepCurve()
-        for nodes, seconds in step_times:
-            self._steps.add(nodes, seconds)
+        self._steps.prime(step_times)
 
     def on_step(self, nodes: int, seconds: float) -> None:
         """Records one step; `nodes`: of all sessions."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
 if TYPE_CHECKING:
+    from specdec.policy.draft_limit import DraftLimit
     from specdec.protocol.report import RoundRecord
 
 WAIT_S = 0.05  # default, also of the service: enough for the tokens of a slow draft over a slow link
@@ -43,6 +45,15 @@ class Plan:
         """Returns the plan with at most `draft_length_cap` draft tokens a round."""
         length, wait_length = min(self.draft_length_max, draft_length_cap), min(self.wait_length, draft_length_cap)
         return replace(self, draft_length_max=length, wait_length=wait_length)
+
+    def shrunk(self, draft_length: int) -> Plan:
+        """Returns the plan with `draft_length` draft tokens a round, its tree smaller in proportion; 0 is plain."""
+        if not draft_length:
+            return OFF_PLAN
+        most = self.draft_length_max
+        nodes_per_step = math.ceil(self.nodes_per_step * draft_length / most)
+        window = self.window - most + draft_length
+        return replace(self.capped(draft_length), window=window, nodes_per_step=nodes_per_step)
 
     @property
     def description(self) -> str:
@@ -89,27 +100,51 @@ class FixedPolicy:
     """Offers up to `draft_length` tokens and waits for all, `wait_s` at most; `wait_s` 0 never waits.
 
     `window` defaults to one more than the draft length: if all are accepted and the bonus token is the guess after
-    them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches.
+    them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches. A
+    `limit` shrinks the plan while other sessions load the target.
     """
 
     def __init__(
-        self, draft_length: int, window: int | None = None, nodes_per_step: int = 1, wait_s: float = WAIT_S
+        self,
+        draft_length: int,
+        window: int | None = None,
+        nodes_per_step: int = 1,
+        wait_s: float = WAIT_S,
+        limit: DraftLimit | None = None,
     ) -> None:
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
         self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
-        self.prediction = Prediction(None, f"fixed: {draft_length} tokens" if draft_length else "off")
         wait_length = draft_length if wait_s else 0
-        self._plan = Plan(draft_length, window, nodes_per_step, wait_length, wait_s) if draft_length else OFF_PLAN
+        self._asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s) if draft_length else OFF_PLAN
+        self._plan, self._limit = self._asked, limit
+        self._shrink()
 
     def __repr__(self) -> str:
-        return f"FixedPolicy({self._plan})"
+        return f"FixedPolicy({self._asked})"
+
+    @property
+    def prediction(self) -> Prediction:
+        if not self.draft_length_cap:
+            return Prediction(None, "off")
+        reason, length = f"fixed: {self.draft_length_cap} tokens", self._plan.draft_length_max
+        if self._limit is not None and self._plan is not self._asked:
+            reason += f", {length} under the load of {self._limit.sessions:.0f} sessions"
+        return Prediction(None, reason)
 
     def plan(self, positions_left: int) -> Plan:
         return self._plan.within(positions_left)
 
     def on_round(self, record: RoundRecord) -> None:
-        """A fixed policy learns nothing."""
+        if self._limit is not None:
+            self._limit.on_round(record)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        length = self.draft_length_cap if self._limit is None else self._limit.length
+        if length != self._plan.draft_length_max:
+            self._plan = self._asked if length == self.draft_length_cap else self._asked.shrunk(length)
+            self.is_speculating = length > 0
 
 
 OFF_POLICY = FixedPolicy(0)

@@ -33,6 +33,12 @@ class StepCurve:
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
         self._points: list[tuple[float, float]] = []  # (mean rows, seconds) of every bucket; seconds never fall
 
+    def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
+        """Begins again with the (rows, seconds) that another machine measured at start."""
+        self._buckets, self._points = {}, []
+        for rows, seconds in step_times:
+            self.add(rows, seconds)
+
     def add(self, rows: float, seconds: float) -> float:
         """Adds one step; returns the mean seconds of steps of about as many rows, this one included."""
         self._points = []
@@ -82,9 +88,8 @@ class Steps:
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another target is connected: takes the (rows, seconds) that it measured at start."""
-        self._shape, self._level = StepCurve(SHAPE_WEIGHT), 1.0
-        for rows, seconds in step_times:
-            self._shape.add(rows, seconds)
+        self._shape.prime(step_times)
+        self._level = 1.0
 
     def on_step(self, record: RoundRecord) -> None:
         """Takes one round's step; the caller leaves out steps that read a prompt."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec.engine.model import load_model
+from specdec.engine.table_model import write_table_model
+from tests.support.engine_bench import VOCABULARY_SIZE, Bench
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
 from tests.support.threads import one_thread  # noqa: F401
 
@@ -48,3 +51,14 @@ def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
         return loaded[key]
 
     return find
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A running engine on a table model; its cache is sound at the end."""
+    write_table_model(tmp_path, VOCABULARY_SIZE, positions_max=200, seed=4)
+    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24)
+    bench.engine.start()
+    yield bench
+    bench.engine.stop()
+    bench.engine.cache.check_integrity()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from specdec.engine.heartbeat import STEP_S_MIN, UNKNOWN_S, Heartbeat, Work
-from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
-from specdec.engine.table_model import write_table_model
 from specdec.errors import ReplicaUnavailable
 from specdec.replica.watch import TICK_S, EngineWatch, HangTimer
-from tests.engine.test_scheduler import TIMEOUT_S, VOCABULARY_SIZE, Bench
+from tests.support.engine_bench import TIMEOUT_S, Bench
 
 
 def bound(heartbeat: Heartbeat, row_count: int, block_count: int) -> float:
@@ -59,15 +55,6 @@ def test_a_hang_is_found_at_the_first_tick_past_its_bound() -> None:
         work = Work(STEP_S_MIN, 4, 5)
         assert not any(timer.tick(work) for _ in range(tick_count))
     assert timer.tick(work) == "the engine hangs: a step of 4 rows over 5 cache blocks took longer than 2.0 s"
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    write_table_model(tmp_path, VOCABULARY_SIZE, positions_max=200, seed=4)
-    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24)
-    bench.engine.start()
-    yield bench
-    bench.engine.stop()
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineWatch, list[str], threading.Event]:

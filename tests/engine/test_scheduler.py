@@ -6,100 +6,18 @@ Tests of order use a model that records its batches, tests of answers the table 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.engine.feed import Feed, StepTiming
-from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
+from specdec.engine.interface import RaggedBatch
 from specdec.engine.model import load_model
-from specdec.engine.scheduler import POSTS_PER_TURN, Engine
+from specdec.engine.scheduler import POSTS_PER_TURN
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ReplicaUnavailable, SpecdecError
-
-TIMEOUT_S = 20.0
-VOCABULARY_SIZE = 6
-
-
-class RecordingModel:
-    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk."""
-
-    def __init__(self, model: CausalModel):
-        self.model = model
-        self.description = model.description
-        self.batches: list[list[tuple[int, int, int]]] = []
-        self.fault: Callable[[RaggedBatch], None] = lambda batch: None
-
-    def allocate(self, block_count: int, block_size: int) -> object:
-        return self.model.allocate(block_count, block_size)
-
-    def forward(self, batch: RaggedBatch) -> StepOutput:
-        self.batches.append([(s.start, len(s.token_ids), s.logit_count) for s in batch.chunks])
-        self.fault(batch)
-        return self.model.forward(batch)
-
-
-def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[object]:
-    """SamplerOutput for tests: the payload and the argmax of each of its rows. The payload "bad" raises."""
-    if "bad" in payloads:
-        raise RuntimeError("planted")
-    return [(payload, rows.argmax(-1).tolist()) for payload, rows in zip(payloads, logits.split(row_counts))]
-
-
-class Bench:
-    """An engine with a recording table model, and feeds whose outcomes are collected."""
-
-    def __init__(self, model: CausalModel, **limits: int):
-        self.model = RecordingModel(model)
-        self.engine = Engine(self.model, 256, 8, argmaxes, **limits)
-        self.outcomes: dict[object, object] = {}
-        self.timings: dict[object, StepTiming] = {}
-
-    def run(self, function: Callable[[], None], outcome_count: int) -> dict[object, object]:
-        """Runs `function` on the engine thread and waits for `outcome_count` outcomes."""
-        self.outcomes, self.complete = {}, threading.Event()
-        self.wanted = outcome_count
-        self.engine.post(function)
-        assert self.complete.wait(TIMEOUT_S), f"only {self.outcomes} arrived"
-        return self.outcomes
-
-    def settle(self, name: object, outcome: object) -> None:
-        self.outcomes[name] = outcome
-        if len(self.outcomes) == self.wanted:
-            self.complete.set()
-
-    def feed(self, name: object, token_ids: list[int], logit_count: int = 1, **fields: object) -> Feed:
-        table = fields.pop("table", None) or self.engine.cache.reserve(120)
-
-        def done(result: object, timing: StepTiming) -> None:
-            self.timings[name] = timing
-            self.settle(name, result)
-
-        feed = Feed(
-            table=table,
-            start_position=table.length,
-            token_ids=token_ids,
-            logit_count=logit_count,
-            payload=fields.pop("payload", name),
-            done=done,
-            failed=lambda error: self.settle(name, error),
-            **fields,
-        )
-        self.engine.submit(feed)
-        return feed
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    write_table_model(tmp_path, VOCABULARY_SIZE, positions_max=200, seed=4)
-    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24)
-    bench.engine.start()
-    yield bench
-    bench.engine.stop()
-    bench.engine.cache.check_integrity()
+from tests.support.engine_bench import TIMEOUT_S, VOCABULARY_SIZE, Bench
 
 
 def test_prompts_are_cut_at_absolute_multiples(bench: Bench) -> None:

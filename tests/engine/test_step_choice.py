@@ -211,3 +211,26 @@ def test_the_rest_of_a_chunk_goes_to_the_next_prompt() -> None:
     while steps.waiting:
         pieces.append([(feeds.index(feed), len(piece.token_ids)) for feed, piece in steps.step(is_decoding=True)])
     assert pieces == [[(0, 5), (1, 3)], [(1, 5), (2, 3)], [(1, 5), (2, 3)], [(2, 2)], [(2, 8)], [(2, 5)]]
+
+
+@pytest.mark.parametrize("wide_rows", [17, 200])
+@pytest.mark.parametrize("rows_max", [64, 512])
+def test_wide_verifications_get_the_steps_of_narrow_ones(wide_rows: int, rows_max: int) -> None:
+    """Claim: sessions that ask again as soon as they are answered are in equally many steps, a wide verification no
+    more than a decode, and none fewer, beside a prompt that never ends; whatever a step holds.
+
+    Source: one stream's rate is at least 0.95 of any other's. Conclusive: steps are counted for each of 24 sessions
+    over 300 steps, of which most cannot hold all; taking decodes by width, or passing over a wide one that does not
+    fit for narrow ones behind it, breaks the equality.
+    """
+    steps = Steps(chunk_size=64, rows_max=rows_max)
+    widths = [wide_rows if index % 3 == 0 else 1 for index in range(24)]
+    counts = [0] * len(widths)
+    names = {steps.submit(feed_of(0, rows)): index for index, rows in enumerate(widths)}
+    steps.submit(feed_of(1 << 19, 1))
+    for _ in range(300):
+        for feed, _ in steps.step(is_decoding=True):
+            if (index := names.pop(feed, None)) is not None:
+                counts[index] += 1
+                names[steps.submit(feed_of(0, widths[index]))] = index
+    assert max(counts) - min(counts) <= 1, counts

@@ -1,0 +1,87 @@
+"""FIXED plans under load, in a simulated service: alone as asked, beside others as long as pays for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.bench.policy_cells import many, one, steps_of
+from specdec.bench.policy_world import Service, Simulated, World
+from specdec.policy.draft_limit import DraftLimit, Load
+from specdec.policy.policy import OFF_PLAN, FixedPolicy, Plan, Policy
+from specdec.protocol.report import RoundRecord
+
+FROM_S, TO_S = 1.0, 6.0
+WIDE = Plan(16, 32, 8)
+STREAMS = 24
+STEEP, FLAT = 0.1, 0.0001  # what a row adds to a step, as a share of the first: a saturated machine, and a free one
+
+
+class Fixed(Service):
+    """Every text asks for 16 tokens and 8 nodes per step; with or without the limit of a coordinator, which knows the
+    target's steps of few rows from its start."""
+
+    def __init__(self, slope: float, streams: int = STREAMS, is_limited: bool = True) -> None:
+        self.policies: list[FixedPolicy] = []
+        self.records: list[RoundRecord] = []
+        self._load, self._is_limited, self._streams = Load(), is_limited, streams
+        self._load.steps.prime(tuple((rows, steps_of(slope)(rows)) for rows in (1, 2, 4, 8, 16)))
+
+    def policy(self, index: int) -> FixedPolicy:
+        limit = DraftLimit(self._load, 16, self._streams) if self._is_limited else None
+        self.policies.append(FixedPolicy(16, 32, 8, 0.0, limit))
+        return self.policies[-1]
+
+    def on_round(self, policy: Policy, record: RoundRecord) -> None:
+        self.records.append(record)
+        policy.on_round(record)
+
+
+def run(world: World, service: Service) -> tuple[float, dict[Plan, int]]:
+    """Runs a world; returns the rate of all streams and the rounds of each plan."""
+    simulated = Simulated(world, service, 1)
+    simulated.run_until(TO_S)
+    return sum(simulated.rate(index, FROM_S, TO_S) for index in range(len(world.texts))), simulated.plans
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.7])
+def test_alone_a_fixed_plan_is_as_asked(acceptance: float) -> None:
+    """Claim: a lone request keeps its plan in every round, however few of its tokens are accepted and whatever its rows
+    cost: a benchmark measures the plan that it names."""
+    _, plans = run(one(acceptance, slope=STEEP), Fixed(STEEP, streams=1))
+    assert set(plans) == {WIDE}
+
+
+def test_under_load_it_shrinks_as_far_as_pays() -> None:
+    """Claim: with 24 sessions on a saturated target, plans of 16 tokens and 8 nodes shrink, for a poor draft to plain
+    decoding, and the text of all comes quicker by half at least than by the plans that were asked for.
+
+    Source: a client's FIXED overrode the load control. Conclusive: the same world runs without the limit.
+    """
+    for acceptance, length_max in ((0.7, 4), (0.2, 1)):
+        world = many(STREAMS, acceptance, (0.0,) * STREAMS, slope=STEEP)
+        unlimited, _ = run(world, Fixed(STEEP, is_limited=False))
+        service = Fixed(STEEP)
+        limited, plans = run(world, service)
+        assert limited > 1.5 * unlimited
+        short = sum(count for plan, count in plans.items() if plan.draft_length_max <= length_max)
+        assert short > 0.8 * sum(plans.values()), plans
+        assert all(plan.nodes_per_step <= plan.draft_length_max for plan in plans if plan not in (WIDE, OFF_PLAN))
+        assert "under the load of 24 sessions" in service.policies[0].prediction.reason
+
+
+def test_rows_without_cost_are_no_load() -> None:
+    """Claim: 24 sessions keep what they asked for on a target whose step does not grow with its rows."""
+    _, plans = run(many(STREAMS, 0.7, (0.0,) * STREAMS, slope=FLAT), Fixed(FLAT))
+    assert plans[WIDE] > 0.95 * sum(plans.values())
+
+
+def test_when_the_others_are_gone_it_is_as_asked_again() -> None:
+    """Claim: once its neighbours are gone, a session has its own plan again within some rounds.
+    Conclusive: one policy receives rounds of 24 sessions, then of one; nothing else differs."""
+    run(many(STREAMS, 0.2, (0.0,) * STREAMS, slope=STEEP), service := Fixed(STEEP))
+    policy = next(own for own in service.policies if own.plan(100) != WIDE)
+    record = service.records[-1]
+    for index in range(1, 25):
+        policy.on_round(record._replace(round_index=index, step_sessions=1, active_sessions=1, step_rows=1))
+    assert policy.plan(100) == WIDE and policy.is_speculating
+    assert policy.prediction.reason == "fixed: 16 tokens"
