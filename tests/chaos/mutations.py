@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tests.chaos.wire import BYTES, FIXED32, FIXED64, VARINT, Node, fields_below, varint, write
+from tests.chaos.wire import BYTES, FIXED32, FIXED64, VARINT, Node, fields_below, varint, write, written
 
 NUMBERS = (0, 1, 2, 63, 64, 65, 127, 128, 1024, 1025, 2048, 2049, 2**16, 2**24, 2**24 + 1)
 NUMBERS += (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 FLOATS = (math.nan, -math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e308, -1e308, 0.001, 0.01, 1.0, 1.0000001, -1.0, 100.1)
-COUNTS = (2, 17, 65, 66, 129, 1025, 2049)
-SIZES = (129, 257, 1025, 4097, 70_000)
+COUNTS, COUNTS_LONG = (2, 17, 65, 66, 129), (1025, 2049, 20_000)
+SIZES, SIZES_LONG = (129, 257, 1025), (4097, 70_000)
+LONG_SHARE = 0.03  # of the fields made too long; long ones cost most of the time
+LONG_BYTES = 4096  # of a field that is not made longer still
 BAD_TEXTS = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"a\xe2\x82", b"\x80" * 20)
 DOUBLE, FLOAT = FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT
 NEST_DEPTH = 150  # beyond the depth that parsers of protobuf allow
@@ -154,12 +156,17 @@ class Mutator:
         node = self._one(nodes)
         if node is None:
             return ""
-        if isinstance(node.value, bytes) and not self._is_list(node):
-            node.value = node.value * (self._random.choice(SIZES) // max(1, len(node.value))) or b"x" * 300
-        elif isinstance(node.value, bytes):
-            node.value = (node.value or b"\x01") * self._random.choice(COUNTS)
+        is_long = self._random.random() < LONG_SHARE
+        size = self._random.choice(SIZES_LONG if is_long else SIZES)
+        count = self._random.choice(COUNTS_LONG if is_long else COUNTS)
+        if len(written(node)) > LONG_BYTES:
+            return ""
+        if not isinstance(node.value, bytes):
+            nodes.extend([node] * count)
+        elif self._is_list(node):
+            node.value = (node.value or b"\x01") * count
         else:
-            nodes.extend([node] * self._random.choice(COUNTS))
+            node.value = (node.value or b"x") * (1 + size // max(1, len(node.value)))
         return node.key
 
     @staticmethod

@@ -78,11 +78,12 @@ def recording(addresses: dict[str, str]) -> Iterator[tuple[dict[str, Recorder], 
 
 
 def requests_of(positions_max: int) -> list[dict[str, object]]:
-    """Arguments of generations that use every rule, most sampling parameters and both kinds of prompt."""
-    common: dict[str, object] = {"max_tokens": 6, "ignore_eos": True}
+    """Arguments of generations that use every rule, most sampling parameters and both kinds of prompt. The texts are
+    short, for a mutation often leaves a request valid."""
+    common: dict[str, object] = {"max_tokens": 2, "ignore_eos": False}
     speculative = fixed(3, draft_window=5, draft_nodes_per_step=4, draft_wait_ms=20)
     return [
-        {"prompt": [1, 2], **common, "temperature": 0, "speculative": speculative, "cache_salt": "salt"},
+        {"prompt": [1, 2], "max_tokens": 6, "ignore_eos": True, "temperature": 0, "speculative": speculative, "cache_salt": "salt"},
         {"prompt": "<1><2><3>", **common, "seed": 7, "speculative": speculative, "logprobs": 2, "n": 1},
         {"prompt": [3], **common, "speculative": {**speculative, "rule": "RULE_REJECTION"}, "logprobs": 0},
         {"prompt": [1, 2], **common, "seed": 1, "stop": ["<5><5>", "<9>"], "stop_token_ids": [5], "min_tokens": 2},

@@ -71,10 +71,11 @@ def read(message: Descriptor, data: bytes) -> list[Node]:
 
 def write(nodes: list[Node]) -> bytes:
     """The bytes of fields, as they are: with a wrong wire type they are no valid message."""
-    return b"".join(map(_written, nodes))
+    return b"".join(map(written, nodes))
 
 
-def _written(node: Node) -> bytes:
+def written(node: Node) -> bytes:
+    """The bytes of one field."""
     tag, value = varint(node.number << 3 | node.wire_type), node.value
     if isinstance(value, list):
         value = write(value)
