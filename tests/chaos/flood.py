@@ -26,7 +26,7 @@ from tests.chaos.traffic import DRAFT, VERIFY
 from tests.chaos.wire import VARINT, Node, read, write
 
 CALL_S_MAX = 60.0
-BATCH_ITEM_COUNT, BATCH_BYTES_MAX = 300, 1 << 20
+BATCH_ITEM_COUNT, BATCH_BYTES_MAX = 300, 128 << 10
 BATCHES_PER_STREAM = 20
 MUTATED_SHARE = 0.75  # of a stream's items: the others keep sessions going, so that mutated ones meet a state
 BROKEN_SHARE = 0.2  # of the messages that end their stream: the others are left out, for streams take long to open
@@ -269,7 +269,7 @@ class StreamFlood:
                 own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]
             except DecodeError:
                 own_count = -1
-            if not 0 <= own_count <= BATCH_ITEM_COUNT // 4:
+            if not (0 <= own_count <= BATCH_ITEM_COUNT // 4 and len(data) < BATCH_BYTES_MAX):
                 if self._random.random() < BROKEN_SHARE:
                     self._broken.append(data)
                 continue

@@ -18,7 +18,22 @@ from tests.chaos.wire import BYTES, FIXED32, FIXED64, VARINT, Node, fields_below
 
 NUMBERS = (0, 1, 2, 63, 64, 65, 127, 128, 1024, 1025, 2048, 2049, 2**16, 2**24, 2**24 + 1)
 NUMBERS += (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
-FLOATS = (math.nan, -math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e308, -1e308, 0.001, 0.01, 1.0, 1.0000001, -1.0, 100.1)
+FLOATS = (
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    -0.0,
+    5e-324,
+    1e308,
+    -1e308,
+    0.001,
+    0.01,
+    1.0,
+    1.0000001,
+    -1.0,
+    100.1,
+)
 COUNTS, COUNTS_LONG = (2, 17, 65, 66, 129), (1025, 2049, 20_000)
 SIZES, SIZES_LONG = (129, 257, 1025), (4097, 70_000)
 LONG_SHARE = 0.03  # of the fields made too long; long ones cost most of the time

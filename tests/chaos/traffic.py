@@ -42,7 +42,7 @@ class Recorder(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
                     async for data in channel.stream_stream(method)(recorded()):
                         await context.write(data)
                 except grpc.aio.AioRpcError as error:
-                    await context.abort(error.code(), error.details(), error.trailing_metadata())
+                    await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
 
         return grpc.stream_stream_rpc_method_handler(converse)
 
@@ -83,13 +83,27 @@ def requests_of(positions_max: int) -> list[dict[str, object]]:
     common: dict[str, object] = {"max_tokens": 2, "ignore_eos": False}
     speculative = fixed(3, draft_window=5, draft_nodes_per_step=4, draft_wait_ms=20)
     return [
-        {"prompt": [1, 2], "max_tokens": 6, "ignore_eos": True, "temperature": 0, "speculative": speculative, "cache_salt": "salt"},
+        {
+            "prompt": [1, 2],
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "temperature": 0,
+            "speculative": speculative,
+            "cache_salt": "salt",
+        },
         {"prompt": "<1><2><3>", **common, "seed": 7, "speculative": speculative, "logprobs": 2, "n": 1},
         {"prompt": [3], **common, "speculative": {**speculative, "rule": "RULE_REJECTION"}, "logprobs": 0},
         {"prompt": [1, 2], **common, "seed": 1, "stop": ["<5><5>", "<9>"], "stop_token_ids": [5], "min_tokens": 2},
         {"prompt": [4, 1], **common, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "logit_bias": {1: 1.5, 2: -3.0}},
         {"prompt": [2], **common, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5},
-        {"prompt": [1, 2], **common, "seed": 3, "resume": [1, 2, 3], "speculative": {"policy": "POLICY_AUTO"}},
+        {
+            "prompt": [1, 2],
+            **common,
+            "max_tokens": 5,
+            "seed": 3,
+            "resume": [1, 2, 3],
+            "speculative": {"policy": "POLICY_AUTO"},
+        },
         {"prompt": [1, 2], "max_tokens": 2, "speculative": {"enabled": False}},
         {"prompt": [1 + i % 6 for i in range(min(2500, positions_max - 8))], **common, "speculative": speculative},
     ]

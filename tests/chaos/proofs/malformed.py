@@ -26,7 +26,15 @@ from rich.table import Table
 from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
-from tests.chaos.flood import DRAFT_STREAM, GENERATE_REQUEST, TARGET_STREAM, Counts, StreamFlood, UnaryFlood, sessions_of
+from tests.chaos.flood import (
+    DRAFT_STREAM,
+    GENERATE_REQUEST,
+    TARGET_STREAM,
+    Counts,
+    StreamFlood,
+    UnaryFlood,
+    sessions_of,
+)
 from tests.chaos.mutations import Mutator
 from tests.chaos.traffic import GENERATE, record
 from tests.chaos.wire import Node, read
@@ -166,9 +174,13 @@ def _all_nodes(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def _size(node: Node) -> int:
-    return sum(map(_size, node.value)) if isinstance(node.value, list) else len(bytes(node.value)) if isinstance(
-        node.value, bytes
-    ) else 8
+    return (
+        sum(map(_size, node.value))
+        if isinstance(node.value, list)
+        else len(bytes(node.value))
+        if isinstance(node.value, bytes)
+        else 8
+    )
 
 
 def write_models(folder: Path) -> tuple[Path, Path]:
@@ -209,9 +221,7 @@ def _addresses(running: Watched) -> dict[str, str]:
     }
 
 
-def report(
-    asked: argparse.Namespace, counts: Counts, witness: Witness, floods: Floods, console: Console
-) -> list[Bar]:
+def report(asked: argparse.Namespace, counts: Counts, witness: Witness, floods: Floods, console: Console) -> list[Bar]:
     """Prints what the mutations covered and how they were answered; returns the bars."""
     for fault in counts.faults:
         console.print(fault, soft_wrap=True)
