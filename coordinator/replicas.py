@@ -28,6 +28,7 @@ from specdec.protocol.types import PROTOCOL_VERSION, Description
 from specdec.rpc.client import open_channel
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
+from specdec.rpc.limits import STREAM_RESPONSE_BYTES_MAX
 from specdec.rpc.link import CLOSED, Link
 from specdec.telemetry.logs import get_logger
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -82,7 +83,7 @@ class Replica:
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
             f"the {kind.name} at {address}",
-            lambda: open_channel(address, tls),
+            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX),
             f"/{kind.service}/{kind.stream_method}",
             kind.request,
             kind.response,

@@ -34,8 +34,9 @@ from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
 from specdec.replica.watch import EngineWatch
 from specdec.rpc.convert import description_to_message
+from specdec.rpc.limits import STREAM_REQUEST_BYTES_MAX
 from specdec.rpc.process import set_startup_objects_aside, until_stop_requested
-from specdec.rpc.server import Context, Server, Write, message_bytes_max, stream_stream, unary
+from specdec.rpc.server import Context, Server, Write, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
 from specdec.telemetry.metrics import common_metrics
 from specdec.telemetry.metrics_page import MetricsPage
@@ -98,7 +99,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             "Describe": unary(types_pb.DescribeRequest, self._describe),
             self._kind.stream_method: stream_stream(self._converse),
         }
-        server = Server(self._settings, {self._kind.service: methods}, message_bytes_max(0))
+        server = Server(self._settings, {self._kind.service: methods}, STREAM_REQUEST_BYTES_MAX)
         page = MetricsPage(lambda: self._page_metrics(server.is_serving))
         page.open(self._settings.metrics_address)
         address = await server.start()

@@ -20,11 +20,13 @@ from specdec.config import ServiceSettings
 from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.rpc import reflection
 from specdec.rpc.delivery import Delivery
+from specdec.rpc.field_count import check_field_count
 from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
     HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
+    REQUEST_FIELD_COUNT_MAX,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
@@ -64,6 +66,14 @@ def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
     return message
 
 
+def parse_small(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
+    """Returns the message in `data`. Raises InvalidRequest if it is malformed or larger than a name needs."""
+    if len(data) > HELPER_REQUEST_BYTES_MAX:
+        name, limit = message_class.DESCRIPTOR.full_name, f"at most {HELPER_REQUEST_BYTES_MAX} bytes"
+        raise InvalidRequest(name, f"{len(data)} bytes", limit)
+    return parse(message_class, data)
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One method of a service: its kind, its request's class (unused for bytes) and its handler."""
@@ -74,14 +84,15 @@ class Method:
 
 
 def unary(request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], Awaitable[Message]]) -> Method:
-    """Returns a method with one request and one answer."""
+    """Returns a method with one request, of HELPER_REQUEST_BYTES_MAX at most, and one answer."""
     return Method("unary", request_class, handler)
 
 
 def unary_stream(
     request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], AsyncGenerator[Message, None]]
 ) -> Method:
-    """Returns a method with one request and a stream of answers. The client's disconnection closes the generator."""
+    """Returns a method with one request, of REQUEST_FIELD_COUNT_MAX fields at most, and a stream of answers. The
+    client's disconnection closes the generator."""
     return Method("unary_stream", request_class, handler)
 
 
@@ -185,12 +196,13 @@ class Server:
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         async def answer_once(data: bytes, context: Context) -> Any:
             async with self._answering(name, context):
-                response = await method.handler(parse(method.request_class, data), context)
+                response = await method.handler(parse_small(method.request_class, data), context)
                 return response.SerializeToString()
 
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
                 delivery = Delivery(context)
+                check_field_count(method.request_class.DESCRIPTOR, data, REQUEST_FIELD_COUNT_MAX)
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
                     async for response in responses:
                         await delivery.write(response.SerializeToString())
@@ -261,10 +273,7 @@ class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
         async def checked(data: bytes, context: Context) -> Message:
             try:
-                if len(data) > HELPER_REQUEST_BYTES_MAX:
-                    name, limit = message_class.DESCRIPTOR.full_name, f"at most {HELPER_REQUEST_BYTES_MAX} bytes"
-                    raise InvalidRequest(name, f"{len(data)} bytes", limit)
-                return parse(message_class, data)
+                return parse_small(message_class, data)
             except InvalidRequest as error:
                 await abort(context, error)
 

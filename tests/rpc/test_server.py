@@ -17,6 +17,7 @@ from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import ConfigError, InvalidRequest, ReplicaUnavailable
 from specdec.rpc import reflection
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, open_channel, wait_serving
+from specdec.rpc.limits import HELPER_REQUEST_BYTES_MAX
 from specdec.rpc.server import MESSAGE_BYTES_MIN, Server, message_bytes_max, unary, unary_stream
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
@@ -273,7 +274,8 @@ async def test_ipv6_loopback():
 
 
 async def test_a_large_message_is_refused_and_the_connection_lives():
-    """A message above the cap never reaches a handler; other calls of the connection go on."""
+    """A message above the cap never reaches a handler, nor one to a unary method above what a name needs; other calls
+    of the connection go on."""
     reached = []
 
     async def handler(request, _context):
@@ -282,8 +284,12 @@ async def test_a_large_message_is_refused_and_the_connection_lives():
 
     server = Server(ServiceSettings(port=0), {SERVICE: {"Describe": unary(coordinator_pb.GenerateRequest, handler)}})
     async with open_channel(await server.start(), INSECURE) as channel:
-        big = coordinator_pb.GenerateRequest(text="x" * MESSAGE_BYTES_MIN).SerializeToString()
-        assert await code_of(channel.unary_unary(DESCRIBE)(big)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for size, code in (
+            (MESSAGE_BYTES_MIN, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (HELPER_REQUEST_BYTES_MAX, grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            big = coordinator_pb.GenerateRequest(text="x" * size).SerializeToString()
+            assert await code_of(channel.unary_unary(DESCRIBE)(big)) is code
         assert await code_of(channel.unary_unary(DESCRIBE)(b"")) is grpc.StatusCode.OK
     await server.stop(0)
     assert reached == [0]

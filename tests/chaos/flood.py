@@ -1,0 +1,324 @@
+"""Floods of mutated messages over real sockets, and a count of every answer.
+
+Items of a stream travel in batches, each with a last valid item whose answer proves that all before it were handled. A
+message that cannot be parsed, or has too many items, ends its stream, so it has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from tests.chaos.mutations import Mutator
+from tests.chaos.traffic import DRAFT, VERIFY
+from tests.chaos.wire import VARINT, Node, read, write
+
+CALL_S_MAX = 60.0
+BATCH_ITEM_COUNT, BATCH_BYTES_MAX = 300, 128 << 10
+BATCHES_PER_STREAM = 20
+MUTATED_SHARE = 0.75  # of a stream's items: the others keep sessions going, so that mutated ones meet a state
+BROKEN_SHARE = 0.2  # of the messages that end their stream: the others are left out, for streams take long to open
+CUT_SHARE = 0.9  # of generations, cancelled at the first message
+SESSION_COUNT = 40
+LAST_SESSION = 4_000_000_000  # of the items whose answer ends a batch
+LONG_BYTES, LONG_SHARE = 1024, 0.02  # recorded messages beyond this size are drawn in this share only
+FAULTS = (2, 13)  # UNKNOWN and INTERNAL, as numbers
+FAULT_SAMPLES_MAX = 20
+
+
+@dataclass
+class Counts:
+    """Answers by service: statuses of calls and of items, fields that refusals name, and faults with their bytes."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    answers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    refused_fields: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    faults: list[str] = field(default_factory=list)
+    fault_count: int = 0
+    on_sent: Callable[[str, int], None] = lambda service, count: None
+
+    def add_sent(self, service: str, count: int) -> None:
+        """Counts mutated messages that were sent and answered."""
+        self.sent[service] += count
+        self.on_sent(service, count)
+
+    def add_fault(self, service: str, what: str, data: bytes) -> None:
+        """Records an answer, or a silence, that no client may cause."""
+        self.fault_count += 1
+        if len(self.faults) < FAULT_SAMPLES_MAX:
+            self.faults.append(f"{service}: {what}; {len(data)} bytes: {data[:2000].hex()}")
+
+    def add_error(self, service: str, error: grpc.aio.AioRpcError, data: bytes) -> None:
+        """Records the status of a failed call."""
+        self.answers[service][f"call {error.code().name}"] += 1
+        if error.code().value[0] in FAULTS or error.code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        ):
+            self.add_fault(service, f"{error.code().name} {error.details()}", data)
+        for name in fields_of(error):
+            self.refused_fields[service][without_index(name)] += 1
+
+
+def without_index(name: str) -> str:
+    """The name of a field without the index of an entry, and without numbers of unknown fields."""
+    return name.partition("[")[0] if not name.rpartition("field ")[2].isdigit() else "unknown field"
+
+
+def fields_of(error: grpc.aio.AioRpcError) -> Iterator[str]:
+    """The fields that a refusal names."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for detail in status_pb2.Status.FromString(value).details:
+                bad = error_details_pb2.BadRequest()
+                if detail.Unpack(bad):
+                    yield from (violation.field for violation in bad.field_violations)
+
+
+Message = TypeVar("Message", bound=Sequence[Node])
+
+
+class Source(Generic[Message]):
+    """Draws recorded messages, or sessions; seldom a long one, whose valid parts are much work."""
+
+    def __init__(self, messages: Sequence[Message], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._short = [message for message in messages if len(write(list(message))) <= LONG_BYTES]
+        self._long = [message for message in messages if len(write(list(message))) > LONG_BYTES]
+
+    def draw(self) -> Message:
+        """One message."""
+        is_long = bool(self._long) and self._random.random() < LONG_SHARE
+        return self._random.choice(self._long if is_long else self._short)
+
+
+class UnaryFlood:
+    """Calls of one method with mutated requests; some are cancelled at their first answer."""
+
+    def __init__(self, service: str, method: str, addresses: Sequence[str], mutator: Mutator, seed: int) -> None:
+        self.service, self.mutator = service, mutator
+        self._method, self._addresses, self._random = method, addresses, random.Random(seed)
+
+    async def run(self, messages: Sequence[Sequence[Node]], count: int, counts: Counts, width: int = 24) -> None:
+        """Sends `count` mutated messages, `width` at a time."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        channels = [grpc.aio.insecure_channel(address, options=options) for address in self._addresses]
+        left, source = iter(range(count)), Source(messages, self._random.getrandbits(32))
+
+        async def work(channel: grpc.aio.Channel) -> None:
+            call = channel.unary_stream(self._method)
+            for _ in left:
+                await self._one(call, self.mutator.mutate(source.draw()), counts)
+
+        try:
+            await asyncio.gather(*(work(channel) for channel, _ in zip(itertools.cycle(channels), range(width))))
+        finally:
+            for channel in channels:
+                await channel.close()
+
+    async def _one(self, call: Any, data: bytes, counts: Counts) -> None:
+        is_cut = self._random.random() < CUT_SHARE
+        try:
+            async for _ in (running := call(data, timeout=CALL_S_MAX)):
+                if is_cut:
+                    running.cancel()
+                    break
+            counts.answers[self.service]["cancelled" if is_cut else "call OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            counts.add_error(self.service, error, data)
+        counts.add_sent(self.service, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """A stream between services: its messages, and the item that every replica answers at once."""
+
+    service: str
+    method: str
+    request: type
+    response: type
+    last: Callable[[int], Any]
+
+
+TARGET_STREAM = StreamKind(
+    "target",
+    VERIFY,
+    target_pb.VerifyRequest,
+    target_pb.VerifyResponse,
+    lambda number: target_pb.VerifyRequest(
+        items=[
+            {
+                "verify": {
+                    "session": LAST_SESSION,
+                    "incarnation": number,
+                    "base_position": 1,
+                    "suffix_token_ids": [1],
+                }
+            }
+        ]
+    ),
+)
+DRAFT_STREAM = StreamKind(
+    "draft",
+    DRAFT,
+    draft_pb.DraftRequest,
+    draft_pb.DraftResponse,
+    lambda number: draft_pb.DraftRequest(
+        items=[
+            {
+                "commit": {
+                    "session": LAST_SESSION,
+                    "incarnation": number,
+                    "committed_length": 1,
+                    "suffix_token_ids": [1],
+                }
+            }
+        ]
+    ),
+)
+GENERATE_REQUEST = coordinator_pb.GenerateRequest
+
+
+def sessions_of(kind: StreamKind, messages: Sequence[bytes]) -> list[list[Node]]:
+    """The recorded items of each session, in order, each as a field of the stream's message."""
+    found: dict[int, list[Node]] = defaultdict(list)
+    for data in messages:
+        for node in read(kind.request.DESCRIPTOR, data):  # type: ignore[attr-defined]  # a message class
+            if node.number == 2 and isinstance(node.value, list):
+                item = node.value[0].value
+                assert isinstance(item, list) and isinstance(item[0].value, int)
+                found[item[0].value].append(node)
+    return list(found.values())
+
+
+class StreamFlood:
+    """Streams of mutated items. Sessions of the recording are played again under other names, many at a time."""
+
+    def __init__(self, kind: StreamKind, address: str, mutator: Mutator, seed: int) -> None:
+        self.kind, self.mutator, self.service = kind, mutator, kind.service
+        self._address = address
+        self._random = random.Random(seed)
+        self._numbers = itertools.count(1)
+        self._broken: list[bytes] = []
+
+    async def run(self, sessions: Sequence[list[Node]], count: int, counts: Counts) -> None:
+        """Sends at least `count` mutated messages."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        end = counts.sent[self.service] + count
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            while counts.sent[self.service] < end:
+                self._broken.clear()
+                await self._stream(channel, sessions, end, counts)
+                for data in self._broken:
+                    await self._lone(channel, data, counts)
+
+    def _items(self, sessions: Sequence[list[Node]]) -> Iterator[tuple[bytes, bool]]:
+        """(field of the message, whether it is mutated), of sessions whose items alternate; without end."""
+        waiting: list[Iterator[Node]] = []
+        source = Source(sessions, self._random.getrandbits(32))
+        while True:
+            if len(waiting) < SESSION_COUNT // 4:
+                played, number = source.draw(), next(self._numbers)
+                waiting.append(iter([named(node, number) for node in played]))
+            own = self._random.choice(waiting)
+            node = next(own, None)
+            if node is None:
+                waiting.remove(own)
+            elif self._random.random() < MUTATED_SHARE:
+                yield self.mutator.mutate([node]), True
+            else:
+                yield write([node]), False
+
+    async def _stream(
+        self, channel: grpc.aio.Channel, sessions: Sequence[list[Node]], end: int, counts: Counts
+    ) -> None:
+        call, items = channel.stream_stream(self.kind.method)(timeout=CALL_S_MAX), self._items(sessions)
+        data = b""
+        try:
+            for number in range(1, BATCHES_PER_STREAM + 1):
+                data, count = self._batch(items)
+                await call.write(data + self.kind.last(number).SerializeToString())
+                await self._answers(call, number, counts)
+                counts.add_sent(self.service, count)
+                if counts.sent[self.service] >= end:
+                    break
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            counts.add_fault(self.service, f"a stream ended: {await call.code()} {await call.details()}", data)
+        finally:
+            call.cancel()
+
+    def _batch(self, items: Iterator[tuple[bytes, bool]]) -> tuple[bytes, int]:
+        """A message of items that parse, and the number of mutated ones; those that do not parse are set aside."""
+        parts: list[bytes] = []
+        size = item_count = count = 0
+        while item_count < BATCH_ITEM_COUNT and size < BATCH_BYTES_MAX:
+            data, is_mutated = next(items)
+            try:
+                own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]
+            except DecodeError:
+                own_count = -1
+            if not (0 <= own_count <= BATCH_ITEM_COUNT // 4 and len(data) < BATCH_BYTES_MAX):
+                if self._random.random() < BROKEN_SHARE:
+                    self._broken.append(data)
+                continue
+            parts.append(data)
+            size, item_count, count = size + len(data), item_count + own_count, count + is_mutated
+        return b"".join(parts), count
+
+    async def _answers(self, call: Any, number: int, counts: Counts) -> None:
+        """Reads answers up to that of a batch's last item."""
+        answers, fields = counts.answers[self.service], counts.refused_fields[self.service]
+        while (data := await call.read()) is not grpc.aio.EOF:
+            for item in self.kind.response.FromString(data).items:  # type: ignore[attr-defined]
+                name = item.WhichOneof("item")
+                answer = getattr(item, name)
+                if name == "error":
+                    answers[f"item {grpc_name(answer.code)}"] += 1
+                    fields[without_index(answer.field)] += 1
+                    if answer.code in FAULTS:
+                        counts.add_fault(self.service, f"item failed: {answer.message}", data)
+                else:
+                    answers[name] += 1
+                    if answer.session == LAST_SESSION and answer.incarnation == number:
+                        return
+        raise asyncio.InvalidStateError("the stream ended")
+
+    async def _lone(self, channel: grpc.aio.Channel, data: bytes, counts: Counts) -> None:
+        """Sends a message as the only one of its stream; a refused one ends it. (As a call with one request, because a
+        client that writes to an ended stream makes a status of its own.)"""
+        try:
+            async for _ in channel.unary_stream(self.kind.method)(data, timeout=CALL_S_MAX):
+                pass
+            counts.answers[self.service]["call OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            counts.add_error(self.service, error, data)
+        counts.add_sent(self.service, 1)
+
+
+def grpc_name(number: int) -> str:
+    """The name of a status code."""
+    return next((code.name for code in grpc.StatusCode if code.value[0] == number), str(number))
+
+
+def named(node: Node, number: int) -> Node:
+    """An item under the name of another session, so that names return in a higher incarnation."""
+    copy = node.copy()
+    assert isinstance(copy.value, list)
+    item = copy.value[0].value
+    assert isinstance(item, list)
+    own = [part for part in item if part.number > 2]
+    name = (1 + number % SESSION_COUNT, 1 + number // SESSION_COUNT)
+    copy.value[0].value = [Node(part.known, part.number, VARINT, value) for part, value in zip(item, name)] + own
+    return copy
