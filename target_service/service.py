@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-
-import torch
 
 from specdec.config import TargetSettings
 from specdec.decoding.verification import VerificationRequest, verify
+from specdec.engine.devices import prepare_libraries
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Piece
@@ -60,5 +58,5 @@ async def run_rank(settings: TargetSettings, place: RankPlace, on_ready: OnReady
 
     configure_logs(settings.log_level, TARGET.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    prepare_libraries(settings.threads)
     run_follower(ModelSource(settings.model, settings.dtype, device(settings.device, place.local_rank)), place)

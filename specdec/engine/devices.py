@@ -9,6 +9,7 @@ import torch
 
 from specdec.errors import ConfigError
 
+PRIMITIVE_COUNT_MAX = 64  # shapes of a draft's products with weights: five by 1 to 8 rows
 DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
 
 
@@ -46,3 +47,14 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def prepare_libraries(threads: int | None) -> None:
+    """Sets the number of CPU threads of a step (None: all cores), and bounds the memory of the CPU library. Call it
+    before the first computation.
+
+    oneDNN keeps code and scratch memory for every shape that it has seen, 1,024 of them by default: a draft, whose
+    contexts grow token by token, would take hundreds of megabytes more for hours.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_COUNT_MAX))
+    torch.set_num_threads(threads or os.cpu_count() or 1)

@@ -18,7 +18,7 @@ import torch
 from prometheus_client.core import Metric
 
 from specdec.config import ModelSettings
-from specdec.engine.devices import default_block_size, find_device
+from specdec.engine.devices import default_block_size, find_device, prepare_libraries
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import Progress
@@ -206,7 +206,7 @@ class ReplicaApp(Generic[Payload, Answer]):
 
     def _load(self) -> None:
         settings = self._settings
-        torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+        prepare_libraries(settings.threads)
         with loading_bar(f"{self._kind.name} {settings.model}") as bar:
 
             def progress(phase: str, share: float) -> None:
