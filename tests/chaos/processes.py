@@ -122,4 +122,3 @@ def metric_values(metrics_address: str, name: str) -> float:
         lines = page.read().decode().splitlines()
     pattern = re.compile(rf"{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)")
     return sum(float(match[1]) for line in lines if (match := pattern.match(line)))
-

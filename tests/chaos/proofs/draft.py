@@ -235,13 +235,17 @@ def recoveries(count: int, say: Callable[[str], None]) -> list[float]:
             ready_s = time.monotonic()
             until(lambda: acceptance() >= NORMAL_SHARE * normal)
             times_s.append(time.monotonic() - ready_s)
-    say(f"normal: {normal:.2f} accepted draft tokens a round; recovered after {', '.join(f'{s:.2f}' for s in times_s)} s")
+    say(
+        f"normal: {normal:.2f} accepted draft tokens a round; recovered after {', '.join(f'{s:.2f}' for s in times_s)} s"
+    )
     return times_s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--points", type=int, default=200, help="of each trouble (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=6, help="of auto and plain for each trouble; 0: none (%(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="of auto and plain for each trouble; 0: none (%(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=160, help="of a text whose speed counts (%(default)s)")
     parser.add_argument("--restarts", type=int, default=5, help="of the draft, for recovery; 0: none (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")

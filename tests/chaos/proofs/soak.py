@@ -307,5 +307,3 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             say(line)
         say(f"errors by code: {dict(readers.codes)}")
         return bars_of(readers, faults, series, left_over(made), asked.warm_up / 60)
-
-
