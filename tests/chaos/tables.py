@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ class Tables:
 
 
 @contextlib.contextmanager
-def tables(has_draft: bool = True, **coordinator: Any) -> Iterator[Tables]:
-    """Starts them and stops them at the end."""
+def tables(has_draft: bool = True, every: Mapping[str, Any] | None = None) -> Iterator[Tables]:
+    """Starts them and stops them at the end; `every`: settings of all."""
+    replica, common = {**REPLICA, **(every or {})}, {**COMMON, **(every or {})}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, seed in (("target", 1), ("draft", 2)):
@@ -64,14 +65,14 @@ def tables(has_draft: bool = True, **coordinator: Any) -> Iterator[Tables]:
             stack.callback(service.stop)
             return service
 
-        target = begun("target", TargetSettings(**REPLICA, model=str(folder / "target")))
-        settings = DraftSettings(**{**REPLICA, "port": draft_port}, model=str(folder / "draft"))
+        target = begun("target", TargetSettings(**replica, model=str(folder / "target")))
+        settings = DraftSettings(**{**replica, "port": draft_port}, model=str(folder / "draft"))
         draft = begun("draft", settings) if has_draft else None
         target.wait_ready()
         if draft is not None:
             draft.wait_ready()
         own = {"tokenizer": str(folder / "target"), "target": target.address, "draft": f"127.0.0.1:{draft_port}"}
-        serving = begun("coordinator", CoordinatorSettings(**{**COMMON, **own, **coordinator}))
+        serving = begun("coordinator", CoordinatorSettings(**{**common, **own}))
         serving.wait_ready()
         yield Tables(target, draft, serving, draft_port)
 

@@ -22,6 +22,7 @@ from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.services import fixed
 
 RESUME_WAIT_S = 0.1
+PATIENCE_S = 300.0  # beyond two services that start one after the other on a busy machine
 RESUMED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -104,7 +105,7 @@ def read(
     stub: pb_grpc.CoordinatorServiceStub,
     text: Text,
     speculative: Mapping[str, Any],
-    patience_s: float = 120.0,
+    patience_s: float = PATIENCE_S,
     on_message: Callable[[Reading], None] = lambda reading: None,
     on_error: Callable[[grpc.RpcError], None] = lambda error: None,
 ) -> Reading:
@@ -199,7 +200,8 @@ class Readers:
                 self.codes[error.code().name] += 1
             if not reading.is_complete:
                 last = reading.errors[-1] if reading.errors else "no error"
-                self.wrong.append(f"{text} did not end: {last}")
+                count = len(reading.content.token_ids)
+                self.wrong.append(f"{text} did not end: {count} tokens, {len(reading.errors)} errors, at last {last}")
             elif reading.content != expected:
                 self.wrong.append(f"{text}: {reading.content} is not {expected}")
 

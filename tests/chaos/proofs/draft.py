@@ -24,13 +24,14 @@ from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.bench.poor_drafts import hundred_times_slower
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.byzantine import BEHAVIOURS, ByzantineDraft
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA, Tables, table_texts, tables
 from tests.chaos.texts import Readers, Text, open_channel, read, references_of
 from tests.support.services import fixed
 
-STREAM_COUNT = 6
+STREAM_COUNT = 16
 TEXT_TOKENS = 400
 BEAT_S = 0.1
 UP_S = 20.0
@@ -195,7 +196,7 @@ def speeds(pair_count: int, token_count: int, say: Callable[[str], None]) -> dic
         slowing.join()
         draft.kill()
         ratio("killed", stub)
-        liar = ByzantineDraft(pb_fingerprint(stub), port)
+        liar = ByzantineDraft(fingerprint_of(stub), port)
         try:
             for name in BEHAVIOURS:
                 liar.behave(name)
@@ -206,10 +207,8 @@ def speeds(pair_count: int, token_count: int, say: Callable[[str], None]) -> dic
     return found
 
 
-def pb_fingerprint(stub: pb_grpc.CoordinatorServiceStub) -> str:
+def fingerprint_of(stub: pb_grpc.CoordinatorServiceStub) -> str:
     """The tokenizer that a draft must have."""
-    from specdec.v1 import types_pb2 as types_pb
-
     fingerprint: str = stub.Describe(types_pb.DescribeRequest(), timeout=5).target.tokenizer_fingerprint
     return fingerprint
 
@@ -235,17 +234,14 @@ def recoveries(count: int, say: Callable[[str], None]) -> list[float]:
             ready_s = time.monotonic()
             until(lambda: acceptance() >= NORMAL_SHARE * normal)
             times_s.append(time.monotonic() - ready_s)
-    say(
-        f"normal: {normal:.2f} accepted draft tokens a round; recovered after {', '.join(f'{s:.2f}' for s in times_s)} s"
-    )
+    shown = ", ".join(f"{time_s:.2f}" for time_s in times_s)
+    say(f"normal: {normal:.2f} accepted draft tokens a round; recovered after {shown} s")
     return times_s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--points", type=int, default=200, help="of each trouble (%(default)s)")
-    parser.add_argument(
-        "--pairs", type=int, default=6, help="of auto and plain for each trouble; 0: none (%(default)s)"
-    )
+    parser.add_argument("--pairs", type=int, default=6, help="of auto and plain; 0: no speeds (%(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="of a text whose speed counts (%(default)s)")
     parser.add_argument("--restarts", type=int, default=5, help="of the draft, for recovery; 0: none (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")

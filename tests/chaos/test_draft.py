@@ -1,0 +1,43 @@
+"""The proof about drafts, in short: real services on table models, a real draft and a lying one."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+from tests.chaos.byzantine import BEHAVIOURS, ByzantineDraft
+from tests.chaos.proofs.draft import until
+from tests.chaos.tables import table_texts, tables
+from tests.chaos.texts import Readers, references_of
+
+
+def has_read(readers: Readers, count: int) -> bool:
+    """Whether so many texts were read."""
+    return readers.text_count >= count
+
+
+@pytest.mark.more
+def test_no_lie_of_a_draft_changes_a_token_or_fails_a_request() -> None:
+    """Claim (reliability table): whatever a draft sends, each text under GREEDY and COUPLED is the one without it, and
+    no request fails.
+
+    Conclusive: the references come from the same services without speculation; each behaviour lasts until several
+    texts met it, and the draft counts the items it sent.
+    """
+    with tables(has_draft=False) as place:
+        readers = Readers(references_of(place.coordinator.address, table_texts(6, 200)), (0.0, 0.0), seed=1)
+        liar = ByzantineDraft(place.described().target.tokenizer_fingerprint, place.draft_port)
+        try:
+            until(lambda: place.has_draft)
+            readers.start([place.coordinator.address] * 3)
+            for name in random.Random(1).sample(list(BEHAVIOURS), len(BEHAVIOURS)):
+                until(lambda: place.has_draft)
+                liar.behave(name)
+                until(partial(has_read, readers, readers.text_count + 4))
+                assert liar.behave("silence") or name == "silence", f"no item was sent: {name}"
+        finally:
+            readers.stop()
+            liar.stop()
+    assert not readers.wrong and not readers.codes
