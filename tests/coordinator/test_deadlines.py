@@ -54,7 +54,7 @@ def test_a_session_that_waits_for_others_has_longer_but_not_for_ever() -> None:
     """Claim: while others are answered, a verification may wait TURN_FACTOR times as long, and then is overdue; what
     answers took lately prolongs the bound, and is forgotten.
 
-    Conclusive: the same session is overdue at the first bound when nobody is answered; both times are counted.
+    Conclusive: the same session is overdue at the first bound when no session is answered; both times are counted.
     """
     deadlines = Deadlines()
     deadlines.sent(ask(1, 1))

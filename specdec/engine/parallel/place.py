@@ -32,11 +32,11 @@ class RankPlace:
     rank_count: int
     host: str
     port: int
-    store_file: int | None = None
     listener: socket.socket | None = None
     local_rank: int = 0
     check_coming: Callable[[], None] = none_missing
     parent_pid: int | None = None
+    store_file: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.rank_count:
