@@ -134,5 +134,10 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         Bar("throughput of all prompts, share of that by age", 0.95, by_age.total_s / shared.total_s),
         Bar("rates of wide streams, least over highest", 0.95, same_kind(wide)),
         Bar("rates of narrow streams, least over highest", 0.95, same_kind(narrow)),
-        Bar("steps of a wide stream, share of a narrow one's", 1.05, steps_per_s(wide) / steps_per_s(narrow), is_limit=True),
+        Bar(
+            "steps of a wide stream, share of a narrow one's",
+            1.05,
+            steps_per_s(wide) / steps_per_s(narrow),
+            is_limit=True,
+        ),
     ]
