@@ -18,7 +18,7 @@ from specdec.bench import harness
 from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
-from tests.chaos.clients import Stream, read, with_stub
+from tests.chaos.clients import OPTIONS, Stream, read, with_stub
 from tests.chaos.texts import Text
 from tests.support.services import fixed
 
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 async def until_not_serving(address: str) -> float:
     """Seconds until the health service says NOT_SERVING."""
     began_s = time.monotonic()
-    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while (await stub.Check(health_pb2.HealthCheckRequest())).status != NOT_SERVING:
             await asyncio.sleep(0.002)
