@@ -100,12 +100,17 @@ class Feed(Generic[Payload, Answer]):
 
 
 def choose(
-    feeds: Sequence[Feed[Payload, Answer]], chunk_size: int, rows_max: int, is_decoding: bool
+    feeds: Sequence[Feed[Payload, Answer]],
+    chunk_size: int,
+    rows_max: int,
+    is_decoding: bool,
+    prompt_rows_max: int | None = None,
 ) -> list[tuple[Feed[Payload, Answer], Piece[Payload]]]:
     """Returns the feeds of the next step, each with its rows.
 
     `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: some sequences are past their
     prompt and may submit a decode while this step runs; then the step has at most one chunk of prompts.
+    `prompt_rows_max`: most rows of prompts in a step without decodes; None: all rows.
     """
     prompts: list[Feed[Payload, Answer]] = []
     decodes: list[Feed[Payload, Answer]] = []
@@ -120,7 +125,7 @@ def choose(
             break
         row_count += rows
         chosen.append((feed, feed.piece(rows)))
-    left = min(rows_max - row_count, chunk_size if is_decoding or chosen else rows_max)
+    left = min(rows_max - row_count, chunk_size if is_decoding or chosen else prompt_rows_max or rows_max)
     counts = divide(max(left, share), prompts, chunk_size)
     return chosen + [(feed, feed.piece(count)) for feed, count in counts.items() if count]
 

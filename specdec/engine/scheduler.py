@@ -24,6 +24,7 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
+CPU_PROMPT_CHUNKS = 2  # in a step without decodes: more cost as much for each row, and a new prompt waits for the step
 POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
@@ -72,6 +73,7 @@ class Engine(Generic[Payload, Answer]):
         self.cache = KVCache(cache_block_count, block_size, model.allocate(cache_block_count, block_size))
         self.chunk_size = chunk_size
         self.rows_max = rows_max
+        self._prompt_rows_max = CPU_PROMPT_CHUNKS * chunk_size if model.description.device == "cpu" else rows_max
         self.heartbeat = Heartbeat()
         self._stepped = stepped
         self._runner = StepRunner(model, self.cache, sampler)
@@ -205,7 +207,8 @@ class Engine(Generic[Payload, Answer]):
 
     def _step(self) -> None:
         """Chooses feeds, runs them in one step and returns their results."""
-        chosen = choose(self._ready(), self.chunk_size, self.rows_max, self.cache.is_decoding)
+        is_decoding = self.cache.is_decoding
+        chosen = choose(self._ready(), self.chunk_size, self.rows_max, is_decoding, self._prompt_rows_max)
         if not chosen:
             return
         report, started_s, ended_s = self._timed([piece for _, piece in chosen])

@@ -44,8 +44,8 @@ def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None
     """Claim: prompts fill a step by age, one piece per sequence; a decode submitted last is in the next step, and from
     then on prompts have one chunk of a step.
 
-    Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks fill
-    the row limit; every batch from the decode's on is compared with the result of the three promises of `choose`.
+    Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks are
+    more than the two chunks of a CPU step; the batches are compared one by one.
     """
 
     def submit() -> None:
@@ -59,7 +59,7 @@ def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None
     bench.model.batches.clear()
     bench.model.fault = decode_too  # on the engine thread, while the second step runs
     bench.run(submit, 4)
-    assert bench.model.batches[:3] == [[(0, 8, 0)] * 3, [(8, 8, 0)] * 3, [(0, 1, 1), (16, 8, 0)]]
+    assert bench.model.batches[:3] == [[(0, 8, 0)] * 2, [(8, 8, 0)] * 2, [(0, 1, 1), (16, 8, 0)]]
     assert bench.model.batches[3:5] == [[(24, 8, 0)], [(32, 8, 1)]], "the oldest prompt goes on, a chunk a step"
     assert all(sum(rows for _, rows, _ in batch) <= 8 for batch in bench.model.batches[3:])
     assert bench.timings["decode"].step_count == 1 and bench.timings["a"].step_count == 5

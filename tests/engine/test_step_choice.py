@@ -15,6 +15,7 @@ from specdec.engine import feed as feeds_module
 from specdec.engine.feed import Feed, choose
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Piece
+from tests.chaos.unshared_target import by_age
 
 Arrival = tuple[int, int, int]  # the step before which a feed arrives, rows for context, rows with logits
 
@@ -144,16 +145,6 @@ LONG, LONG_COUNT = 1990, 40
 def steps_alone(row_count: int) -> int:
     """Steps of a prompt without others."""
     return -(-row_count // 64)
-
-
-def by_age(row_count: int, prompts: list[Feed], chunk_size: int) -> dict[Feed, int]:
-    """Rows of a step for the oldest prompts only: the plain way to divide them."""
-    counts = {}
-    for feed in prompts:
-        if row_count:
-            counts[feed] = feed.rows_within(row_count, chunk_size)
-            row_count -= counts[feed]
-    return counts
 
 
 def behind_long_prompts(is_decoding: bool) -> tuple[dict[int, int], int]:

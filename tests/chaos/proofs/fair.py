@@ -1,0 +1,144 @@
+"""A short prompt behind long ones, and wide streams beside narrow ones: each gets its share of the steps."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specdec.bench import harness
+from specdec.bench.bars import Bar
+from specdec.cli.processes import start
+from specdec.config import CoordinatorSettings
+from tests.chaos.clients import Stream, prompts, read, with_stub
+from tests.chaos.texts import Text
+from tests.support.services import fixed
+
+OFF = {"enabled": False}
+WIDE = fixed(16, draft_window=32, draft_nodes_per_step=8, draft_wait_ms=0)
+SHORT_LENGTH, SHORT_COUNT = 3, 8
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Its sizes."""
+    parser.add_argument("--target", type=Path, default=harness.TARGET_MODEL, help="target model (%(default)s)")
+    parser.add_argument("--draft", type=Path, default=harness.DRAFT_MODEL, help="draft model (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=4000, help="of the prompts (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=40, help="long prompts (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=1990, help="of a long prompt (%(default)s)")
+    parser.add_argument("--cache-bytes", type=int, default=1_200_000_000, help="of the target (%(default)s)")
+    parser.add_argument("--streams", type=int, default=12, help="half of them wide (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=200, help="of a stream (%(default)s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Short prompts alone and behind long ones: seconds to their first tokens, and those until all have ended."""
+
+    alone_s: list[float]
+    behind_s: list[float]
+    total_s: float
+
+
+async def queue(stub: Any, asked: argparse.Namespace) -> Queue:
+    """Sends all long prompts at once, and short ones one after another while they run."""
+    shorts = [Text(p, 0.0, 0, 1, True) for p in prompts(2 * SHORT_COUNT, SHORT_LENGTH, asked.vocabulary)]
+    longs = [Text(p, 0.0, 0, 1, True) for p in prompts(asked.prompts, asked.prompt_tokens, asked.vocabulary)]
+    alone = [await first_token_s(stub, text) for text in shorts[:SHORT_COUNT]]
+    began_s = time.monotonic()
+    tasks = [asyncio.create_task(read(stub, text.request(OFF))) for text in longs]
+    await asyncio.sleep(0.2)
+    behind = []
+    for text in shorts[SHORT_COUNT:]:
+        if all(task.done() for task in tasks):
+            break
+        behind.append(await first_token_s(stub, text))
+    streams = await asyncio.gather(*tasks)
+    assert all(one.error is None for one in streams), [str(one.error) for one in streams if one.error][:1]
+    return Queue(alone, behind, max(one.ended_s for one in streams) - began_s)
+
+
+async def first_token_s(stub: Any, text: Text) -> float:
+    """Seconds to the first token of one request."""
+    stream = await read(stub, text.request(OFF))
+    assert stream.error is None, stream.error
+    return stream.first_token_s
+
+
+async def beside(stub: Any, asked: argparse.Namespace) -> tuple[list[Stream], list[Stream]]:
+    """Wide and narrow streams together, all of one text, so that those of a kind have the same work."""
+    text = Text(prompts(1, 12, asked.vocabulary)[0], 0.0, 0, asked.tokens, True)
+    kinds = [WIDE if number % 2 else OFF for number in range(asked.streams)]
+    streams = await asyncio.gather(*(read(stub, text.request(kind)) for kind in kinds))
+    return streams[1::2], streams[::2]
+
+
+@contextlib.contextmanager
+def unshared(asked: argparse.Namespace) -> Iterator[str]:
+    """The address of a coordinator whose target runs prompts by age."""
+    command = [sys.executable, "-m", "tests.chaos.unshared_target", str(asked.target), str(asked.cache_bytes)]
+    target = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert target.stdout is not None
+        address = target.stdout.readline().strip()
+        settings = CoordinatorSettings(port=0, target=address, tokenizer=str(asked.target), log_level="error")
+        with start("coordinator", settings) as coordinator:
+            yield coordinator.wait_ready()
+    finally:
+        target.terminate()
+        target.wait()
+
+
+def same_kind(streams: list[Stream]) -> float:
+    """The least rate over the highest of streams of one kind, while all of them run."""
+    from_s = max(one.token_times_s[0] for one in streams)
+    to_s = min(one.token_times_s[-1] for one in streams)
+    rates = [one.rate(from_s, to_s) for one in streams]
+    return min(rates) / max(rates)
+
+
+def steps_per_s(streams: list[Stream]) -> float:
+    """Mean steps per second of streams."""
+    rates = []
+    for one in streams:
+        assert one.finished is not None
+        rates.append(one.finished.statistics.rounds / (one.ended_s - one.requested_s))
+    return statistics.mean(rates)
+
+
+def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
+    """Prompts with and without sharing, each on services of its own; then streams."""
+    with unshared(asked) as address:
+        by_age = with_stub(address, lambda stub: queue(stub, asked))
+    target = {"kv_cache_bytes": asked.cache_bytes}
+    with harness.running(asked.target, asked.draft, threads=1, target=target) as services:
+        shared = with_stub(services.coordinator.address, lambda stub: queue(stub, asked))
+        wide, narrow = with_stub(services.coordinator.address, lambda stub: beside(stub, asked))
+    alone_s = statistics.median(shared.alone_s)
+    console.print(
+        f"first token: alone {alone_s:.3f} s, behind {', '.join(f'{s:.3f}' for s in shared.behind_s)} s, by age "
+        f"{by_age.behind_s[0]:.1f} s; all prompts: {shared.total_s:.1f} s, by age {by_age.total_s:.1f} s"
+    )
+    steps_share = steps_per_s(wide) / steps_per_s(narrow)
+    return [
+        Bar("first token behind long prompts, times alone", 10, max(shared.behind_s) / alone_s, is_limit=True),
+        Bar("throughput of all prompts, share of that by age", 0.95, by_age.total_s / shared.total_s),
+        Bar("rates of wide streams, least over highest", 0.95, same_kind(wide)),
+        Bar("rates of narrow streams, least over highest", 0.95, same_kind(narrow)),
+        Bar(
+            "steps of a wide stream, share of a narrow one's",
+            1.05,
+            steps_per_s(wide) / steps_per_s(narrow),
+            is_limit=True,
+        ),
+    ]

@@ -1,0 +1,45 @@
+"""Short forms of the proofs under load, on table models: `python -m tests.chaos` runs the whole ones.
+
+Bars about counts must hold; those about times are left to the command, for a busy machine breaks them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from specdec.bench.bars import Bar
+from tests.chaos.__main__ import modules
+
+TIMED = ("seconds", "ms")
+
+
+def missed(proof: str, *arguments: str) -> list[Bar]:
+    """Runs a proof; returns its missed bars, without those of times."""
+    module: Any = modules()[proof]
+    parser = argparse.ArgumentParser()
+    module.add_options(parser)
+    bars = module.prove(parser.parse_args(arguments), Console())
+    return [bar for bar in bars if bar.state == "missed" and not any(word in bar.claim.split() for word in TIMED)]
+
+
+@pytest.mark.more
+def test_cancels_leave_nothing() -> None:
+    """Claim: after 300 cancels at random points no session, block, thread or descriptor is left. Conclusive: counted in
+    the processes, after as many cancels that fill every pool."""
+    assert not missed("cancels", "--cancels", "300", "--timed", "5")
+
+
+def test_a_row_of_not_a_number_costs_its_requests_only() -> None:
+    """Claim: requests that meet the planted row end INTERNAL with a prefix of their text, the others are unharmed.
+    Conclusive: every token is compared with those of a sound target."""
+    assert not missed("nan", "--requests", "60", "--tokens", "60")
+
+
+@pytest.mark.more
+def test_a_stop_ends_what_it_must() -> None:
+    """Claim: streams that fit the grace finish, others say how to resume, and unread ones delay nothing."""
+    assert not missed("drain", "--short", "4", "--long", "2", "--stalled", "2", "--grace-s", "4")
