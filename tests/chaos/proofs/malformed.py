@@ -70,6 +70,7 @@ class Witness:
         self._children = {"coordinator": services.coordinator, "target": services.target, "draft": services.draft}
         self._texts = [self._text(asked) for asked in REFERENCES]
         self.addresses = {name: child.address for name, child in self._children.items()}
+        self.pids = {name: child.process.pid for name, child in self._children.items()}
         self.text_count = self.differing_count = 0
         self.left_behind: dict[str, float] = {}
         self.not_serving: list[str] = []
