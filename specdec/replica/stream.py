@@ -1,7 +1,8 @@
 """One coordinator's stream to a replica: bytes in, items to the engine thread, answers back in as few messages as fit.
 
 Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
-and affects no other; bytes that are no message end the stream.
+and affects no other; bytes that are no message end the stream. A stream is not read while the engine thread has
+UNHANDLED_BYTES_MAX of it to handle: its coordinator waits, and this process holds no more of it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduler import POSTS_PER_TURN, Engine
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import Commit, DraftItem, Failure, TargetItem, Verification
+from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
+from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
-from specdec.rpc.link import ITEM_COUNT_MAX, check_item_count
+from specdec.rpc.link import check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
@@ -27,6 +29,7 @@ from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
 ANSWER_COUNT_MAX = 65536  # with more unread answers the coordinator is not reading
+UNHANDLED_BYTES_MAX = POSTS_PER_TURN * MESSAGE_BYTES_SOFT  # as much as the engine takes between two steps
 
 
 class ReplicaStream:
@@ -50,6 +53,9 @@ class ReplicaStream:
         self._wake = asyncio.Event()
         self._is_woken = False
         self._is_pinged = False
+        self._posted_bytes = self._handled_bytes = 0  # written by the event loop, and by the engine thread
+        self._has_space = asyncio.Event()
+        self._is_held = False
 
     def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
@@ -85,6 +91,7 @@ class ReplicaStream:
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
+                check_large(self._request, data)
                 message: Any = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)
@@ -92,14 +99,24 @@ class ReplicaStream:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 check_item_count(len(message.items))
                 if message.items:
-                    self._post(message.items, arrived_ns / 1e9)
+                    self._post(message.items, arrived_ns / 1e9, len(data))
+                    await self._until_handled()
                 else:
                     self._is_pinged = True
                     self._wake.set()
         finally:
             self._wake.set()
 
-    def _post(self, messages: Iterable[Any], arrived_s: float) -> None:
+    async def _until_handled(self) -> None:
+        """Waits while the engine thread has too much of this stream before it."""
+        while self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+            self._has_space.clear()
+            self._is_held = True  # before the second look: `handle` writes the count first, and reads this then
+            if self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+                await self._has_space.wait()
+            self._is_held = False
+
+    def _post(self, messages: Iterable[Any], arrived_s: float, byte_count: int) -> None:
         items: list[TargetItem | DraftItem] = []
         for message in messages:
             try:
@@ -110,7 +127,18 @@ class ReplicaStream:
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time
-        self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
+
+        def handle() -> None:
+            try:
+                self._handler.handle(self, items, self.reply, arrived_s)
+            finally:
+                self._handled_bytes += byte_count
+                if self._is_held:
+                    with contextlib.suppress(RuntimeError):  # as in `reply`
+                        self._loop.call_soon_threadsafe(self._has_space.set)
+
+        self._engine.post(handle)
+        self._posted_bytes += byte_count
 
     def _message(self) -> bytes:
         """Returns one message with the ready answers that fit, and a stamp if one is due; pings are answered by a stamp

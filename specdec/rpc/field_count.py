@@ -7,8 +7,10 @@ hold the event loop for 80 ms and take 100 MB before the first of its counts cou
 from __future__ import annotations
 
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, REQUEST_FIELD_COUNT_MAX
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
@@ -20,6 +22,13 @@ def check_field_count(message: Descriptor, data: bytes, count_max: int) -> None:
     Malformed bytes are left to the parser. Packed numbers are one field, whatever their number.
     """
     _count(message, data, 0, len(data), "", count_max, count_max)
+
+
+def check_large(message_class: type[Message], data: bytes) -> None:
+    """Raises InvalidRequest for a message of a stream that is beyond what several items take together and has more
+    fields than the largest single item."""
+    if len(data) > 2 * MESSAGE_BYTES_SOFT:
+        check_field_count(message_class.DESCRIPTOR, data, REQUEST_FIELD_COUNT_MAX)
 
 
 def _count(message: Descriptor, data: bytes, at: int, end: int, path: str, left: int, count_max: int) -> int:
