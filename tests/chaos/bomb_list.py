@@ -29,14 +29,16 @@ NUMBERS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescrip
 
 @dataclass(frozen=True, slots=True)
 class Bomb:
-    """One message to a method of a service (`coordinator`, `target`, `draft`). `is_item`: one bad item in a stream,
-    which is answered by an item; otherwise the call must end with one of REFUSALS."""
+    """One message to a method of a service (`coordinator`, `target`, `draft`). `is_item`: a bad item in a stream, which
+    is answered by an item or ends the stream; `is_valid`: it stays valid and is measured only; otherwise the call must
+    end with one of REFUSALS."""
 
     name: str
     service: str
     method: str
     data: bytes
     is_item: bool = False
+    is_valid: bool = False
     is_compressed: bool = False
 
 
@@ -47,16 +49,10 @@ def request(**changed: Any) -> bytes:
     return pb.GenerateRequest(**fields).SerializeToString()
 
 
-def opened(**changed: Any) -> types_pb.OpenItem:
+def opened(length_max: int = 9, **changed: Any) -> types_pb.OpenItem:
     """A valid Open with these sampling parameters changed."""
-    params = dict(rule=3, seed=1, temperature=1.0, top_p=1.0, repetition_penalty=1.0, prompt_length=1)
-    params |= {
-        name: changed.pop(name)
-        for name in list(changed)
-        if name in types_pb.ResolvedSamplingParams.DESCRIPTOR.fields_by_name
-    }
-    fields = dict(session=1, incarnation=1, length_max=9, vocabulary_size=7, params=params)
-    return types_pb.OpenItem(**{**fields, **changed})
+    params = dict(rule=3, seed=1, temperature=1.0, top_p=1.0, repetition_penalty=1.0, prompt_length=1) | changed
+    return types_pb.OpenItem(session=1, incarnation=1, length_max=length_max, vocabulary_size=7, params=params)
 
 
 def framed(field: FieldDescriptor, inner: bytes) -> bytes:
@@ -84,7 +80,7 @@ def entries(service: str, method: str, message: Descriptor, size: int) -> Iterat
             data = entry * (size // len(entry))
             for field in reversed(path if form == "packed" else path[:-1]):
                 data = framed(field, data)
-            yield Bomb(f"{name}, {form}", service, method, data)
+            yield Bomb(f"{name}, {form}", service, method, data, len(path) > 1, path[0].name == "stamp")
 
 
 def by_hand() -> Iterator[Bomb]:

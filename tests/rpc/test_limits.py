@@ -22,7 +22,7 @@ from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.rpc.field_count import check_field_count
 from specdec.rpc.limits import (
     MESSAGE_BYTES_SOFT,
-    REQUEST_FIELD_COUNT_MAX,
+    PACKED_BYTES_MAX,
     STREAM_REQUEST_BYTES_MAX,
     STREAM_RESPONSE_BYTES_MAX,
 )
@@ -89,6 +89,7 @@ DESCRIPTION: dict[str, Any] = {
     "numerics": {"dtype": "float32", "tensor_parallel_size": 1},
     "step_times": [{"rows": 1, "step_us": 100}],
 }
+MANY_IDS = {"token_ids": "ids", "resume": "output_token_ids"}
 BAD_DESCRIPTIONS: tuple[dict[str, Any], ...] = (
     {"vocabulary_size": 0},
     {"vocabulary_size": TOKENS_MAX + 1},
@@ -215,7 +216,8 @@ def test_streams_carry_the_largest_item_and_little_more() -> None:
     fields, and no cap is above twice what the largest needs (each byte beyond it is an attacker's only)."""
     sizes: dict[int, list[int]] = {}
     for cap, data in largest_items():
-        check_field_count(target_pb.VerifyRequest.DESCRIPTOR, data, REQUEST_FIELD_COUNT_MAX)
+        message_class = target_pb.VerifyRequest if cap == STREAM_REQUEST_BYTES_MAX else draft_pb.DraftResponse
+        check_field_count(message_class.DESCRIPTOR, data)
         sizes.setdefault(cap, []).append(len(data))
     for cap, own in sizes.items():
         assert cap / 2 < max(own) < cap - MESSAGE_BYTES_SOFT / 2
@@ -223,17 +225,23 @@ def test_streams_carry_the_largest_item_and_little_more() -> None:
 
 def test_the_largest_request_passes_the_count_of_its_fields() -> None:
     """Claim: a Generate with every list at its limit has fewer fields than are counted, and one of empty entries is
-    refused by the name of their field. Conclusive: the lists are those of the table."""
+    refused by the name of their field, as are more packed numbers than any prompt has. Conclusive: the lists are those
+    of the table."""
     message = coordinator_pb.GenerateRequest(token_ids={"ids": [1] * 300_000}, resume={"output_token_ids": [1]})
     message.sampling.logit_bias.extend(
         coordinator_pb.SamplingParams(logit_bias=[{"token_id": 1, "bias": 1}] * 1024).logit_bias
     )
     message.sampling.stop.extend(["x"] * 16)
     message.sampling.stop_token_ids.extend([1] * 64)
-    check_field_count(message.DESCRIPTOR, message.SerializeToString(), REQUEST_FIELD_COUNT_MAX)
+    check_field_count(message.DESCRIPTOR, message.SerializeToString())
     message.sampling.MergeFromString(b"\x52\0" * 5000)
     with pytest.raises(InvalidRequest, match=r"^sampling.logit_bias"):
-        check_field_count(message.DESCRIPTOR, message.SerializeToString(), REQUEST_FIELD_COUNT_MAX)
+        check_field_count(message.DESCRIPTOR, message.SerializeToString())
+    for name in ("token_ids", "resume"):
+        long = coordinator_pb.GenerateRequest(token_ids={"ids": [1]}, resume={"output_token_ids": [1]})
+        long.MergeFrom(coordinator_pb.GenerateRequest(**{name: {MANY_IDS[name]: [1] * PACKED_BYTES_MAX}}))
+        with pytest.raises(InvalidRequest, match=f"{name}.{MANY_IDS[name]} is .* bytes"):
+            check_field_count(long.DESCRIPTOR, long.SerializeToString())
 
 
 def python_bytes(message: Any, read: Callable[[Any], Any]) -> int:

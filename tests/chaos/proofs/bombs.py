@@ -33,7 +33,7 @@ from tests.support.pages import watched
 from tests.support.traces import environment
 
 RETURNED_AT_ONCE = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-LARGE_BYTES = 65_536  # below, the growth of a process is not the message's
+LARGE_BYTES = 128 << 10  # below, the growth of a process is not the message's
 NOISE_BYTES = 1 << 20  # a process grows by as much without cause
 CALL_S_MAX = 30.0
 PAUSE_S = 0.05
@@ -99,22 +99,10 @@ def _memory(pid: int, name: str) -> int:
 
 def answer_of(channel: grpc.Channel, bomb: Bomb) -> str:
     """Sends a bomb; returns the code of the refusal, of an item's too, or what came instead."""
-    if bomb.is_item:
-        is_answered = threading.Event()
-
-        def requests() -> Iterator[bytes]:
-            yield bomb.data
-            is_answered.wait(CALL_S_MAX)
-
-        call = channel.stream_stream(bomb.method)(requests(), timeout=CALL_S_MAX)
-        response: Any = target_pb.VerifyResponse if bomb.service == "target" else draft_pb.DraftResponse
-        (item,) = response.FromString(next(call)).items
-        is_answered.set()
-        call.cancel()
-        code = next((code for code in grpc.StatusCode if code.value[0] == item.error.code), None)
-        return code.name if item.HasField("error") and code else item.WhichOneof("item")
     compression = grpc.Compression.Gzip if bomb.is_compressed else None
     try:
+        if bomb.service != "coordinator" and bomb.is_item:
+            return item_answer(channel, bomb)
         for _ in channel.unary_stream(bomb.method)(bomb.data, timeout=CALL_S_MAX, compression=compression):
             pass
     except grpc.RpcError as error:
@@ -122,9 +110,28 @@ def answer_of(channel: grpc.Channel, bomb: Bomb) -> str:
     return "OK"
 
 
+def item_answer(channel: grpc.Channel, bomb: Bomb) -> str:
+    """Sends items, and keeps the stream open until the first is answered."""
+    is_answered = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield bomb.data
+        is_answered.wait(CALL_S_MAX)
+
+    call = channel.stream_stream(bomb.method)(requests(), timeout=CALL_S_MAX)
+    try:
+        response: Any = target_pb.VerifyResponse if bomb.service == "target" else draft_pb.DraftResponse
+        answer = response.FromString(next(call)).items[0]
+    finally:
+        is_answered.set()
+        call.cancel()
+    code = next((code.name for code in grpc.StatusCode if code.value[0] == answer.error.code), "")
+    return code if answer.HasField("error") else str(answer.WhichOneof("item"))
+
+
 def is_refused(bomb: Bomb, code: str) -> bool:
-    """Whether the answer is a refusal; of items in a stream that names no fault, the end of the stream is enough."""
-    return code in [refusal.name for refusal in REFUSALS]
+    """Whether a bomb was answered as it must be."""
+    return bomb.is_valid or code in [refusal.name for refusal in REFUSALS]
 
 
 def explode(bomb: Bomb, channel: grpc.Channel, prober: Prober, pid: int, cost: Cost) -> None:
