@@ -128,6 +128,8 @@ class Replica:
             except SpecdecError as error:
                 is_other = isinstance(error, Mismatch)
                 why = "has another tokenizer or protocol version" if is_other else "is not ready yet"
+                if isinstance(error, InvalidRequest):
+                    why = "sent a malformed description"
                 self.absent_reason = f"the {self.kind.name} {why}"
                 get_logger().error(f"{self.kind.name} not used", peer=self.address, why=str(error))
                 if is_other:  # another process at the address opens another link

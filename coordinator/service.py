@@ -82,7 +82,8 @@ class Coordinator:
         self, message: coordinator_pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[coordinator_pb.GenerateResponse, None]:
         """Runs one generation and yields its events; its work ends when this generator is closed."""
-        statistics = open_request(self.metrics, self._tracing, caller_trace(context.invocation_metadata()))
+        caller, follows_caller = caller_trace(context.invocation_metadata()), self._settings.trace_parent_sampling
+        statistics = open_request(self.metrics, self._tracing, caller, follows_caller)
         bind(trace_id=statistics.context.trace_id.hex())
         try:
             target = self.target.usable()

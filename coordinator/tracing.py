@@ -61,15 +61,19 @@ LINGER_S = 1.0  # after the end: the draft's spans of messages then on the way n
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
 
-def open_request(metrics: CoordinatorMetrics, tracing: Tracing, caller: Trace | None) -> RequestStatistics:
+def open_request(
+    metrics: CoordinatorMetrics, tracing: Tracing, caller: Trace | None, follows_caller: bool = False
+) -> RequestStatistics:
     """Returns the statistics of a new request, with a trace if it is sampled; `caller`: the trace context it came with.
 
     The request id is the trace id, so that either finds the trace, unless the caller's trace may hold other requests.
+    Unless `follows_caller`, neither the flag nor the id that a caller chose decides whether the trace is recorded.
     """
-    trace_id = secrets.token_bytes(16) if caller is None else caller.trace_id
+    drawn_id = secrets.token_bytes(16)
+    trace_id = drawn_id if caller is None else caller.trace_id
     request_id = trace_id.hex() if caller is None else secrets.token_hex(16)
     parent_id = b"" if caller is None else caller.span_id
-    if tracing.samples(trace_id, caller):
+    if tracing.samples(trace_id, caller) if follows_caller else tracing.samples(drawn_id, None):
         context = Trace(trace_id, os.urandom(SPAN_ID_BYTES), sampled=True)
         return RequestTrace(metrics, context, request_id, tracing, parent_id)
     return RequestStatistics(metrics, Trace(trace_id, parent_id or secrets.token_bytes(SPAN_ID_BYTES)), request_id)

@@ -20,7 +20,7 @@ from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
-from specdec.protocol.items import Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
+from specdec.protocol.items import UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
 from specdec.replica.handler import ReplicaService, ReplicaSession, Reply, check_params_tokens
@@ -284,7 +284,7 @@ class Drafter(ReplicaService):
         is_traced = session.traced_step_count > 0
         step_us = began_us = 0
         if is_traced or self._step_count % STEPS_PER_TIMING == 0:
-            step_us = round((now_s - self._step_began_s) * 1e6)
+            step_us = min(UINT32_MAX, round((now_s - self._step_began_s) * 1e6))
             began_us = int(self._step_began_s * 1e6) if is_traced else 0
         nodes = Nodes(
             *session.name,

@@ -225,7 +225,15 @@ class SpeculationSettings(Settings):
         return self
 
 
-class CoordinatorSettings(ServiceSettings, SpeculationSettings):
+class CallerSettings(Settings):
+    """Trust in the callers of a coordinator."""
+
+    trace_parent_sampling: bool = setting(
+        False, PROCESS, "Let the sampled flag of a caller's traceparent decide whether its trace is recorded."
+    )
+
+
+class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings):
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
     target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
@@ -253,7 +261,9 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings):
         return TlsSettings(ssl_certfile=self.ssl_certfile, ssl_keyfile=self.ssl_keyfile, ssl_ca_certs=self.ssl_ca_certs)
 
 
-class ServeSettings(ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings):
+class ServeSettings(
+    ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings, CallerSettings
+):
     """All three services on this machine; --host, --port and TLS are the coordinator's, the others use loopback."""
 
     model: str = setting(str(EMBEDDED_MODELS / "target"), MODEL, "Target model: folder or hub id.", min_length=1)

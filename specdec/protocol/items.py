@@ -25,6 +25,7 @@ from specdec.protocol.types import (
 
 UINT32_MAX = (1 << 32) - 1
 EXTEND_TOKEN_COUNT_MAX = 2048
+ITEM_COUNT_MAX = 1024  # of one message of a stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,10 +282,16 @@ MEASUREMENTS = (
 )
 MESSAGES = (
     Limit(
+        "ITEM_COUNT_MAX",
+        items.ITEM_COUNT_MAX,
+        "10 ms of reading, and several items for each of the usual 64 sessions",
+        "VerifyRequest,VerifyResponse,DraftRequest,DraftResponse.items",
+    ),
+    Limit(
         "message size",
         (1 << 32) - 1,
         "the size of a message is limited by the connection, before it is parsed (specdec.rpc.limits)",
-        "GenerateRequest.text Delta.text VerifyRequest,VerifyResponse,DraftRequest,DraftResponse.items",
+        "GenerateRequest.text Delta.text",
     ),
 )
 LIMITS = (*TOKENS, *SAMPLING, *NAMES, *SPECULATION, *MEASUREMENTS, *MESSAGES)

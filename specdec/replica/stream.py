@@ -2,7 +2,8 @@
 
 Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
 and affects no other; bytes that are no message end the stream, and so does a coordinator that sends nothing for
-SILENCE_S_MAX, not even the pings of its link.
+SILENCE_S_MAX, not even the pings of its link. A stream is not read while the engine thread has UNHANDLED_BYTES_MAX of
+it to handle: its coordinator waits, and this process holds no more of it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduler import POSTS_PER_TURN, Engine
 from specdec.errors import DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import Commit, DraftItem, Failure, TargetItem, Verification
+from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
+from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
-from specdec.rpc.link import ITEM_COUNT_MAX, TICK_S, check_item_count
+from specdec.rpc.link import TICK_S, check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
@@ -31,6 +33,7 @@ ANSWER_COUNT_MAX = 65536  # with more unread answers the coordinator is not read
 # Ten pings of an idle link. A frozen coordinator is noticed earlier, by its connection; this is for one whose event
 # loop stands still while gRPC's own threads keep the connection alive. A shorter stall costs its users no text.
 SILENCE_S_MAX = 10.0
+UNHANDLED_BYTES_MAX = POSTS_PER_TURN * MESSAGE_BYTES_SOFT  # as much as the engine takes between two steps
 
 
 class ReplicaStream:
@@ -55,6 +58,9 @@ class ReplicaStream:
         self._is_woken = False
         self._is_pinged = False
         self._silence_s = 0.0
+        self._posted_bytes = self._handled_bytes = 0  # written by the event loop, and by the engine thread
+        self._has_space = asyncio.Event()
+        self._is_held = False
 
     def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
@@ -97,9 +103,12 @@ class ReplicaStream:
 
     async def _watch(self) -> None:
         """Raises DeliveryStalled after a silence of the coordinator. The time is that of its own ticks, so a pause of
-        this process is no silence."""
+        this process is no silence; nor is a stream that is not read, whose pings are answered meanwhile."""
         while self._silence_s < SILENCE_S_MAX:
             await asyncio.sleep(TICK_S)
+            if self._is_held:
+                self._silence_s, self._is_pinged = 0.0, True
+                self._wake.set()
             self._silence_s += TICK_S
         get_logger().warning("a coordinator is silent; its sessions end", silence_s=self._silence_s)
         raise DeliveryStalled(f"the coordinator sent nothing for {SILENCE_S_MAX:g} s, not even a ping")
@@ -108,6 +117,7 @@ class ReplicaStream:
         try:
             async for data in requests:
                 self._silence_s = 0.0
+                check_large(self._request, data)
                 message: Any = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)
@@ -115,14 +125,24 @@ class ReplicaStream:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 check_item_count(len(message.items))
                 if message.items:
-                    self._post(message.items, arrived_ns / 1e9)
+                    self._post(message.items, arrived_ns / 1e9, len(data))
+                    await self._until_handled()
                 else:
                     self._is_pinged = True
                     self._wake.set()
         finally:
             self._wake.set()
 
-    def _post(self, messages: Iterable[Any], arrived_s: float) -> None:
+    async def _until_handled(self) -> None:
+        """Waits while the engine thread has too much of this stream before it."""
+        while self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+            self._has_space.clear()
+            self._is_held = True  # before the second look: `handle` writes the count first, and reads this then
+            if self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+                await self._has_space.wait()
+            self._is_held = False
+
+    def _post(self, messages: Iterable[Any], arrived_s: float, byte_count: int) -> None:
         items: list[TargetItem | DraftItem] = []
         for message in messages:
             try:
@@ -133,7 +153,18 @@ class ReplicaStream:
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time
-        self._engine.post(lambda: self._handler.handle(self, items, self.reply, arrived_s))
+
+        def handle() -> None:
+            try:
+                self._handler.handle(self, items, self.reply, arrived_s)
+            finally:
+                self._handled_bytes += byte_count
+                if self._is_held:
+                    with contextlib.suppress(RuntimeError):  # as in `reply`
+                        self._loop.call_soon_threadsafe(self._has_space.set)
+
+        self._engine.post(handle)
+        self._posted_bytes += byte_count
 
     def _message(self) -> bytes:
         """Returns one message with the ready answers that fit, and a stamp if one is due; pings are answered by a stamp

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal, TypeAlias, TypeVar, cast
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import Trace
+from specdec.protocol.items import UINT32_MAX, Trace
 from specdec.protocol.types import (
     DIGEST_LENGTH_MAX,
     DRAFT_PROBS_TOKEN_COUNT_MAX,
@@ -24,11 +24,15 @@ from specdec.protocol.types import (
     NAME_LENGTH_MAX,
     PARAMS_STOP_TOKEN_COUNT_MAX,
     STEP_TIME_COUNT_MAX,
+    TOKENS_MAX,
     CacheSize,
     Description,
     DraftProbs,
     ResolvedSamplingParams,
     Rule,
+    check_ascending,
+    check_integer,
+    check_token_ids,
 )
 from specdec.v1 import types_pb2 as types_pb
 
@@ -161,10 +165,12 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
         cache=None if size is None else _cache_size_to_message(size),
-        step_times=[
-            types_pb.StepTime(rows=rows, step_us=round(seconds * 1e6)) for rows, seconds in description.step_times
-        ],
+        step_times=[types_pb.StepTime(rows=rows, step_us=_step_us(time_s)) for rows, time_s in description.step_times],
     )
+
+
+def _step_us(time_s: float) -> int:
+    return max(1, min(UINT32_MAX, round(time_s * 1e6)))
 
 
 def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
@@ -182,23 +188,31 @@ def numerics_to_message(description: Description) -> types_pb.NumericsProfile:
 
 
 def description_from_message(message: types_pb.DescribeResponse) -> Description:
-    """Returns the description in a message; of its limits only sizes are checked. Raises InvalidRequest."""
+    """Returns the checked description in a message: a replica's numbers bound what a request may hold. Raises
+    InvalidRequest."""
     size, numerics = message.cache, message.numerics
+    for name, low in (("vocabulary_size", 2), ("positions_max", 2)):
+        check_integer(name, getattr(message, name), low, TOKENS_MAX)
+    check_integer("numerics.tensor_parallel_size", numerics.tensor_parallel_size, 1, UINT32_MAX)
+    end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
+    check_ascending("end_token_ids", end_token_ids)
+    check_token_ids("end_token_ids", end_token_ids, TOKENS_MAX)
+    step_times = bounded("step_times", message.step_times, STEP_TIME_COUNT_MAX)
+    for entry in step_times:
+        check_integer("step_times.rows", entry.rows, 1, UINT32_MAX)
+        check_integer("step_times.step_us", entry.step_us, 1, UINT32_MAX)
     return Description(
         model_digest=bounded("model_digest", message.model_digest, DIGEST_LENGTH_MAX),
         tokenizer_fingerprint=bounded("tokenizer_fingerprint", message.tokenizer_fingerprint, DIGEST_LENGTH_MAX),
         model_name=bounded("model_name", message.model_name, NAME_LENGTH_MAX),
         vocabulary_size=message.vocabulary_size,
         positions_max=message.positions_max,
-        end_token_ids=tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX)),
+        end_token_ids=end_token_ids,
         dtype=bounded("numerics.dtype", numerics.dtype, NAME_LENGTH_MAX),
         device=bounded("numerics.device", numerics.device, NAME_LENGTH_MAX),
         libraries=bounded("numerics.libraries", numerics.libraries, NAME_LENGTH_MAX),
         tensor_parallel_size=numerics.tensor_parallel_size,
         protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
-        step_times=tuple(
-            (entry.rows, entry.step_us / 1e6)
-            for entry in bounded("step_times", message.step_times, STEP_TIME_COUNT_MAX)
-        ),
+        step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in step_times),
     )

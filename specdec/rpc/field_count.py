@@ -1,4 +1,4 @@
-"""The number of fields in the bytes of a message, counted before it is parsed.
+"""The number of fields, and of packed numbers, in the bytes of a message, counted before it is parsed.
 
 Two bytes are enough for an empty entry, and the parser makes an object of some forty from it: a request of 4 MB would
 hold the event loop for 80 ms and take 100 MB before the first of its counts could be checked.
@@ -6,44 +6,66 @@ hold the event loop for 80 ms and take 100 MB before the first of its counts cou
 
 from __future__ import annotations
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
+_NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
-def check_field_count(message: Descriptor, data: bytes, count_max: int) -> None:
-    """Raises InvalidRequest, naming a field, if a message and its parts have more than `count_max` fields on the wire.
-
-    Malformed bytes are left to the parser. Packed numbers are one field, whatever their number.
-    """
-    _count(message, data, 0, len(data), "", count_max, count_max)
+def check_field_count(message: Descriptor, data: bytes) -> None:
+    """Raises InvalidRequest, naming a field, if a message and its parts have more than REQUEST_FIELD_COUNT_MAX fields
+    on the wire, or more than PACKED_BYTES_MAX bytes of packed numbers. Malformed bytes are left to the parser."""
+    _Walk(data).count(message, 0, len(data), "")
 
 
-def _count(message: Descriptor, data: bytes, at: int, end: int, path: str, left: int, count_max: int) -> int:
-    """Returns how many of `left` fields remain after those in data[at:end]; stops at malformed bytes."""
-    while at < end:
-        tag, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at, end)
-        number, wire_type = tag >> 3, tag & 7
-        field = message.fields_by_number.get(number)
-        left -= 1
-        if left < 0:
-            name = f"{path}{field.name if field else f'field {number}'}"
-            limit = f"at most {count_max} fields with those of its parts; send token ids packed"
-            raise InvalidRequest(name, "one field too many", limit)
-        if wire_type == _LENGTH_DELIMITED:
-            size, at = (data[at], at + 1) if at < end and data[at] < 128 else _varint(data, at, end)
-            if field is not None and field.message_type is not None:
-                inner_end = min(end, at + size)
-                left = _count(field.message_type, data, at, inner_end, f"{path}{field.name}.", left, count_max)
-            at += size
-        elif wire_type == 0:
-            _, at = _varint(data, at, end)
-        else:
-            at += _FIXED_SIZES.get(wire_type, 0)  # a group's own fields follow its tag
-    return left
+def check_large(message_class: type[Message], data: bytes) -> None:
+    """Raises InvalidRequest for a message of a stream that is beyond what several items take together and has more
+    fields than the largest single item."""
+    if len(data) > 2 * MESSAGE_BYTES_SOFT:
+        check_field_count(message_class.DESCRIPTOR, data)
+
+
+class _Walk:
+    """One walk over the fields of a message. `fields_left`, `bytes_left`: how many more fields and packed bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._fields_left, self._bytes_left = REQUEST_FIELD_COUNT_MAX, PACKED_BYTES_MAX
+
+    def count(self, message: Descriptor, at: int, end: int, path: str) -> None:
+        """Counts the fields in data[at:end]; stops at malformed bytes."""
+        data = self._data
+        while at < end:
+            tag, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at, end)
+            number, wire_type = tag >> 3, tag & 7
+            field = message.fields_by_number.get(number)
+            self._fields_left -= 1
+            if self._fields_left < 0:
+                limit = f"at most {REQUEST_FIELD_COUNT_MAX} fields with those of its parts; send token ids packed"
+                raise InvalidRequest(_name(path, field, number), "one field too many", limit)
+            if wire_type == _LENGTH_DELIMITED:
+                size, at = (data[at], at + 1) if at < end and data[at] < 128 else _varint(data, at, end)
+                if field is not None and field.message_type is not None:
+                    self.count(field.message_type, at, min(end, at + size), f"{path}{field.name}.")
+                elif field is not None and field.is_repeated and field.type not in _NOT_PACKED:
+                    self._bytes_left -= size
+                    if self._bytes_left < 0:
+                        limit = f"at most {PACKED_BYTES_MAX} bytes with the other lists of numbers"
+                        raise InvalidRequest(_name(path, field, number), f"{size} bytes", limit)
+                at += size
+            elif wire_type == 0:
+                _, at = _varint(data, at, end)
+            else:
+                at += _FIXED_SIZES.get(wire_type, 0)  # a group's own fields follow its tag
+
+
+def _name(path: str, field: FieldDescriptor | None, number: int) -> str:
+    return f"{path}field {number}" if field is None else f"{path}{field.name}"
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:

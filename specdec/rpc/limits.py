@@ -14,6 +14,7 @@ MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is re
 STREAM_REQUEST_BYTES_MAX = 320 << 10  # of a replica's stream: the largest verification has 271 kB
 STREAM_RESPONSE_BYTES_MAX = 576 << 10  # to a coordinator: the largest item of nodes has 528 kB
 REQUEST_FIELD_COUNT_MAX = 4096  # of a Generate: 1024 biases of three fields, 64 stop tokens, 16 strings, 40 others
+PACKED_BYTES_MAX = 1 << 20  # of a request's lists of numbers together: 262,144 token ids of four bytes
 MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
 READER_STALL_S_MAX = 30.0  # a client that takes no message for this time loses its generation, or its health watch
 STREAMS_PER_CONNECTION_MAX = 1024  # a call held open costs some 20 kB; further ones wait in their client

@@ -20,7 +20,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import ITEM_COUNT_MAX
 from specdec.rpc.client import Response, call_unary
+from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
@@ -34,7 +36,6 @@ PING_TICKS = 4  # an idle link is pinged once a second
 SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer counts as dead
 CLOSED = "closed"  # by this side
 QUEUE_ITEM_COUNT_MAX = 65536  # with more unsent items the peer counts as dead
-ITEM_COUNT_MAX = 1024  # of one message: 10 ms of reading, and several items for each of the usual 64 sessions
 
 
 def check_item_count(count: int) -> None:
@@ -172,6 +173,7 @@ class Link:
     def _take(self, data: bytes) -> None:
         """Handles one message: measures it, calls `on_up` at the first, passes its items on."""
         try:
+            check_large(self._response_class, data)
             response = self._response_class.FromString(data)
             check_item_count(len(response.items))
             self.stamps.received(response, time.monotonic_ns())

@@ -26,7 +26,6 @@ from specdec.rpc.limits import (
     HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
-    REQUEST_FIELD_COUNT_MAX,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
@@ -202,7 +201,7 @@ class Server:
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
                 delivery = Delivery(context)
-                check_field_count(method.request_class.DESCRIPTOR, data, REQUEST_FIELD_COUNT_MAX)
+                check_field_count(method.request_class.DESCRIPTOR, data)
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
                     async for response in responses:
                         await delivery.write(response.SerializeToString())

@@ -48,7 +48,7 @@ class SdkTracing(Tracing):
         about: dict[str, AttributeValue] = {"service.name": f"specdec-{service}", "host.name": socket.gethostname()}
         about |= {"process.pid": os.getpid(), "service.version": __version__}
         self._resource = OwnResource(about)
-        # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless the caller says no
+        # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless a caller that is followed says no
         self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
         queue_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
         batch_max = None if environment.get(BATCH_VARIABLE) else BATCH_SPAN_COUNT_MAX

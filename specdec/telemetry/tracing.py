@@ -44,7 +44,7 @@ class Tracing:
         return SdkTracing(service, endpoint, environment)
 
     def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
-        """Whether the trace of a new request is recorded, by OTEL_TRACES_SAMPLER; `caller`: its own context."""
+        """Whether the trace of a new request is recorded, by OTEL_TRACES_SAMPLER; `caller`: the context to follow."""
         return False
 
     def record(self, spans: Iterable[Span], offset_ns: int | None = None) -> None:

@@ -23,11 +23,10 @@ from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.policy import FixedPolicy
-from specdec.protocol.items import NO_TRACE, Close, DraftNode, Failure, Nodes, VerificationResult
+from specdec.protocol.items import ITEM_COUNT_MAX, NO_TRACE, Close, DraftNode, Failure, Nodes, VerificationResult
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
-from specdec.rpc.link import ITEM_COUNT_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.simulation.client import Walker

@@ -4,20 +4,26 @@ be sent. Time is an argument, the service behind does nothing."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from specdec.engine.model import load_model
+from specdec.engine.scheduler import Engine
+from specdec.engine.table_model import write_table_model
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.items import Close, Failure, MissingTokens, Nodes, Open, Verification
+from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica.handler import ASKING_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
-from specdec.replica.stream import ReplicaStream
-from specdec.rpc.link import ITEM_COUNT_MAX
+from specdec.replica.stream import UNHANDLED_BYTES_MAX, ReplicaStream
+from specdec.rpc.convert_items import item_to_bytes
 from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
 
 PARAMS = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=1, temperature=0.0)
 PLACES = 8
@@ -181,3 +187,52 @@ def test_the_text_of_an_exception_stays_at_the_replica() -> None:
         session.fail(CacheExhausted("full"))
     assert [answer.message for answer in answers] == ["the replica failed at this request; its log says why", "full"]
     assert "a secret" in logs[0]["error"]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine[Any, Any]]:
+    """A running engine; its table model is for protocol tests only."""
+    write_table_model(tmp_path / "table", vocabulary_size=7)
+    running: Engine[Any, Any] = Engine(load_model(tmp_path / "table"), 8, 16, lambda payloads, counts, logits: payloads)
+    running.start()
+    yield running
+    running.stop()
+
+
+async def test_a_stream_is_not_read_while_its_items_wait(engine: Engine[Any, Any]) -> None:
+    """Claim: while the engine thread handles nothing, a stream is read up to UNHANDLED_BYTES_MAX and one message; then
+    it is read to its end. Source: the inbox had no bound, so one stream could fill the memory during one long step.
+
+    Conclusive: the engine is a real one whose thread is held, three times the bound is sent, and every item answered.
+    """
+    names = range(1, 61)
+    item = Verification(1, 1, 0, 1000, (1,) * 1000)
+    data = b"".join(item_to_bytes(target_pb.VerifyRequest, item._replace(session=name)) for name in names)
+    count = 3 * UNHANDLED_BYTES_MAX // len(data)
+    read = answered = 0
+    is_released = threading.Event()
+
+    async def arriving() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(count):
+            yield data
+            read += 1
+        while answered < count * len(names):
+            await asyncio.sleep(0.01)
+
+    async def write(message: bytes) -> None:
+        nonlocal answered
+        answered += len(target_pb.VerifyResponse.FromString(message).items)
+
+    messages = target_pb.VerifyRequest, target_pb.VerifyResponse
+    stream = ReplicaStream(engine, ItemHandler(Idle(), PLACES), messages, lambda failure: None)
+    engine.post(lambda: is_released.wait(30) and None)
+    async with asyncio.timeout(60):
+        running = asyncio.create_task(stream.run(arriving(), write))
+        while read * len(data) <= UNHANDLED_BYTES_MAX - len(data):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert read * len(data) <= UNHANDLED_BYTES_MAX + len(data) and not answered
+        is_released.set()
+        await running
+    assert (read, answered) == (count, count * len(names))

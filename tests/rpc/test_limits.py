@@ -15,10 +15,17 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.limits import LIMITS
-from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
+from specdec.rpc.field_count import check_field_count
+from specdec.rpc.limits import (
+    MESSAGE_BYTES_SOFT,
+    PACKED_BYTES_MAX,
+    STREAM_REQUEST_BYTES_MAX,
+    STREAM_RESPONSE_BYTES_MAX,
+)
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -75,11 +82,31 @@ VALID = (
 )
 REQUEST = coordinator_pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"logit_bias": [{"token_id": 1}]})
 
+DESCRIPTION: dict[str, Any] = {
+    "vocabulary_size": 7,
+    "positions_max": POSITIONS_MAX,
+    "end_token_ids": [0, 3],
+    "numerics": {"dtype": "float32", "tensor_parallel_size": 1},
+    "step_times": [{"rows": 1, "step_us": 100}],
+}
+MANY_IDS = {"token_ids": "ids", "resume": "output_token_ids"}
+BAD_DESCRIPTIONS: tuple[dict[str, Any], ...] = (
+    {"vocabulary_size": 0},
+    {"vocabulary_size": TOKENS_MAX + 1},
+    {"positions_max": 0},
+    {"positions_max": 2**32 - 1},
+    {"end_token_ids": [3, 0]},
+    {"end_token_ids": [2**32 - 1]},
+    {"numerics": {"tensor_parallel_size": 0}},
+    {"step_times": [{"rows": 0, "step_us": 1}]},
+    {"step_times": [{"rows": 1, "step_us": 0}]},
+)
+
 
 def valid_messages() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """(message, the part with the fields, reader) of all that a peer sends."""
     yield REQUEST, REQUEST, lambda message: request_from_message(message, POSITIONS_MAX)
-    description = types_pb.DescribeResponse(numerics={"dtype": "float32"})
+    description = types_pb.DescribeResponse(**DESCRIPTION)
     yield description, description, description_from_message
     for message_class, item in VALID:
         message = message_class.FromString(item_to_bytes(message_class, item)).items[0]
@@ -154,6 +181,67 @@ def test_a_size_one_above_its_limit_is_refused() -> None:
             assert isinstance(found, InvalidRequest), field
             assert found.limit and found.field, field
     assert seen > 40
+
+
+@pytest.mark.parametrize("bad", BAD_DESCRIPTIONS, ids=str)
+def test_a_number_of_a_description_is_checked(bad: dict[str, Any]) -> None:
+    """Claim: a replica whose description has a number outside its limits is not used (security: a byzantine replica;
+    positions bound what a request may hold, step times what a policy computes). Conclusive: one number each differs
+    from a description that is read."""
+    description_from_message(types_pb.DescribeResponse(**DESCRIPTION))
+    (name,) = bad
+    with pytest.raises(InvalidRequest, match=name):
+        description_from_message(types_pb.DescribeResponse(**{**DESCRIPTION, **bad}))
+
+
+def largest_items() -> Iterator[tuple[int, bytes]]:
+    """(cap of the stream, the largest message of one item that obeys every limit)."""
+    many, probs = (TOKENS_MAX - 1,), DraftProbs(tuple(range(0, TOKENS_MAX, TOKENS_MAX >> 10)), (1,) * 1024)
+    name, long = (items.UINT32_MAX,) * 2, "x" * 128
+    biases = tuple((TOKENS_MAX - 1024 + index, 1.5) for index in range(1024))
+    params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, stop_token_ids=tuple(range(9000, 9128)))
+    verification = items.Verification(*name, items.UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
+    nodes = tuple(items.DraftNode(index, 0, TOKENS_MAX - 1, True, probs) for index in range(1000, 1128))
+    for item in (items.Open(*name, params, TOKENS_MAX, TOKENS_MAX, TRACE, long), verification):
+        yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(target_pb.VerifyRequest, item)
+    yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(draft_pb.DraftRequest, items.Commit(*name, 9000, many * 2048, 64))
+    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, nodes))
+    position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
+    output = SamplerOutput(many * 65, (0.5,) * 64, (position,) * 64, (position,) * 65)
+    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
+
+
+def test_streams_carry_the_largest_item_and_little_more() -> None:
+    """Claim: a message of the largest item within the table's limits passes the cap of its stream and the count of its
+    fields, and no cap is above twice what the largest needs (each byte beyond it is an attacker's only)."""
+    sizes: dict[int, list[int]] = {}
+    for cap, data in largest_items():
+        message_class = target_pb.VerifyRequest if cap == STREAM_REQUEST_BYTES_MAX else draft_pb.DraftResponse
+        check_field_count(message_class.DESCRIPTOR, data)
+        sizes.setdefault(cap, []).append(len(data))
+    for cap, own in sizes.items():
+        assert cap / 2 < max(own) < cap - MESSAGE_BYTES_SOFT / 2
+
+
+def test_the_largest_request_passes_the_count_of_its_fields() -> None:
+    """Claim: a Generate with every list at its limit has fewer fields than are counted, and one of empty entries is
+    refused by the name of their field, as are more packed numbers than any prompt has. Conclusive: the lists are those
+    of the table."""
+    message = coordinator_pb.GenerateRequest(token_ids={"ids": [1] * 300_000}, resume={"output_token_ids": [1]})
+    message.sampling.logit_bias.extend(
+        coordinator_pb.SamplingParams(logit_bias=[{"token_id": 1, "bias": 1}] * 1024).logit_bias
+    )
+    message.sampling.stop.extend(["x"] * 16)
+    message.sampling.stop_token_ids.extend([1] * 64)
+    check_field_count(message.DESCRIPTOR, message.SerializeToString())
+    message.sampling.MergeFromString(b"\x52\0" * 5000)
+    with pytest.raises(InvalidRequest, match=r"^sampling.logit_bias"):
+        check_field_count(message.DESCRIPTOR, message.SerializeToString())
+    for name in ("token_ids", "resume"):
+        long = coordinator_pb.GenerateRequest(token_ids={"ids": [1]}, resume={"output_token_ids": [1]})
+        long.MergeFrom(coordinator_pb.GenerateRequest(**{name: {MANY_IDS[name]: [1] * PACKED_BYTES_MAX}}))
+        with pytest.raises(InvalidRequest, match=f"{name}.{MANY_IDS[name]} is .* bytes"):
+            check_field_count(long.DESCRIPTOR, long.SerializeToString())
 
 
 def python_bytes(message: Any, read: Callable[[Any], Any]) -> int:

@@ -14,9 +14,11 @@ import pytest
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import InvalidRequest
+from specdec.protocol.items import ITEM_COUNT_MAX
 from specdec.rpc import link as link_module
 from specdec.rpc.client import open_channel
-from specdec.rpc.link import ITEM_COUNT_MAX, MESSAGE_BYTES_SOFT, SILENT_TICKS, TICK_S, Link
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT
+from specdec.rpc.link import SILENT_TICKS, TICK_S, Link
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.echo_service import VERIFY, Echo

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from specdec.rpc.limits import REQUEST_FIELD_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -129,6 +130,7 @@ def test_megabytes_of_empty_entries_leave_other_generations_alone(table_services
         took_s = time.monotonic() - began_s
         assert len(beside.result().token_ids) == 400
     assert [violations(error) for error in refusals] == [["sampling.logit_bias"]] * 3
+    assert all(f"at most {REQUEST_FIELD_COUNT_MAX} fields" in error.details() for error in refusals), "they were parsed"
     assert took_s < 6.0
 
 
@@ -306,13 +308,19 @@ def test_the_draft_answers_bad_items(table_services: Services):
 
 @pytest.mark.parametrize("service, method", [("TargetService", "Verify"), ("DraftService", "Draft")])
 def test_a_message_of_many_items_ends_its_stream(table_services: Services, service: str, method: str):
-    """Claim: 300,000 empty items in one message are refused by count and limit, and cost that stream only. Source: they
-    silenced a replica for seconds."""
+    """Claim: empty items in one message are refused by count and limit, and cost that stream only: 60,000 by their
+    number, 100,000 before they are parsed, 300,000 by the size that a legal message cannot have. Source: they silenced
+    a replica for seconds."""
     address = (table_services.target if service == "TargetService" else table_services.draft).address
-    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(f"/specdec.v1.{service}/{method}")(iter([b"\x12\x00" * 300_000]), timeout=10))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "items is 300000; it must be at most" in caught.value.details()
+    answers = {
+        60_000: ("INVALID_ARGUMENT", "items is 60000; it must be at most"),
+        100_000: ("INVALID_ARGUMENT", "items is 'one field too many'"),
+        300_000: ("RESOURCE_EXHAUSTED", f"vs. {STREAM_REQUEST_BYTES_MAX}"),
+    }
+    for count, (code, words) in answers.items():
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+            list(channel.stream_stream(f"/specdec.v1.{service}/{method}")(iter([b"\x12\x00" * count]), timeout=10))
+        assert caught.value.code().name == code and words in caught.value.details()
     still_serves(table_services)
 
 

@@ -35,7 +35,13 @@ class ScriptedDraft:
 
     async def describe(self, _request: types_pb.DescribeRequest, context: Context) -> types_pb.DescribeResponse:
         self.describe_peers.append(context.peer())
-        return types_pb.DescribeResponse(tokenizer_fingerprint=self._fingerprint, protocol_version=PROTOCOL_VERSION)
+        return types_pb.DescribeResponse(
+            tokenizer_fingerprint=self._fingerprint,
+            protocol_version=PROTOCOL_VERSION,
+            vocabulary_size=100,
+            positions_max=1000,
+            numerics={"tensor_parallel_size": 1},
+        )
 
     async def draft(self, requests: AsyncIterator[bytes], write: Write, context: Context) -> None:
         self.stream_peers.append(context.peer())

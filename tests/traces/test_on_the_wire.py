@@ -217,21 +217,50 @@ def test_texts_and_token_ids_never_leave(services: Services, receiver: Receiver)
     assert "<" not in everything and "my-label" not in everything
 
 
-def test_the_caller_decides_when_it_brings_a_trace(services: Services, receiver: Receiver):
-    """Claim: with a `traceparent` the root is the caller's child in the caller's trace, and a caller that does not
-    sample is respected: no span of that trace is sent."""
-    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+def generated_within(services: Services, flags: str, trace_id: str, span_id: str) -> Outcome:
+    """A generation whose client sends a trace context."""
+    metadata, outcome = (("traceparent", f"00-{trace_id}-{span_id}-{flags}"),), Outcome()
     request = services.client.request([1, 2], max_tokens=5, temperature=0.0)
-    for flags in ("00", "01"):
-        metadata = (("traceparent", f"00-{trace_id}-{span_id}-{flags}"),)
-        outcome = Outcome()
-        for response in services.client.stub.Generate(request, metadata=metadata, timeout=30):
-            services.client.take(outcome, response)
-        assert outcome.finished.trace_id == trace_id != outcome.started.request_id
-    trace = trace_of(receiver, outcome)
+    for response in services.client.stub.Generate(request, metadata=metadata, timeout=30):
+        services.client.take(outcome, response)
+    assert outcome.finished.trace_id == trace_id != outcome.started.request_id
+    return outcome
+
+
+def roots_of(receiver: Receiver, trace_ids: list[str]) -> list[str]:
+    """The traces among these that have a root."""
+    return [span.trace_id.hex() for _, span in receiver.spans() if span.trace_id.hex() in trace_ids and span.kind == 2]
+
+
+def test_a_followed_caller_decides(table_models, receiver: Receiver):
+    """Claim: with --trace-parent-sampling the root is the caller's child in the caller's trace, and a caller that does
+    not sample is respected: no span of that trace is sent."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    with traced(table_models, receiver.endpoint, {"trace_parent_sampling": True}) as services:
+        for flags in ("00", "01"):
+            outcome = generated_within(services, flags, trace_id, span_id)
+        trace = trace_of(receiver, outcome)
     roots = trace.named("Generate")
     assert len(roots) == 1 and roots[0].parent_span_id == bytes.fromhex(span_id)
     assert attributes(roots[0])["specdec.request_id"] == outcome.started.request_id
+
+
+def test_a_caller_does_not_override_the_ratio(services: Services, table_models, receiver: Receiver):
+    """Claim: without --trace-parent-sampling the operator's sampler decides: at a ratio of 0.001 no sampled flag and no
+    chosen trace id records a trace, at a ratio of 1 no cleared flag prevents it, and the caller's span is the parent.
+
+    Conclusive: real services and a real collector; the ids are the lowest, which a ratio by the caller's id would take,
+    and the last request, of services that record everything, arrives after the others would have.
+    """
+    unwanted = [f"{secrets.token_hex(8)}{number:016x}" for number in range(1, 4)]
+    variables = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.001"}
+    with traced(table_models, receiver.endpoint, **variables) as few:
+        for trace_id in unwanted:
+            generated_within(few, "01", trace_id, secrets.token_hex(8))
+    span_id = secrets.token_hex(8)
+    trace = trace_of(receiver, generated_within(services, "00", secrets.token_hex(16), span_id))
+    assert [root.parent_span_id for root in trace.named("Generate")] == [bytes.fromhex(span_id)]
+    assert roots_of(receiver, unwanted) == []
 
 
 def test_refused_and_broken_off_requests_have_one_root_each(services: Services, receiver: Receiver):

@@ -70,7 +70,8 @@ class Witness:
         self._children = {"coordinator": services.coordinator, "target": services.target, "draft": services.draft}
         self._texts = [self._text(asked) for asked in REFERENCES]
         self.addresses = {name: child.address for name, child in self._children.items()}
-        self.text_count = self.differing_count = 0
+        self.pids = {name: child.process.pid for name, child in self._children.items()}
+        self.text_count = self.differing_count = self.ended_count = 0
         self.left_behind: dict[str, float] = {}
         self.not_serving: list[str] = []
         self._watches: list[grpc.Future] = []
@@ -78,13 +79,11 @@ class Witness:
     def _text(self, asked: dict[str, Any]) -> tuple[Any, ...]:
         return self._running.services.client.generate(max_tokens=24, ignore_eos=True, **asked).comparable
 
-    @property
-    def ended_count(self) -> int:
-        """Processes that have ended."""
-        return sum(not child.is_running for child in self._children.values())
-
     def check(self) -> None:
-        """Waits until all sessions are closed, then generates the texts again."""
+        """Counts ended processes, waits until all sessions are closed, then generates the texts again."""
+        self.ended_count = sum(not child.is_running for child in self._children.values())
+        if self.ended_count:
+            return
         ends_s = time.monotonic() + SETTLE_S_MAX
         while (held := self._held()) and time.monotonic() < ends_s:
             time.sleep(0.05)

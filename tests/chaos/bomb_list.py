@@ -1,0 +1,141 @@
+"""Messages that cost their sender little and a careless server much; each must be refused at once.
+
+Two kinds: `LIST`, written by hand, and `entries`, made by descriptor: as many empty entries as a message may carry, in
+every repeated field of every method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from specdec.rpc.limits import MESSAGE_BYTES_MIN, STREAM_REQUEST_BYTES_MAX
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
+from tests.chaos.traffic import DRAFT, GENERATE, VERIFY
+from tests.chaos.wire import BYTES, VARINT, varint
+
+MANY = MESSAGE_BYTES_MIN - 64  # bytes: with a frame around them they are just taken
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
+NUMBERS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)  # all others
+
+
+@dataclass(frozen=True, slots=True)
+class Bomb:
+    """One message to a method of a service (`coordinator`, `target`, `draft`). `is_item`: a bad item in a stream, which
+    is answered by an item or ends the stream; `is_valid`: it stays valid and is measured only; otherwise the call must
+    end with one of REFUSALS."""
+
+    name: str
+    service: str
+    method: str
+    data: bytes
+    is_item: bool = False
+    is_valid: bool = False
+    is_compressed: bool = False
+
+
+def request(**changed: Any) -> bytes:
+    """A valid Generate of one token with these fields changed; `sampling` adds to it."""
+    sampling = {"max_tokens": 1, **changed.pop("sampling", {})}
+    fields: dict[str, Any] = {"token_ids": {"ids": [1]}, "sampling": sampling, **changed}
+    return pb.GenerateRequest(**fields).SerializeToString()
+
+
+def opened(length_max: int = 9, **changed: Any) -> types_pb.OpenItem:
+    """A valid Open with these sampling parameters changed."""
+    params = dict(rule=3, seed=1, temperature=1.0, top_p=1.0, repetition_penalty=1.0, prompt_length=1) | changed
+    return types_pb.OpenItem(session=1, incarnation=1, length_max=length_max, vocabulary_size=7, params=params)
+
+
+def framed(field: FieldDescriptor, inner: bytes) -> bytes:
+    """A length-delimited field."""
+    return varint(field.number << 3 | BYTES) + varint(len(inner)) + inner
+
+
+def paths(message: Descriptor, above: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """The paths of all repeated fields of a message and its parts, and of its fields that are messages."""
+    for field in message.fields:
+        if field.is_repeated or field.message_type is not None:
+            yield (*above, field)
+        if field.message_type is not None:
+            yield from paths(field.message_type, (*above, field))
+
+
+def entries(service: str, method: str, message: Descriptor, size: int) -> Iterator[Bomb]:
+    """One message for each path, of `size` bytes of empty entries; numbers packed and each for itself."""
+    for path in paths(message):
+        last, name = path[-1], ".".join(field.name for field in path)
+        forms = {"empty": varint(last.number << 3 | BYTES) + b"\0"}
+        if last.is_repeated and last.type not in NUMBERS:
+            forms = {"single": varint(last.number << 3 | VARINT) + b"\1", "packed": b"\1"}
+        for form, entry in forms.items():
+            data = entry * (size // len(entry))
+            for field in reversed(path if form == "packed" else path[:-1]):
+                data = framed(field, data)
+            yield Bomb(f"{name}, {form}", service, method, data, len(path) > 1, path[0].name == "stamp")
+
+
+def by_hand() -> Iterator[Bomb]:
+    """The bombs that are not entries."""
+    deep, unknown = varint(1007 << 3 | 3), varint(1007 << 3) + b"\1"
+    requests = {
+        "groups in groups, 10,000 deep": deep * 10_000,
+        "4 MB of groups": (deep + varint(1007 << 3 | 4)) * (MANY // 4),
+        "4 MB of unknown fields": unknown * (MANY // 3),
+        "a message above 4 MiB": request(text="<1>" * (MANY // 2)),
+        "4 MB of text": pb.GenerateRequest(text="<1>" * (MANY // 3)).SerializeToString(),
+        "4 MB that are not UTF-8": b"\x0a" + varint(MANY) + b"\xff" * MANY,
+        "a length beyond the end": b"\x0a" + varint(2**63),
+        "no prompt": b"",
+        "empty text": pb.GenerateRequest(text="").SerializeToString(),
+        "no ids": pb.GenerateRequest(token_ids={}).SerializeToString(),
+        "an id out of range": request(token_ids={"ids": [2**32 - 1]}),
+        "4 billion tokens": request(sampling={"max_tokens": 2**32 - 1}),
+        "NaN temperature": request(sampling={"temperature": math.nan}),
+        "infinite bias": request(sampling={"logit_bias": [{"token_id": 1, "bias": math.inf}]}),
+        "1025 biases": request(sampling={"logit_bias": [{"token_id": 1}] * 1025}),
+        "a stop string of 4 MB": request(sampling={"stop": ["x" * (MANY - 64)]}),
+        "17 stop strings": request(sampling={"stop": ["x"] * 17}),
+        "a stop token out of range": request(sampling={"stop_token_ids": [2**31]}),
+        "a label of 4 MB": request(label="x" * (MANY - 64)),
+        "a salt of 4 MB": request(cache_salt="x" * (MANY - 64)),
+        "21 log-probabilities": request(sampling={"logprobs": 21}),
+        "70,000 texts": request(sampling={"n": 70_000}),
+    }
+    for name, data in requests.items():
+        yield Bomb(name, "coordinator", GENERATE, data)
+    yield Bomb("gzip", "coordinator", GENERATE, bytes(MANY), is_compressed=True)
+    items = {
+        "an Open with NaN": {"open": opened(temperature=math.nan)},
+        "an Open of 1025 biases": {"open": opened(logit_bias=[{"token_id": 1}] * 1025)},
+        "an Open for 4 billion tokens": {"open": opened(length_max=2**32 - 1)},
+        "an Extend of 2049 tokens": {"extend": {"session": 1, "incarnation": 1, "token_ids": [1] * 2049}},
+        "an empty item": {},
+    }
+    streams = (("target", VERIFY, target_pb.VerifyRequest), ("draft", DRAFT, draft_pb.DraftRequest))
+    for service, method, message in streams:
+        for name, item in items.items():
+            yield Bomb(name, service, method, message(items=[item]).SerializeToString(), is_item=True)
+        yield Bomb("4 MB of items", service, method, b"\x12\x00" * (MANY // 2))
+        yield Bomb("unknown fields, then garbage", service, method, unknown * 100_000 + b"\xff")
+    for service in ("coordinator", "target", "draft"):
+        yield Bomb("4 MB to Describe", service, f"/specdec.v1.{service.title()}Service/Describe", unknown * (MANY // 3))
+
+
+def all_bombs() -> list[Bomb]:
+    """Every bomb."""
+    largest = STREAM_REQUEST_BYTES_MAX - 256
+    return [
+        *by_hand(),
+        *entries("coordinator", GENERATE, pb.GenerateRequest.DESCRIPTOR, MANY),
+        *entries("target", VERIFY, target_pb.VerifyRequest.DESCRIPTOR, largest),
+        *entries("draft", DRAFT, draft_pb.DraftRequest.DESCRIPTOR, largest),
+    ]
