@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Its sizes."""
     parser.add_argument("--short", type=int, default=8, help="streams that fit the grace (%(default)s)")
     parser.add_argument("--long", type=int, default=4, help="streams that do not (%(default)s)")
-    parser.add_argument("--stalled", type=int, default=4, help="streams that nobody reads (%(default)s)")
+    parser.add_argument("--stalled", type=int, default=4, help="streams that are not read (%(default)s)")
     parser.add_argument("--grace-s", type=float, default=8.0, help="of the coordinator (%(default)s)")
 
 
@@ -73,6 +73,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                     await asyncio.sleep(0.05)
                     watching = asyncio.create_task(until_not_serving(coordinator.address))
                     await asyncio.sleep(0.1)
+                    assert not watching.done(), "NOT_SERVING before the signal"
                     signalled_s = time.monotonic()
                     coordinator.signal(signal.SIGTERM)
                     await watching
