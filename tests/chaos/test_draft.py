@@ -12,9 +12,11 @@ from tests.chaos.proofs.draft import until
 from tests.chaos.tables import table_texts, tables
 from tests.chaos.texts import Readers, references_of
 
+LONG_S = 120.0  # on a machine that others use
+
 
 def has_read(readers: Readers, count: int) -> bool:
-    """Whether so many texts were read."""
+    """Whether this number of texts was read."""
     return readers.text_count >= count
 
 
@@ -30,12 +32,12 @@ def test_no_lie_of_a_draft_changes_a_token_or_fails_a_request() -> None:
         readers = Readers(references_of(place.coordinator.address, table_texts(6, 200)), (0.0, 0.0), seed=1)
         liar = ByzantineDraft(place.described().target.tokenizer_fingerprint, place.draft_port)
         try:
-            until(lambda: place.has_draft)
+            until(lambda: place.has_draft, LONG_S)
             readers.start([place.coordinator.address] * 3)
             for name in random.Random(1).sample(list(BEHAVIOURS), len(BEHAVIOURS)):
-                until(lambda: place.has_draft)
+                until(lambda: place.has_draft, LONG_S)
                 liar.behave(name)
-                until(partial(has_read, readers, readers.text_count + 4))
+                until(partial(has_read, readers, readers.text_count + 2), LONG_S)
                 assert liar.behave("silence") or name == "silence", f"no item was sent: {name}"
         finally:
             readers.stop()

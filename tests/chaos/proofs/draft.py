@@ -52,7 +52,7 @@ Strike = Callable[[], None]
 
 
 def struck(place: Tables, readers: Readers, point_count: int, chance: random.Random) -> dict[str, Points]:
-    """Kills, freezes and slows the draft under the readers until each has met so many points."""
+    """Kills, freezes and slows the draft under the readers until each has met its points."""
     assert place.draft is not None
     draft = place.draft
     points: dict[str, Points] = {"killed": set(), "frozen": set(), "x100 slow": set()}

@@ -99,7 +99,7 @@ class Streams:
             time.sleep(0.005)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for all, so long at most."""
+        """Waits for all, this time at most."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -142,8 +142,7 @@ def lose(target: Restartable, address: str, rank: int, number: int, references: 
         while gone_s == float("inf") and time.monotonic() < began_s + PATIENCE_S:
             if not_serving_s == float("inf") and not is_serving(stub):
                 not_serving_s = time.monotonic() - began_s
-            target.child.process.poll()
-            if not any(map(is_alive, pids)):
+            if target.child.process.poll() is not None and not any(map(is_alive, pids[1:])):
                 gone_s = time.monotonic() - began_s
             time.sleep(0.01)
     streams.join(PATIENCE_S)
