@@ -195,7 +195,7 @@ def sessions_of(kind: StreamKind, messages: Sequence[bytes]) -> list[list[Node]]
     """The recorded items of each session, in order, each as a field of the stream's message."""
     found: dict[int, list[Node]] = defaultdict(list)
     for data in messages:
-        for node in read(kind.request.DESCRIPTOR, data):  # type: ignore[attr-defined]  # a message class
+        for node in read(kind.request.DESCRIPTOR, data):  # type: ignore[attr-defined]  # a generated class  # a message class
             if node.number == 2 and isinstance(node.value, list):
                 item = node.value[0].value
                 assert isinstance(item, list) and isinstance(item[0].value, int)
@@ -266,7 +266,7 @@ class StreamFlood:
         while item_count < BATCH_ITEM_COUNT and size < BATCH_BYTES_MAX:
             data, is_mutated = next(items)
             try:
-                own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]
+                own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]  # a generated class
             except DecodeError:
                 own_count = -1
             if not (0 <= own_count <= BATCH_ITEM_COUNT // 4 and len(data) < BATCH_BYTES_MAX):
@@ -281,7 +281,7 @@ class StreamFlood:
         """Reads answers up to that of a batch's last item."""
         answers, fields = counts.answers[self.service], counts.refused_fields[self.service]
         while (data := await call.read()) is not grpc.aio.EOF:
-            for item in self.kind.response.FromString(data).items:  # type: ignore[attr-defined]
+            for item in self.kind.response.FromString(data).items:  # type: ignore[attr-defined]  # a generated class
                 name = item.WhichOneof("item")
                 answer = getattr(item, name)
                 if name == "error":

@@ -33,6 +33,7 @@ def test_cancels_leave_nothing() -> None:
     assert not missed("cancels", "--cancels", "300", "--timed", "5")
 
 
+@pytest.mark.more
 def test_a_row_of_not_a_number_costs_its_requests_only() -> None:
     """Claim: requests that meet the planted row end INTERNAL with a prefix of their text, the others are unharmed.
     Conclusive: every token is compared with those of a sound target."""

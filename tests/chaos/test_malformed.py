@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
 from google.protobuf.message import DecodeError
 from rich.console import Console
 
@@ -40,6 +41,7 @@ def test_mutations_reach_every_field_and_return_with_their_seed() -> None:
     assert 0.05 < broken / len(messages) < 0.6
 
 
+@pytest.mark.more
 def test_malformed_messages_cost_themselves_only() -> None:
     """Claim: mutations of recorded traffic, at each service: no process ends, none is answered UNKNOWN or INTERNAL,
     health stays SERVING, texts generated afterwards are equal, no session or block is left (proof `malformed`, short).

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
 from rich.console import Console
 
 from tests.chaos.proofs import target
 
 
+@pytest.mark.more
 def test_texts_survive_a_killed_target_and_a_killed_coordinator() -> None:
     """Claim (reliability table): after a SIGKILL of the target or the coordinator every client resumes its text, byte
     by byte the one without faults.

@@ -39,7 +39,7 @@ def client(table_models: tuple[Path, Path], tmp_path: Path) -> Iterator[Client]:
     target.stop()
 
 
-@pytest.mark.lengthy
+@pytest.mark.more
 def test_a_verification_without_answer_ends_its_generation_only(client: Client) -> None:
     """Claim: a generation whose verification is never answered ends UNAVAILABLE with how to resume, after the bound and
     not before; the target, whose link stays up, serves the next request.

@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-@pytest.mark.lengthy
+@pytest.mark.more
 def test_a_coordinator_that_is_stuck_loses_its_stream_and_one_that_pings_does_not(
     table_models: tuple[Path, Path], tmp_path: Path
 ) -> None:

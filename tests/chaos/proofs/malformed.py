@@ -202,7 +202,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         with Progress(*columns, console=console) as progress, witness.watching_health():
             for service in asked.services:
                 task = progress.add_task(service, total=asked.messages)
-                counts.on_sent = lambda _, count, task=task: progress.advance(task, count)  # type: ignore[misc]
+                counts.on_sent = lambda _, count, task=task: progress.advance(task, count)  # type: ignore[misc]  # task is bound
                 while counts.sent[service] < asked.messages and not witness.ended_count:
                     part = min(CHECK_EVERY, asked.messages - counts.sent[service])
                     asyncio.run(floods.run(service, part, counts))
