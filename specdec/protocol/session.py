@@ -30,6 +30,8 @@ from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftS
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, DraftProbs, ResolvedSamplingParams, Rule, Verdict
 
+ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
+RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it
 NODE_COUNT_MAX = 4096  # names of nodes held at once: many times what the largest window grows between two commits
 
 
@@ -82,6 +84,8 @@ class Session:
     _draft_known_length: int = 0
     _draft_resent_length: int = 0  # of the commit at which tokens that the draft lacked were last sent again
     _draft_window: int = 0
+    _draft_answer_count: int = 0  # since the last commit
+    _draft_resend_count: int = 0  # since the last nodes
     _target_known_length: int = 0
 
     def __post_init__(self) -> None:
@@ -116,9 +120,12 @@ class Session:
 
     def on_nodes(self, nodes: Nodes) -> list[Action]:
         """Adds draft tokens to the tree. Drops and counts them from the first malformed one on, or from the one that
-        NODE_COUNT_MAX does not admit, and ends drafting."""
+        NODE_COUNT_MAX does not admit, and ends drafting; so does a flood of items."""
         if not self._is_current_draft(nodes.incarnation):
             return []
+        self._draft_answer_count += 1
+        if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
+            return self._pause_draft()
         read = nodes.nodes[: NODE_COUNT_MAX - len(self.tree.named)]
         sound_count = next((i for i, node in enumerate(read) if not self._is_sound(node)), len(read))
         for node in read[:sound_count]:
@@ -127,6 +134,7 @@ class Session:
         self.malformed_node_count += malformed_count
         if malformed_count:
             return self._pause_draft()
+        self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)
         return self._verify_when_ready() if self.waiting else []
 
@@ -197,6 +205,7 @@ class Session:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
         self._target_known_length = flying.base_position
         self.in_flight = None
+        self._draft_answer_count = 0
         self.round_index += 1
         self.committed += tokens
         was_found = self.tree.commit(tokens)
@@ -233,10 +242,14 @@ class Session:
 
     def on_draft_missing(self, missing: MissingTokens) -> list[Action]:
         """The draft holds fewer tokens than assumed: sends the rest, or opens the session there again; once a commit,
-        so that a draft gets no more than it is sent anyway. What it lacks then, it says at the next commit."""
+        so that a draft gets no more than it is sent anyway. What it lacks then, it says at the next commit. One that
+        lacks tokens again and again and sends no nodes is paused."""
         length = len(self.committed)
         if not self._is_current_draft(missing.incarnation) or self._draft_resent_length == length:
             return []
+        self._draft_resend_count += 1
+        if self._draft_resend_count > RESEND_COUNT_MAX:
+            return self._pause_draft()
         if missing.unknown:
             actions = self.on_draft_up()
         else:

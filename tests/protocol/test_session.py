@@ -23,7 +23,15 @@ from specdec.protocol.items import (
     Verification,
     VerificationResult,
 )
-from specdec.protocol.session import NODE_COUNT_MAX, AwaitDraft, Session, ToDraft, ToTarget
+from specdec.protocol.session import (
+    ANSWERS_PER_COMMIT_MAX,
+    NODE_COUNT_MAX,
+    RESEND_COUNT_MAX,
+    AwaitDraft,
+    Session,
+    ToDraft,
+    ToTarget,
+)
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
@@ -348,6 +356,46 @@ def test_a_draft_that_sends_without_end_is_paused():
         session.on_nodes(Nodes(1, session.draft_incarnation, 1, len(session.committed), (entry,)))
     assert session.draft_state is DraftState.PAUSED
     assert len(session.tree.named) <= 4097
+
+
+def test_a_draft_that_floods_between_two_commits_is_paused():
+    """Claim: after ANSWERS_PER_COMMIT_MAX items without a commit drafting ends, although each item is sound; as many
+    with a commit between them change nothing. Source: floods of old nodes made a text ten times slower."""
+    session = make_session()
+    begun = begin(session)
+    session.on_draft_up()
+    stale = Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),))
+    for _ in range(ANSWERS_PER_COMMIT_MAX):
+        session.on_nodes(stale)
+    assert session.has_draft
+    session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    for _ in range(ANSWERS_PER_COMMIT_MAX):
+        session.on_nodes(stale)
+    assert session.has_draft
+    session.on_nodes(stale)
+    assert session.draft_state is DraftState.PAUSED
+
+
+def test_a_draft_that_never_has_its_tokens_is_paused():
+    """Claim: a draft that lacks tokens at commit after commit gets them RESEND_COUNT_MAX times, then drafting ends;
+    its nodes set the count back. Source: each time it is sent the whole context."""
+    session = make_session(draft_length=2, length_max=3 * RESEND_COUNT_MAX)
+    flying = begin(session)
+    session.on_draft_up()
+
+    def lack_and_commit(count: int) -> None:
+        nonlocal flying
+        for _ in range(count):
+            session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True))
+            _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(flying, 9), 1, ends=False)
+            flying = next(action.item for action in actions if isinstance(action.item, Verification))
+
+    lack_and_commit(RESEND_COUNT_MAX)
+    session.on_nodes(Nodes(1, session.draft_incarnation, 9, 1, (DraftNode(1, 0, 7, True),)))
+    lack_and_commit(RESEND_COUNT_MAX)
+    assert session.has_draft
+    lack_and_commit(1)
+    assert session.draft_state is DraftState.PAUSED
 
 
 def test_an_item_of_many_nodes_is_read_up_to_the_limit():
