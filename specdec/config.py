@@ -143,9 +143,7 @@ class RankSettings(SplitSettings, TlsSettings):
     nnodes: int = setting(1, RANKS, "Number of machines; each runs the same number of ranks.", ge=1, le=1024)
     node_rank: int = setting(0, RANKS, "Number of this machine, from 0; 0 serves, the others follow.", ge=0, le=1023)
     master_addr: str = setting("127.0.0.1", RANKS, "Address of machine 0 where the ranks meet; it listens on no other.")
-    master_port: int = setting(
-        0, RANKS, "Port of --master-addr; with one machine none is opened.", ge=0, le=65535
-    )
+    master_port: int = setting(0, RANKS, "Port of --master-addr; with one machine none is opened.", ge=0, le=65535)
     insecure_ranks: bool = setting(
         False, SECURITY, "Allow ranks on other machines; their traffic is unencrypted, so keep their network closed."
     )

@@ -24,7 +24,6 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-CPU_PROMPT_CHUNKS = 2  # in a step without decodes: more cost as much for each row, and a new prompt waits for the step
 POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
@@ -53,8 +52,9 @@ class Engine(Generic[Payload, Answer]):
     """One thread that owns a model, its cache and the state in closures posted by its users.
 
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `sampler(payloads,
-    row_counts, logits)` turns the logits of a step into one result per payload, in order. `stepped(rows, feeds,
-    seconds)` is called after every step, on the engine thread.
+    row_counts, logits)` turns the logits of a step into one result per payload, in order. `prompt_rows_max`: most rows
+    of prompts in a step without decodes; None: all rows. `stepped(rows, feeds, seconds)` is called after every step, on
+    the engine thread.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Engine(Generic[Payload, Answer]):
         sampler: Sampler[Payload, Answer],
         chunk_size: int = 64,
         rows_max: int = 512,
+        prompt_rows_max: int | None = None,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
     ):
         if not 1 <= chunk_size <= rows_max:
@@ -73,7 +74,7 @@ class Engine(Generic[Payload, Answer]):
         self.cache = KVCache(cache_block_count, block_size, model.allocate(cache_block_count, block_size))
         self.chunk_size = chunk_size
         self.rows_max = rows_max
-        self._prompt_rows_max = CPU_PROMPT_CHUNKS * chunk_size if model.description.device == "cpu" else rows_max
+        self._prompt_rows_max = prompt_rows_max
         self.heartbeat = Heartbeat()
         self._stepped = stepped
         self._runner = StepRunner(model, self.cache, sampler)

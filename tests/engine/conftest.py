@@ -57,7 +57,7 @@ def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """A running engine on a table model; its cache is sound at the end."""
     write_table_model(tmp_path, VOCABULARY_SIZE, positions_max=200, seed=4)
-    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24)
+    bench = Bench(load_model(str(tmp_path)), chunk_size=8, rows_max=24, prompt_rows_max=16)
     bench.engine.start()
     yield bench
     bench.engine.stop()

@@ -45,7 +45,7 @@ def test_prompts_share_steps_by_age_and_decodes_come_first(bench: Bench) -> None
     then on prompts have one chunk of a step.
 
     Source: design section 7, "chunks prefill so decodes are not starved". Conclusive: three prompts of five chunks are
-    more than the two chunks of a CPU step; the batches are compared one by one.
+    more than the two chunks that prompts have; the batches are compared one by one.
     """
 
     def submit() -> None:
