@@ -9,7 +9,10 @@ import torch
 
 from specdec.errors import ConfigError
 
-PRIMITIVE_COUNT_MAX = 64  # shapes of a draft's products with weights: five by 1 to 8 rows
+# The CPU library keeps code and scratch memory for every shape it has seen, in two caches of 1,024 shapes: a draft,
+# whose prompts have any number of rows, would take hundreds of megabytes within hours. The products of its steps have
+# some five shapes, by the rows of a step.
+SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}  # of oneDNN, and of torch's use
 DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
 
 
@@ -50,11 +53,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def prepare_libraries(threads: int | None) -> None:
-    """Sets the number of CPU threads of a step (None: all cores), and bounds the memory of the CPU library. Call it
-    before the first computation.
-
-    oneDNN keeps code and scratch memory for every shape that it has seen, 1,024 of them by default: a draft, whose
-    contexts grow token by token, would take hundreds of megabytes more for hours.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_COUNT_MAX))
+    """Sets the number of CPU threads of a step (None: all cores), and bounds the memory that the CPU library keeps,
+    unless the environment does. Call it before the first computation."""
+    for name, capacity in SHAPE_CACHES.items():
+        os.environ.setdefault(name, capacity)
     torch.set_num_threads(threads or os.cpu_count() or 1)
