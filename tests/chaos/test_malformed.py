@@ -14,7 +14,10 @@ from tests.chaos.proofs import malformed
 from tests.chaos.wire import read, write
 
 REQUEST = pb.GenerateRequest(
-    text="text", sampling={"temperature": 1.0, "logit_bias": [{"token_id": 1, "bias": 2.0}], "stop": ["x"]}
+    token_ids={"ids": [1, 2]},
+    sampling={"temperature": 1.0, "logit_bias": [{"token_id": 1, "bias": 2.0}], "stop": ["x"]},
+    speculative={"num_speculative_tokens": 2},
+    resume={"output_token_ids": [3]},
 )
 
 
