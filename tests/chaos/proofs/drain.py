@@ -51,7 +51,8 @@ async def until_not_serving(address: str) -> float:
 
 
 def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
-    """Stops a coordinator on table models under three kinds of readers; long texts are compared after resuming."""
+    """Stops a coordinator on table models under three kinds of readers; of long texts the end is checked, they
+    are not resumed."""
     shorts = [Text((1, 2, 3), 1.0, number, SHORT_TOKENS, True) for number in range(asked.short)]
     longs = [Text((3, 2, 1), 1.0, number, LONG_TOKENS, True) for number in range(asked.long + asked.stalled)]
     with tempfile.TemporaryDirectory() as name:
