@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -26,7 +27,8 @@ from tests.chaos.traffic import DRAFT, VERIFY
 from tests.chaos.wire import VARINT, Node, read, write
 
 CALL_S_MAX = 60.0
-BATCH_ITEM_COUNT, BATCH_BYTES_MAX = 300, 128 << 10
+BATCH_ITEM_COUNT = 300
+BATCH_BYTES_MAX = MESSAGE_BYTES_SOFT - 256  # a batch and one more item are no large message, whose fields are limited
 BATCHES_PER_STREAM = 20
 MUTATED_SHARE = 0.75  # of a stream's items: the others keep sessions going, so that mutated ones meet a state
 BROKEN_SHARE = 0.2  # of the messages that end their stream: the others are left out, for streams take long to open
@@ -195,7 +197,7 @@ def sessions_of(kind: StreamKind, messages: Sequence[bytes]) -> list[list[Node]]
     """The recorded items of each session, in order, each as a field of the stream's message."""
     found: dict[int, list[Node]] = defaultdict(list)
     for data in messages:
-        for node in read(kind.request.DESCRIPTOR, data):  # type: ignore[attr-defined]  # a generated class  # a message class
+        for node in read(kind.request.DESCRIPTOR, data):  # type: ignore[attr-defined]  # a message class
             if node.number == 2 and isinstance(node.value, list):
                 item = node.value[0].value
                 assert isinstance(item, list) and isinstance(item[0].value, int)
