@@ -19,7 +19,7 @@ from specdec.coordinator.output import Ending, OutputWalker
 from specdec.coordinator.replicas import DRAFT, TARGET, Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
-from specdec.coordinator.tokenizer import Tokenizer
+from specdec.coordinator.tokenizer import BYTES_PER_TOKEN_MAX, Tokenizer
 from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.report import Delta, Event, Finished, Started
@@ -77,6 +77,11 @@ class Coordinator:
         if draft is not None and draft is not known_draft:
             self._speculation.on_draft(draft)
         self._changed()
+
+    def text_bytes_max(self) -> dict[str, float]:
+        """Returns the size of the longest text that is tokenised for the connected target, checked before parsing."""
+        target = self.target.description
+        return {} if target is None else {"GenerateRequest.text": target.positions_max * BYTES_PER_TOKEN_MAX}
 
     async def generate(
         self, message: coordinator_pb.GenerateRequest, context: Context
@@ -178,7 +183,7 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     tracing = Tracing.open("coordinator", settings.otlp_traces_endpoint)
     coordinator = Coordinator(settings, Tokenizer(settings.tokenizer), tracing, changed.set)
     methods = {
-        "Generate": unary_stream(coordinator_pb.GenerateRequest, coordinator.generate),
+        "Generate": unary_stream(coordinator_pb.GenerateRequest, coordinator.generate, coordinator.text_bytes_max),
         "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))

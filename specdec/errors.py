@@ -14,11 +14,16 @@
 `specdec.rpc.status` maps them to gRPC codes.
 """
 
+RANK_LOST_EXIT_CODE = 3
+ENGINE_LOST_EXIT_CODE = 4
+
 
 class SpecdecError(Exception):
-    """Base of all errors of specdec. `reason` is one word for programs, `str(error)` a sentence for people."""
+    """Base of all errors of specdec. `reason` is one word for programs, `str(error)` a sentence for people, `exit_code`
+    that of a command that it ends."""
 
     reason = "INTERNAL"
+    exit_code = 1
 
 
 class ConfigError(SpecdecError):

@@ -118,7 +118,7 @@ def main(command: str | None = None) -> None:
         sentence = " ".join(str(error).split())
         if not events.report(event="failed", message=sentence):
             print(f"specdec: {sentence}", file=sys.stderr)
-        code = 2 if isinstance(error, UsageError) else 1
+        code = error.exit_code
     except BrokenPipeError:  # the reader closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

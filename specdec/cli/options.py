@@ -35,6 +35,7 @@ class UsageError(ConfigError):
     """A wrong flag, key or value: the command was not started."""
 
     reason = "USAGE"
+    exit_code = 2
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -25,7 +26,7 @@ from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Answer, Payload, Sampler
 from specdec.engine.scheduler import Engine
-from specdec.errors import ReplicaUnavailable
+from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler, ReplicaService
 from specdec.replica.loading import SamplePiece, describe, measure_step_times
@@ -90,8 +91,8 @@ class ReplicaApp(Generic[Payload, Answer]):
         self._streams: set[ReplicaStream] = set()
 
     async def run(self, on_ready: OnReady | None = None) -> None:
-        """Serves until a stop is requested. Raises ConfigError for an error of configuration, ReplicaUnavailable when
-        another rank is lost; ends the process when its own engine is lost."""
+        """Serves until a stop is requested. Raises ConfigError for an error of configuration, ReplicaUnavailable when another
+        rank or the engine is lost; a hung engine ends the process."""
         self._startup = StartupTimes()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(self._settings.log_level, self._kind.name)
@@ -104,12 +105,12 @@ class ReplicaApp(Generic[Payload, Answer]):
         page = MetricsPage(lambda: self._page_metrics(server.is_serving))
         page.open(self._settings.metrics_address)
         address = await server.start()
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self._lost: asyncio.Future[ReplicaUnavailable] = asyncio.get_running_loop().create_future()
         self._stop_requested = asyncio.Event()
         self._is_listening = False
         try:
             await self._unless_lost(asyncio.to_thread(self._load))
-            self._watch = EngineWatch(self._engine, self._lose)
+            self._watch = EngineWatch(self._engine, partial(self._lose, ENGINE_LOST_EXIT_CODE))
             set_startup_objects_aside()
             stopping = asyncio.ensure_future(until_stop_requested(self._stop_requested))
             await asyncio.sleep(0)  # signal handlers are set before the process is announced
@@ -145,12 +146,14 @@ class ReplicaApp(Generic[Payload, Answer]):
             stream.say_farewell()
         await is_empty.wait()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, exit_code: int, reason: str) -> None:
         """Ends serving because this replica cannot go on; from any thread."""
 
         def lose() -> None:
             if not self._lost.done():
-                self._lost.set_result(reason)
+                error = ReplicaUnavailable(reason)
+                error.exit_code = exit_code
+                self._lost.set_result(error)
 
         self._lost.get_loop().call_soon_threadsafe(lose)
 
@@ -184,7 +187,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         both: set[asyncio.Future[Any]] = {doing, self._lost}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._lost.done():
-            raise ReplicaUnavailable(self._lost.result())
+            raise self._lost.result()
         await doing
 
     def _load_model(self, progress: Progress) -> CausalModel:
@@ -196,7 +199,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         from specdec.engine.parallel.rank import ModelSource, load_leader
 
         ending = Ending(
-            on_lost=lambda loss: self._lose(loss.reason),
+            on_lost=lambda loss: self._lose(RANK_LOST_EXIT_CODE, loss.reason),
             exit_grace_s=LOST_GRACE_S,
             on_stop_requested=self._request_stop,
         )

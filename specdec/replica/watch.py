@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 from specdec.engine.heartbeat import Work
 from specdec.engine.scheduler import Engine
+from specdec.errors import ENGINE_LOST_EXIT_CODE
 from specdec.telemetry.logs import get_logger
 
 TICK_S = 0.1
 END_GRACE_S = 0.7  # from the finding to the end of the process; streams are notified in half of it
-EXIT_CODE = 4
 
 
 class HangTimer:
@@ -40,7 +40,7 @@ class HangTimer:
 
 class EngineWatch:
     """The thread that watches a started engine. It calls `on_lost` once, with the reason, and END_GRACE_S later ends
-    the process with EXIT_CODE, regardless of other threads."""
+    the process with ENGINE_LOST_EXIT_CODE, regardless of other threads."""
 
     def __init__(self, engine: Engine[Any, Any], on_lost: Callable[[str], object]) -> None:
         self._engine = engine
@@ -77,4 +77,4 @@ class EngineWatch:
         return self._timer.tick(self._engine.heartbeat.work)
 
     def _end(self) -> NoReturn:
-        os._exit(EXIT_CODE)
+        os._exit(ENGINE_LOST_EXIT_CODE)

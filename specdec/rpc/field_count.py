@@ -1,26 +1,32 @@
-"""The number of fields, and of packed numbers, in the bytes of a message, counted before it is parsed.
+"""The number of fields, and the sizes of strings and packed numbers, in the bytes of a message that is not yet parsed.
 
 Two bytes are enough for an empty entry, and the parser makes an object of some forty from it: a request of 4 MB would
-hold the event loop for 80 ms and take 100 MB before the first of its counts could be checked.
+hold the event loop for 80 ms and take 100 MB before the first of its counts could be checked; one string of
+4 MB, 40 ms.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.limits import LIMITS
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
 _NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_BYTES_MAX = {name: 4 * limit.high for limit in LIMITS for name in limit.field_names()}  # a character has at most four
 
 
-def check_field_count(message: Descriptor, data: bytes) -> None:
+def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, float] | None = None) -> None:
     """Raises InvalidRequest, naming a field, if a message and its parts have more than REQUEST_FIELD_COUNT_MAX fields
-    on the wire, or more than PACKED_BYTES_MAX bytes of packed numbers. Malformed bytes are left to the parser."""
-    _Walk(data).count(message, 0, len(data), "")
+    on the wire, more than PACKED_BYTES_MAX bytes of packed numbers, or a string far beyond its limit in the table, or
+    beyond that of `bytes_max` (by `Message.field`). Malformed bytes are left to the parser."""
+    _Walk(data, {**_BYTES_MAX, **(bytes_max or {})}).count(message, 0, len(data), "")
 
 
 def check_large(message_class: type[Message], data: bytes) -> None:
@@ -33,8 +39,8 @@ def check_large(message_class: type[Message], data: bytes) -> None:
 class _Walk:
     """One walk over the fields of a message. `fields_left`, `bytes_left`: how many more fields and packed bytes."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes, bytes_max: Mapping[str, float]) -> None:
+        self._data, self._bytes_max = data, bytes_max
         self._fields_left, self._bytes_left = REQUEST_FIELD_COUNT_MAX, PACKED_BYTES_MAX
 
     def count(self, message: Descriptor, at: int, end: int, path: str) -> None:
@@ -51,8 +57,13 @@ class _Walk:
             if wire_type == _LENGTH_DELIMITED:
                 size, at = (data[at], at + 1) if at < end and data[at] < 128 else _varint(data, at, end)
                 if field is not None and field.message_type is not None:
-                    self.count(field.message_type, at, min(end, at + size), f"{path}{field.name}.")
-                elif field is not None and field.is_repeated and field.type not in _NOT_PACKED:
+                    self.count(field.message_type, at, min(end, at + size), f"{_name(path, field, number)}.")
+                elif field is not None and field.type in _NOT_PACKED:
+                    entry = f"{message.name}.{field.name}" + "[]" * field.is_repeated
+                    if size > self._bytes_max[entry]:
+                        limit = f"at most {self._bytes_max[entry]} bytes"
+                        raise InvalidRequest(_name(path, field, number), f"{size} bytes", limit)
+                elif field is not None and field.is_repeated:
                     self._bytes_left -= size
                     if self._bytes_left < 0:
                         limit = f"at most {PACKED_BYTES_MAX} bytes with the other lists of numbers"
@@ -65,7 +76,10 @@ class _Walk:
 
 
 def _name(path: str, field: FieldDescriptor | None, number: int) -> str:
-    return f"{path}field {number}" if field is None else f"{path}{field.name}"
+    if field is None:
+        return f"{path}field {number}"
+    choice = field.containing_oneof  # of a request: "prompt.text"; an optional field is the only one of its own
+    return f"{choice.name}.{field.name}" if choice and len(choice.fields) > 1 and not path else f"{path}{field.name}"
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:

@@ -75,11 +75,13 @@ def parse_small(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a service: its kind, its request's class (unused for bytes) and its handler."""
+    """One method of a service: its kind, its request's class (unused for bytes), its handler, and the sizes of strings
+    that depend on the served model."""
 
     kind: str
     request_class: type[Message]
     handler: Callable[..., Any]
+    bytes_max: Callable[[], Mapping[str, float]] = dict
 
 
 def unary(request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], Awaitable[Message]]) -> Method:
@@ -88,11 +90,13 @@ def unary(request_class: type[AnyMessage], handler: Callable[[AnyMessage, Contex
 
 
 def unary_stream(
-    request_class: type[AnyMessage], handler: Callable[[AnyMessage, Context], AsyncGenerator[Message, None]]
+    request_class: type[AnyMessage],
+    handler: Callable[[AnyMessage, Context], AsyncGenerator[Message, None]],
+    bytes_max: Callable[[], Mapping[str, float]] = dict,
 ) -> Method:
-    """Returns a method with one request, of REQUEST_FIELD_COUNT_MAX fields at most, and a stream of answers. The
-    client's disconnection closes the generator."""
-    return Method("unary_stream", request_class, handler)
+    """Returns a method with one request, checked by `check_field_count` with the `bytes_max` of this moment, and a
+    stream of answers. The client's disconnection closes the generator."""
+    return Method("unary_stream", request_class, handler, bytes_max)
 
 
 def stream_stream(handler: Callable[[AsyncIterator[bytes], Write, Context], Awaitable[None]]) -> Method:
@@ -201,7 +205,7 @@ class Server:
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
                 delivery = Delivery(context)
-                check_field_count(method.request_class.DESCRIPTOR, data)
+                check_field_count(method.request_class.DESCRIPTOR, data, method.bytes_max())
                 async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
                     async for response in responses:
                         await delivery.write(response.SerializeToString())

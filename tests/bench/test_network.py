@@ -17,7 +17,7 @@ from specdec.bench.network.echo import Echo, median_rtt_ms
 from specdec.bench.network.machines import ROOT, Network, emulated
 from specdec.bench.network.waiting import parse_delay
 
-RTT_ERROR_MS_MAX = 0.5
+RTT_ERROR_MS_MAX = 1.0
 needs_namespaces = pytest.mark.skipif(
     bool(namespaces.why_unusable()), reason=f"network namespaces: {namespaces.why_unusable()}"
 )
@@ -37,7 +37,7 @@ def best_median_ms(echo: Echo) -> float:
     medians = []
     for _ in range(5):
         medians.append(statistics.median(echo.round_trip_ms() for _ in range(15)))
-        if len(medians) > 1 and medians[-1] - min(medians) < RTT_ERROR_MS_MAX / 5:
+        if len(medians) > 1 and medians[-1] - min(medians) < 0.1:
             break
     return min(medians)
 
@@ -55,14 +55,15 @@ def start_hub(**popen: object) -> subprocess.Popen[str]:
 
 
 def test_a_round_trip_takes_what_was_set(network: Network, undisturbed: None) -> None:
-    """Claim: the median round trip is within 0.5 ms of twice the one-way delay, from none to 10 ms, below 0.2 ms too.
+    """Claim: the median round trip is at least twice the one-way delay, from none to 10 ms, and at most 1 ms more.
 
     Conclusive: real TCP between two machines, on connections that exist while the delay changes, up and down.
+    Timers of the kernel are late by 0.5 ms on a busy machine.
     """
     with Echo(network, "coordinator", "draft") as echo:
         for one_way_ms in (0.0, 0.1, 1.0, 5.0, 0.5, 0.0):
             network.set_delay("coordinator", "draft", one_way_ms)
-            assert abs(best_median_ms(echo) - 2 * one_way_ms) <= RTT_ERROR_MS_MAX, one_way_ms
+            assert -0.05 <= best_median_ms(echo) - 2 * one_way_ms <= RTT_ERROR_MS_MAX, one_way_ms
 
 
 def test_each_pair_has_its_own_delay(network: Network, undisturbed: None) -> None:

@@ -1,4 +1,5 @@
-"""A target whose prompts run one after another, by age: what the proof of fair prompts compares the throughput with.
+"""A target whose prompts run one after another, by age, in steps as large as the engine allows: what the proof of fair
+prompts compares the throughput with.
 
 Run as `python -m tests.chaos.unshared_target FOLDER CACHE_BYTES` it prints its address when it serves.
 """
@@ -13,6 +14,7 @@ from typing import Any
 from specdec.config import TargetSettings
 from specdec.engine import feed as feed_module
 from specdec.engine.feed import Feed
+from specdec.replica import app as app_module
 from specdec.target_service.service import run
 
 
@@ -28,5 +30,6 @@ def by_age(row_count: int, prompts: Sequence[Feed[Any, Any]], chunk_size: int) -
 
 if __name__ == "__main__":
     feed_module.divide = by_age
+    app_module.CPU_PROMPT_ROWS_MAX = sys.maxsize
     settings = TargetSettings(model=sys.argv[1], port=0, threads=1, kv_cache_bytes=int(sys.argv[2]))
     asyncio.run(run(settings, lambda address: print(address, flush=True)))

@@ -333,6 +333,7 @@ def test_a_frozen_child_is_stopped():
         assert child.stop() == child.process.returncode
 
 
+@pytest.mark.more
 def test_bench_lists_and_finds_its_benchmarks():
     """Claim: `specdec bench` lists the benchmarks, each explains its flags, and an unknown one is refused like an
     unknown command. The help of every listed module is run, so none is missing or broken at import."""

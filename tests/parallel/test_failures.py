@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.processes import Child, start
 from specdec.config import TargetSettings
+from specdec.errors import RANK_LOST_EXIT_CODE
 from tests.support.services import Outcome, running
 
 ENDED_S_MAX = 3.0
@@ -61,7 +62,8 @@ class Target:
             self.child.process.poll()
             time.sleep(0.01)
         assert not [pid for pid in self.pids if is_alive(pid)], "a rank lives on"
-        assert self.child.process.wait(1) != 0
+        code = self.child.process.wait(1)
+        assert code in (RANK_LOST_EXIT_CODE, -signal.SIGKILL), "the code of a lost rank, or of one that was frozen"
 
 
 @pytest.fixture
@@ -93,6 +95,7 @@ def test_one_rank_lost_ends_all(target: Target, rank: int, number: signal.Signal
     assert not target.is_serving()
 
 
+@pytest.mark.more
 def test_a_lost_follower_is_not_served_over(target: Target) -> None:
     """Claim (reliability table): health turns NOT_SERVING within a second of a rank's death.
 
@@ -121,6 +124,7 @@ def test_a_short_stall_ends_nothing(target: Target) -> None:
     assert target.is_serving() and all(map(is_alive, target.pids))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_sigterm_of_any_rank_drains_and_ends_all(target: Target, rank: int) -> None:
     """Claim: SIGTERM drains and ends with 0, also when it reaches another rank first, as on a node that is emptied."""

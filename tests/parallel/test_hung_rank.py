@@ -14,8 +14,8 @@ import pytest
 from specdec.engine.parallel.group import Bounds, Ending
 from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader
-from specdec.engine.parallel.watch import EXIT_CODE, Loss
-from specdec.errors import ReplicaUnavailable
+from specdec.engine.parallel.watch import Loss
+from specdec.errors import RANK_LOST_EXIT_CODE, ReplicaUnavailable
 from tests.support.engine_models import Driver, random_tokens
 from tests.support.ranks import HOST
 
@@ -55,5 +55,5 @@ def test_a_rank_that_hangs_in_a_step_ends_all(tiny_folder: Callable[..., Path]) 
         driver.feed(table, token_ids[:10])
         with pytest.raises(ReplicaUnavailable, match="rank 1 did not answer an exchange"):
             driver.feed(table, token_ids[10:])
-        assert follower.wait(20) == EXIT_CODE
+        assert follower.wait(20) == RANK_LOST_EXIT_CODE
     assert len(lost) == 1 and "did not answer an exchange" in lost[0].reason

@@ -20,6 +20,7 @@ from tests.support.pages import free_address
 
 
 @pytest.mark.lengthy
+@pytest.mark.more
 def test_ranks_of_one_machine_offer_no_port_to_meet_at(tiny_folder: Callable[..., Path]) -> None:
     """Claim: ranks of one machine meet in a file in memory that rank 0 hands to its children, not at a port.
 

@@ -12,10 +12,11 @@ from tests.engine import test_row_independence as independence
 from tests.support.engine_models import Driver
 from tests.support.ranks import Followers
 
-MODELS = [("target", "float32", 2), ("target", "bfloat16", 2), ("llama", "float32", 4)]
+MODELS = [("target", "float32", 2), ("target", "bfloat16", 2)]
 MORE_MODELS = [("target", "bfloat16", 4), ("llama", "float32", 2)]
 MORE_MODELS += [(name, "float32", ranks) for name in ("gpt2", "gemma3") for ranks in (2, 4)]
-PARAMETERS = [*MODELS, *(pytest.param(model, marks=pytest.mark.slow) for model in MORE_MODELS)]
+PARAMETERS = [*MODELS, pytest.param(("llama", "float32", 4), marks=pytest.mark.more)]
+PARAMETERS += [pytest.param(model, marks=pytest.mark.slow) for model in MORE_MODELS]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS, ids=lambda model: "-".join(map(str, model)))

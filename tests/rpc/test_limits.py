@@ -244,6 +244,28 @@ def test_the_largest_request_passes_the_count_of_its_fields() -> None:
             check_field_count(long.DESCRIPTOR, long.SerializeToString())
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "label", "prompt.text", "sampling.stop"])
+def test_a_string_far_beyond_its_limit_is_refused_before_it_is_parsed(name: str) -> None:
+    """Claim: a string of more bytes than the characters of its limit take is refused by its name, as is a text beyond
+    the limit of the served model; one within them passes. Conclusive: only its length differs."""
+    field = {"prompt.text": "GenerateRequest.text", "sampling.stop": "SamplingParams.stop[]"}.get(
+        name, f"GenerateRequest.{name}"
+    )
+    high = 1000 if name == "prompt.text" else 4 * int(BY_FIELD[field].high)
+
+    def check(size: int) -> None:
+        message = coordinator_pb.GenerateRequest(text="x")
+        if name == "sampling.stop":
+            message.sampling.stop.append("x" * size)
+        else:
+            setattr(message, name.rpartition(".")[2], "x" * size)
+        check_field_count(message.DESCRIPTOR, message.SerializeToString(), {"GenerateRequest.text": 1000})
+
+    check(high)
+    with pytest.raises(InvalidRequest, match=rf"^{name} is '{high + 1} bytes'; it must be at most {high} bytes"):
+        check(high + 1)
+
+
 def python_bytes(message: Any, read: Callable[[Any], Any]) -> int:
     """The most bytes that Python objects took while a message was read."""
     tracemalloc.start()

@@ -34,7 +34,7 @@ SAMPLING_CASES = {
     "more tokens than positions": ({"max_tokens": 600}, "sampling.max_tokens"),
     "zero tokens": ({"max_tokens": 0}, "sampling.max_tokens"),
     "min above max": ({"max_tokens": 3, "min_tokens": 4}, "sampling.min_tokens"),
-    "a megabyte of stop": ({"stop": ["x" * 1_000_000]}, "sampling.stop[0]"),
+    "a megabyte of stop": ({"stop": ["x" * 1_000_000]}, "sampling.stop"),
     "empty stop": ({"stop": [""]}, "sampling.stop[0]"),
     "too many stops": ({"stop": ["a"] * 17}, "sampling.stop"),
     "unknown stop token": ({"stop_token_ids": [7]}, "sampling.stop_token_ids[0]"),

@@ -191,6 +191,7 @@ def test_a_coordinator_finishes_its_streams(table_models: tuple[Path, Path], exp
         assert started.coordinator.process.wait(10) == 0
 
 
+@pytest.mark.more
 def test_a_coordinator_says_how_to_resume_what_outlasts_its_grace(
     table_models: tuple[Path, Path], expected: list[Outcome]
 ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.replica import watch
+from specdec.errors import ENGINE_LOST_EXIT_CODE
 from tests.support.planted_client import TIMEOUT_S, PlantedTarget
 from tests.support.planted_target import HANGS, PLAIN, SLOW, SLOW_LINE
 
@@ -47,5 +47,5 @@ def test_a_hang_ends_the_replica_and_a_pause_does_not(target: PlantedTarget) -> 
     assert next(health).status == STATES.SERVING
     target.verify(HANGS)
     assert next(health).status == STATES.NOT_SERVING
-    assert target.process.wait(TIMEOUT_S) == watch.EXIT_CODE
+    assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
     assert "the engine hangs: a step of 1 rows" in target.log.read_text(encoding="utf-8")

@@ -7,6 +7,9 @@ that depended on the draft, on timing or on a cut would differ.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
 import pytest
 
 from tests.support.services import SHAPES, Services, fixed
@@ -29,8 +32,16 @@ POLICIES = {
     "greedy-penalty": {"temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
 }
 
+SHORT = ("greedy", "coupled", "cold", "top-p", "repetition", "stop-string")  # the others run with the longer tests
+SHORT_RESUMED = ("coupled", "stop-string")
 
-@pytest.mark.parametrize("name", POLICIES)
+
+def some(names: Iterable[str], short: Collection[str]) -> list[Any]:
+    """Parameters, of which those that are not in `short` run with the longer tests."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.more) for name in names]
+
+
+@pytest.mark.parametrize("name", some(POLICIES, SHORT))
 def test_speculation_changes_nothing(table_services: Services, name: str):
     """Claim: tokens, text, usage, finish reason and logprobs are equal with any draft length, any shape of the draft's
     tree, any way of waiting, and without."""
@@ -46,7 +57,7 @@ def test_speculation_changes_nothing(table_services: Services, name: str):
     assert drafted > 0, "nothing was drafted: the comparison would be empty"
 
 
-@pytest.mark.parametrize("policy", ["greedy", "coupled", "stop-string", "min-tokens", "repetition"])
+@pytest.mark.parametrize("policy", some(("greedy", *SHORT_RESUMED, "min-tokens", "repetition"), SHORT_RESUMED))
 def test_resume_at_every_token_on_a_fresh_coordinator(table_services: Services, policy: str):
     """Claim: cut anywhere, resumed on a coordinator that knows nothing, the pieces concatenate to the whole.
 

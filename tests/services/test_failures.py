@@ -51,6 +51,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.more
 def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services, table_models: tuple[Path, Path]):
     """Claim: SIGKILL of the draft at many points changes no token; a draft that is back on its port is used again."""
     client = services.client

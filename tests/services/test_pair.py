@@ -31,7 +31,7 @@ ENDINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
 def services(request: pytest.FixtureRequest) -> Iterator[Services]:
     with running(MODELS / "target", MODELS / "draft", threads=1, block_size=64, dtype=request.param) as started:
         yield started
@@ -52,7 +52,7 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
     ("services", "temperature"),
     [
         *(pytest.param("float32", temperature, marks=pytest.mark.more) for temperature in (0, 0.7, 1)),
-        ("bfloat16", 0),
+        pytest.param("bfloat16", 0, marks=pytest.mark.more),
         *(pytest.param("bfloat16", temperature, marks=pytest.mark.slow) for temperature in (0.7, 1)),
     ],
     indirect=["services"],
@@ -74,7 +74,7 @@ def test_speculation_changes_nothing(services: Services, temperature: float):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("services", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)], indirect=True)
+@pytest.mark.more
 def test_resume_at_every_token_of_real_text(services: Services):
     """Claim: cut at every token, on a freshly started coordinator, the pieces are the whole, text and logprobs too."""
     asked = requests(0.7, fixed(4))[5]

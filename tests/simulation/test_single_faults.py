@@ -29,7 +29,8 @@ PLACES = {
 
 
 TABLES = {Rule.GREEDY: 3, Rule.REJECTION: 0, Rule.COUPLED: 1}  # each speculates well, so the run is short
-RULES = [Rule.REJECTION, *(pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.GREEDY, Rule.COUPLED))]
+RULES = [pytest.param(Rule.REJECTION, marks=pytest.mark.more)]
+RULES += [pytest.param(rule, marks=pytest.mark.slow) for rule in (Rule.GREEDY, Rule.COUPLED)]
 
 
 def scenario_of(rule: Rule) -> Scenario:

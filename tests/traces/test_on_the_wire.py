@@ -296,6 +296,7 @@ def test_nothing_is_recorded_unless_sampled(table_models, receiver: Receiver):
     assert all(len(outcome.finished.trace_id) == 32 for outcome in outcomes)
 
 
+@pytest.mark.more
 def test_a_lost_draft_is_seen_at_a_glance(table_models, receiver: Receiver):
     """Claim: when the draft dies in a generation the trace has an event of it, one failed span for the time without a
     draft, here to the end, and root attributes to search for; the groups after it say in their names that they are

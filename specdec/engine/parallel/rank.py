@@ -22,9 +22,9 @@ from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_share
-from specdec.engine.parallel.watch import EXIT_CODE, Loss
+from specdec.engine.parallel.watch import Loss
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
-from specdec.errors import ModelRefused, SpecdecError
+from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
@@ -61,7 +61,8 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
 
 
 def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING) -> None:
-    """Runs any other rank; returns when rank 0 has ended normally. A lost rank ends the process with EXIT_CODE.
+    """Runs any other rank; returns when rank 0 has ended normally. A lost rank ends the process with
+    RANK_LOST_EXIT_CODE.
 
     The first SIGTERM or SIGINT asks rank 0 to end normally, the second has its default effect. Main thread only.
     """
@@ -115,5 +116,5 @@ def _stop_on_signal(group: RankGroup) -> None:
 def _end_frozen(loss: Loss, parent_pid: int | None) -> None:
     """Kills a frozen rank 0, which would keep its port without serving: called by the ranks it started."""
     if loss.is_silent and loss.rank == 0 and parent_pid is not None and os.getppid() == parent_pid:
-        logger.error("rank 0 is frozen; it is ended with the others (code %d)", EXIT_CODE)
+        logger.error("rank 0 is frozen; it is ended with the others (code %d)", RANK_LOST_EXIT_CODE)
         os.kill(parent_pid, signal.SIGKILL)

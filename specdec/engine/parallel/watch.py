@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specdec.errors import ReplicaUnavailable
+from specdec.errors import RANK_LOST_EXIT_CODE, ReplicaUnavailable
 
 logger = logging.getLogger("specdec.engine")
 
 PULSE_S = 0.2
 STARTING_SILENCE_S_MAX = 30.0  # loading libraries and weights may block every thread of a process
-EXIT_CODE = 3
 SENTENCE_BYTES_MAX = 1000
 PULSE, STOP_ASKED, SENTENCE = b".", b"t", b"!"  # alive; request to end normally; reason of the end follows
 
@@ -66,8 +65,8 @@ class Peer:
 class Watch:
     """The thread that sends and checks pulses. It calls `on_lost` once.
 
-    `exit_grace_s` later it ends the process with EXIT_CODE, regardless of other threads; None leaves it running. It
-    calls `on_stop_requested` when another rank requests a stop.
+    `exit_grace_s` later it ends the process with RANK_LOST_EXIT_CODE, regardless of other threads; None leaves it
+    running. It calls `on_stop_requested` when another rank requests a stop.
     """
 
     def __init__(
@@ -185,4 +184,4 @@ class Watch:
             if self._exit_grace_s is not None:
                 time.sleep(self._exit_grace_s)
                 logger.error("this rank ends: %s", loss.reason)
-                os._exit(EXIT_CODE)
+                os._exit(RANK_LOST_EXIT_CODE)

@@ -24,6 +24,7 @@ from specdec.bench.bars import Bar, worst_of
 from specdec.bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.engine.parallel.group import Bounds
+from specdec.errors import RANK_LOST_EXIT_CODE
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA
@@ -185,7 +186,7 @@ def bars_of(losses: dict[str, Sequence[Loss]] | dict[str, list[Loss]]) -> list[B
     serving = {name: max(loss.not_serving_s for loss in own) for name, own in losses.items()}
     gone = {name: max(loss.gone_s for loss in own) for name, own in losses.items()}
     ended = {name: max(loss.ended_s for loss in own) for name, own in losses.items()}
-    zeros = sum(loss.code == 0 for own in losses.values() for loss in own)
+    codes = sum(loss.code not in (RANK_LOST_EXIT_CODE, -signal.SIGKILL) for own in losses.values() for loss in own)
     killed = {name: value for name, value in serving.items() if name.endswith("killed")}
     frozen = {name: value - Bounds().silence_s for name, value in serving.items() if name.endswith("frozen")}
     return [
@@ -193,6 +194,6 @@ def bars_of(losses: dict[str, Sequence[Loss]] | dict[str, list[Loss]]) -> list[B
         worst_of("seconds until all streams have ended", 3.0, ended, is_limit=True),
         worst_of("seconds until NOT_SERVING, killed", 1.0, killed, is_limit=True),
         worst_of("seconds until NOT_SERVING after the bound of silence, frozen", 1.0, frozen, is_limit=True),
-        Bar("losses after which rank 0 ended with 0, or not", 0, zeros, is_limit=True),
+        Bar("losses after which rank 0 ended with another code, or not", 0, codes, is_limit=True),
         Bar("streams with other tokens, or not UNAVAILABLE", 0, len(wrong), "; ".join(wrong[:3]), is_limit=True),
     ]
