@@ -91,8 +91,8 @@ class ReplicaApp(Generic[Payload, Answer]):
         self._streams: set[ReplicaStream] = set()
 
     async def run(self, on_ready: OnReady | None = None) -> None:
-        """Serves until a stop is requested. Raises ConfigError for an error of configuration, ReplicaUnavailable when another
-        rank or the engine is lost; a hung engine ends the process."""
+        """Serves until a stop is requested. Raises ConfigError for an error of configuration, ReplicaUnavailable
+        when another rank or the engine is lost; a hung engine ends the process."""
         self._startup = StartupTimes()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(self._settings.log_level, self._kind.name)
