@@ -7,7 +7,10 @@ hold the event loop for 80 ms and take 100 MB before the first of its counts cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -18,7 +21,7 @@ from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIE
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
-_NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _BYTES_MAX = {name: 4 * limit.high for limit in LIMITS for name in limit.field_names()}  # a character has at most four
 
 
@@ -26,7 +29,7 @@ def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, 
     """Raises InvalidRequest, naming a field, if a message and its parts have more than REQUEST_FIELD_COUNT_MAX fields
     on the wire, more than PACKED_BYTES_MAX bytes of packed numbers, or a string far beyond its limit in the table, or
     beyond that of `bytes_max` (by `Message.field`). Malformed bytes are left to the parser."""
-    _Walk(data, {**_BYTES_MAX, **(bytes_max or {})}).count(message, 0, len(data), "")
+    _Walk(data, bytes_max or {}).count(_fields(message), 0, len(data), "")
 
 
 def check_large(message_class: type[Message], data: bytes) -> None:
@@ -36,6 +39,30 @@ def check_large(message_class: type[Message], data: bytes) -> None:
         check_field_count(message_class.DESCRIPTOR, data)
 
 
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field as the walk needs it. `part`: its message; `key`, `bytes_max`: of a string; neither: numbers."""
+
+    name: str
+    part: Descriptor | None
+    key: str
+    bytes_max: float | None
+
+
+@cache
+def _fields(message: Descriptor) -> dict[int, _Field]:
+    """The fields of a message by number, read once: descriptors are slow to ask."""
+    return {field.number: _field(message, field) for field in message.fields}
+
+
+def _field(message: Descriptor, field: FieldDescriptor) -> _Field:
+    choice = field.containing_oneof  # of a request: "prompt.text"; an optional field is the only one of its own
+    is_of_request = choice is not None and len(choice.fields) > 1 and message.name == "GenerateRequest"
+    name = f"{choice.name}.{field.name}" if is_of_request else field.name
+    key = f"{message.name}.{field.name}" + "[]" * field.is_repeated
+    return _Field(name, field.message_type, key, _BYTES_MAX.get(key, math.inf) if field.type in _SIZED else None)
+
+
 class _Walk:
     """One walk over the fields of a message. `fields_left`, `bytes_left`: how many more fields and packed bytes."""
 
@@ -43,43 +70,39 @@ class _Walk:
         self._data, self._bytes_max = data, bytes_max
         self._fields_left, self._bytes_left = REQUEST_FIELD_COUNT_MAX, PACKED_BYTES_MAX
 
-    def count(self, message: Descriptor, at: int, end: int, path: str) -> None:
+    def count(self, fields: dict[int, _Field], at: int, end: int, path: str) -> None:
         """Counts the fields in data[at:end]; stops at malformed bytes."""
         data = self._data
         while at < end:
             tag, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at, end)
-            number, wire_type = tag >> 3, tag & 7
-            field = message.fields_by_number.get(number)
+            wire_type, field = tag & 7, fields.get(tag >> 3)
             self._fields_left -= 1
             if self._fields_left < 0:
                 limit = f"at most {REQUEST_FIELD_COUNT_MAX} fields with those of its parts; send token ids packed"
-                raise InvalidRequest(_name(path, field, number), "one field too many", limit)
+                raise InvalidRequest(path + (field.name if field else f"field {tag >> 3}"), "one field too many", limit)
             if wire_type == _LENGTH_DELIMITED:
                 size, at = (data[at], at + 1) if at < end and data[at] < 128 else _varint(data, at, end)
-                if field is not None and field.message_type is not None:
-                    self.count(field.message_type, at, min(end, at + size), f"{_name(path, field, number)}.")
-                elif field is not None and field.type in _NOT_PACKED:
-                    entry = f"{message.name}.{field.name}" + "[]" * field.is_repeated
-                    if size > self._bytes_max[entry]:
-                        limit = f"at most {self._bytes_max[entry]} bytes"
-                        raise InvalidRequest(_name(path, field, number), f"{size} bytes", limit)
-                elif field is not None and field.is_repeated:
-                    self._bytes_left -= size
-                    if self._bytes_left < 0:
-                        limit = f"at most {PACKED_BYTES_MAX} bytes with the other lists of numbers"
-                        raise InvalidRequest(_name(path, field, number), f"{size} bytes", limit)
+                if field is None:
+                    pass
+                elif field.part is None:
+                    self._check_size(field, size, path)
+                elif size:
+                    self.count(_fields(field.part), at, min(end, at + size), f"{path}{field.name}.")
                 at += size
             elif wire_type == 0:
                 _, at = _varint(data, at, end)
             else:
                 at += _FIXED_SIZES.get(wire_type, 0)  # a group's own fields follow its tag
 
-
-def _name(path: str, field: FieldDescriptor | None, number: int) -> str:
-    if field is None:
-        return f"{path}field {number}"
-    choice = field.containing_oneof  # of a request: "prompt.text"; an optional field is the only one of its own
-    return f"{choice.name}.{field.name}" if choice and len(choice.fields) > 1 and not path else f"{path}{field.name}"
+    def _check_size(self, field: _Field, size: int, path: str) -> None:
+        """Checks the size of a string, or counts one of packed numbers."""
+        if field.bytes_max is not None:
+            high, limit = self._bytes_max.get(field.key, field.bytes_max), "at most {} bytes"
+        else:
+            self._bytes_left -= size
+            high, limit = size + self._bytes_left, f"at most {PACKED_BYTES_MAX} bytes with the other lists of numbers"
+        if size > high:
+            raise InvalidRequest(path + field.name, f"{size} bytes", limit.format(high))
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
