@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from specdec.rpc.process import set_startup_objects_aside
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -60,7 +61,8 @@ async def read(
 
 
 def with_stub(address: str, work: Callable[[Any], Awaitable[Result]]) -> Result:
-    """Runs `work` with a stub of the coordinator on a new event loop."""
+    """Runs `work` with a stub of the coordinator on a new event loop, whose objects alone are collected meanwhile."""
+    set_startup_objects_aside()
 
     async def run() -> Result:
         async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
