@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,15 @@ async def open_loop(stub: Any, texts: list[Text], rate: float, seconds: float) -
     return tally
 
 
+def separate(engines: list[int], others: list[int]) -> None:
+    """Gives target and draft one core, and the coordinator and its clients another, as machines of their own would:
+    answering a refused request then takes no time from the models."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    for pids, cores in ((engines, {first}), (others, set(rest) or {first})):
+        for task in (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()):
+            os.sched_setaffinity(int(task.name), cores)
+
+
 def offered(streams: list[Stream]) -> float:
     """Draft tokens per round."""
     counts = [one.finished.statistics for one in streams if one.finished is not None]
@@ -102,6 +112,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     with harness.running(asked.target, asked.draft, own, threads=1) as services:
         assert services.draft is not None
         pids = [child.process.pid for child in (services.target, services.draft, services.coordinator)]
+        separate(pids[:2], [pids[2], os.getpid()])
 
         async def work(stub: Any) -> tuple[list[Stream], Tally, float, Tally, float, float]:
             alone = [await read(stub, text.request(WIDE)) for text in texts]
