@@ -242,6 +242,8 @@ class Server:
             await abort(context, ReplicaUnavailable("the service stopped before the text was finished; resume it"))
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError:  # written to a call that has ended, which its context learns later
+            raise asyncio.CancelledError from None
         except Exception:
             if context.done():  # the client has disconnected during a write
                 raise
