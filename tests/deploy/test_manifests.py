@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.deploy.crds import definition_of, problems, schemas_of
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, of_kind, overlay, pods, render
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, Pod, of_kind, overlay, pods, render
 
 KUBERNETES_VERSION = "1.30"  # the oldest with all features in use: sleeping before a stop
 CUSTOM_GROUPS = ("leaderworkerset.x-k8s.io", "ray.io")
@@ -130,10 +130,33 @@ def test_components_combine(parts: tuple[str, str], tmp_path: Path) -> None:
             assert "SPECDEC_SSL_KEYFILE" in names and "SPECDEC_INSECURE" not in names
 
 
+def mib(quantity: str) -> int:
+    """A quantity of Kubernetes with a binary unit, in MiB."""
+    return int(quantity[:-2]) * {"Mi": 1, "Gi": 1024}[quantity[-2:]]
+
+
+def written_mib(pod: Pod, container: Object) -> int:
+    """The sizes of the volumes on the node's disk that a container mounts."""
+    mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+    volumes = (one["emptyDir"] for one in pod.spec.get("volumes", ()) if one["name"] in mounted and "emptyDir" in one)
+    return sum(mib(volume["sizeLimit"]) for volume in volumes if volume.get("medium") != "Memory")
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_coordinators_spread_over_nodes(name: str) -> None:
+    """Claim: where coordinators are a deployment, its pods spread over nodes, by a selector that finds them."""
+    for content in of_kind(overlay(name), "Deployment"):
+        if content["metadata"]["name"] == "specdec-coordinator":
+            template = content["spec"]["template"]
+            (spread,) = template["spec"]["topologySpreadConstraints"]
+            assert spread["topologyKey"] == "kubernetes.io/hostname"
+            assert spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_pods_are_hardened(name: str) -> None:
     """Claim: every pod runs as a plain user with a seccomp profile and no token; every container has no capability, a
-    read-only root, bounds on memory, and requests."""
+    read-only root, requests, and bounds on memory and on the disk that its volumes may fill."""
     for pod in pods(overlay(name)):
         security = pod.spec["securityContext"]
         assert security["runAsNonRoot"] is True and security["runAsUser"] > 0, pod.owner
@@ -143,8 +166,9 @@ def test_pods_are_hardened(name: str) -> None:
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
             assert own.get("readOnlyRootFilesystem") is True or pod.owner.startswith("RayCluster"), pod.owner
-            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+            assert {"cpu", "memory", "ephemeral-storage"} <= container["resources"]["requests"].keys()
             assert "memory" in container["resources"]["limits"]
+            assert mib(container["resources"]["limits"]["ephemeral-storage"]) >= written_mib(pod, container), pod.owner
         for volume in pod.spec.get("volumes", ()):
             assert "hostPath" not in volume
             assert volume.get("emptyDir", {"sizeLimit": ""}).keys() >= {"sizeLimit"}, (pod.owner, volume)
