@@ -32,6 +32,7 @@ class Steps:
 
     chunk_size: int
     rows_max: int
+    prompt_rows_max: int | None = None
     waiting: list[Feed] = field(default_factory=list)
     born: dict[Feed, int] = field(default_factory=dict)
     ended: dict[Feed, int] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Steps:
         return feed
 
     def step(self, is_decoding: bool) -> list[tuple[Feed, Piece]]:
-        chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding)
+        chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding, self.prompt_rows_max)
         for feed, piece in chosen:
             assert piece.start == feed.next_position and piece.token_ids, "a piece goes on where the last one ended"
             assert piece.logit_count in (0, feed.logit_count), "rows with logits are not divided"
@@ -128,15 +129,18 @@ def test_prompts_delay_a_decode_by_one_chunk_at_most(
 
 
 def test_without_decodes_prompts_fill_the_step() -> None:
-    """Claim: without decodes a step takes a chunk of as many prompts as its rows hold; with decodes, a chunk of one.
+    """Claim: without decodes a step takes a chunk of as many prompts as its rows, or those allowed for prompts, hold;
+    with decodes, a chunk of one.
 
-    Source: "more when none is present". Conclusive: both cases from the same queue.
+    Source: "more when none is present". Conclusive: all cases from the same queue.
     """
     steps = Steps(chunk_size=64, rows_max=512)
     for _ in range(10):
         steps.submit(feed_of(199, 1))
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 8
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=True)] == [64]
+    steps.prompt_rows_max = 128
+    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 2
 
 
 LONG, LONG_COUNT = 1990, 40
