@@ -1,7 +1,7 @@
 """A collector for tests and benchmarks: receives spans over OTLP and returns them, in memory or over HTTP.
 
-It receives from the real exporter over a real socket. `serve_http` answers `/api/v3/traces/{id}` in the form of Jaeger,
-so that the trace reader can be tested on a real connection; no other part of Jaeger exists here.
+It receives from the real exporter over a real socket. `serve_http` answers `/api/v3/traces/{id}` and searches in the
+form of Jaeger, so that the trace reader can be tested on a real connection; no other part of Jaeger exists here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import grpc
 from google.protobuf import json_format
@@ -84,7 +86,7 @@ class Receiver(service_grpc.TraceServiceServicer):
 
     @contextmanager
     def serve_http(self) -> Iterator[str]:
-        """Serves `/api/v3/traces/{id}` on a free loopback port; yields the address, such as http://127.0.0.1:1234."""
+        """Serves `/api/v3/traces` on a free loopback port; yields the address, such as http://127.0.0.1:1234."""
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -108,16 +110,35 @@ class Receiver(service_grpc.TraceServiceServicer):
             server.shutdown()
             server.server_close()
 
+    def search(self, path: str) -> list[bytes]:
+        """The ids of the newest traces with a span of the service that has all attributes, in the window of time."""
+        asked = {name: values[0] for name, values in parse_qs(urlsplit(path).query).items()}
+        wanted = json.loads(asked["query.attributes"])
+        since, until = (datetime.fromisoformat(asked[f"query.start_time_{end}"]).timestamp() for end in ("min", "max"))
+        begun: dict[bytes, int] = {}
+        for service, span in self.spans():
+            said = {entry.key: entry.value.string_value for entry in span.attributes}
+            said |= {"error": "true"} if span.status.code == trace_pb.Status.STATUS_CODE_ERROR else {}
+            is_timely = since <= span.start_time_unix_nano / 1e9 <= until
+            if service == asked["query.service_name"] and wanted.items() <= said.items() and is_timely:
+                begun[span.trace_id] = max(span.start_time_unix_nano, begun.get(span.trace_id, 0))
+        newest = sorted(begun, key=lambda trace_id: begun[trace_id], reverse=True)
+        return newest[: int(asked["query.search_depth"])]
+
     def answer(self, path: str) -> tuple[int, dict[str, Any]]:
         """Code and answer of one request, as Jaeger's gateway shapes them."""
-        trace_id = path.removeprefix("/api/v3/traces/")
-        try:
-            found = self.as_json(bytes.fromhex(trace_id))
-        except ValueError:
-            return 400, {"error": {"httpCode": 400, "message": f"malformed parameter trace_id: {trace_id}"}}
-        if not found["resourceSpans"]:
+        if "?" in path:
+            trace_ids = self.search(path)
+        else:
+            named = path.removeprefix("/api/v3/traces/")
+            try:
+                trace_ids = [bytes.fromhex(named)]
+            except ValueError:
+                return 400, {"error": {"httpCode": 400, "message": f"malformed parameter trace_id: {named}"}}
+        found = [entry for trace_id in trace_ids for entry in self.as_json(trace_id)["resourceSpans"]]
+        if not found:
             return 404, {"error": {"httpCode": 404, "message": "No traces found"}}
-        return 200, {"result": found}
+        return 200, {"result": {"resourceSpans": found}}
 
 
 def with_hexadecimal_ids(value: Any) -> Any:

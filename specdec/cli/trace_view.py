@@ -1,101 +1,154 @@
-"""A trace on the terminal: a waterfall of its spans, and a table of its times."""
+"""A trace on the terminal: its events in words, a waterfall of its spans, a table of its times; two side by side."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from specdec.telemetry.trace_facts import Facts, Part, facts_of
 from specdec.telemetry.trace_reader import Line, ReadSpan, TraceTree
 
-LINES_OF_A_KIND_MAX = 12  # of one name below one parent, without --all
-BAR_WIDTH_MIN, BAR_WIDTH_MAX = 20, 80
-COLUMNS_WIDTH = 62  # of all columns except the bars
+FOLD_FROM = 3  # spans of one name below one line share a line, without --all
+BAR_WIDTH_MIN, BAR_WIDTH_MAX = 8, 80
+COLUMNS_WIDTH = 66  # of all columns except the bars
+SHARE_BAR_WIDTH = 10
 COLORS = {"coordinator": "cyan", "target": "green", "draft": "yellow"}
 EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
 def show(tree: TraceTree, console: Console, is_all: bool = False) -> None:
-    """Prints the waterfall and the table."""
+    """Prints the events, the waterfall and the table."""
+    facts = facts_of(tree)
+    console.print(title(facts))
+    for happening in facts.happened:
+        console.print(f"  {happening.at_ms / 1000:8.2f} s  {happening.sentence}", highlight=False)
+    console.print(largest_sentence(facts), "", sep="\n", highlight=False)
     for root in tree.roots:
         console.print(waterfall(tree, root, console.width, is_all))
-    console.print(where_time_went(tree))
-    for sentence in remarks(tree):
+    console.print(where_time_went(facts.parts))
+    for sentence in remarks(facts):
         console.print(sentence, style="dim")
 
 
+def title(facts: Facts) -> str:
+    """The generation in one line."""
+    how = f"failed: {facts.error}" if facts.error else f"{facts.output_tokens} tokens in {facts.rounds} rounds"
+    return f"{facts.model}: {how}, acceptance {facts.acceptance:.2f}, {facts.total_ms:.1f} ms"
+
+
+def largest_sentence(facts: Facts) -> str:
+    """The largest part of the time, in words."""
+    return f"Largest part: {facts.largest.name}, {facts.largest.share:.0%} ({facts.largest.meaning})."
+
+
 def waterfall(tree: TraceTree, root: ReadSpan, width: int, is_all: bool) -> Table:
-    """Returns one line per span: name below its parent, service, start, duration, and a bar."""
+    """Returns one line per span, or per FOLD_FROM and more of one name: name below its parent, service, start, median
+    and 99th percentile of the durations, and a bar. Nothing is cut at 80 columns."""
     bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - COLUMNS_WIDTH))
-    table = Table(box=None, padding=(0, 1), title=title(root), title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("span", "service"):
         table.add_column(name, no_wrap=True)
-    for name in ("start ms", "ms"):
+    for name in ("start ms", "ms", "p99"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     total_ms = max(root.duration_ms, 1e-9)
-    seen: Counter[tuple[str, str]] = Counter()
-    hidden: Counter[str] = Counter()
-    hidden_ids: set[str] = set()
-    for line in tree.lines(root):
-        span = line.span
-        seen[span.parent_id, span.name] += 1
-        too_many = seen[span.parent_id, span.name] > LINES_OF_A_KIND_MAX and not is_all
-        if span.parent_id in hidden_ids or too_many:
-            hidden_ids.add(span.span_id)
-            hidden[span.name] += 1
-            continue
+    for line in tree.lines(root, math.inf if is_all else FOLD_FROM):
         table.add_row(*cells(line, total_ms, bar_width))
-    if hidden:
-        table.add_row(Text(f"… and {sum(hidden.values())} more; --all shows them", style="dim"), "", "", "", "")
+    if not is_all:
+        table.caption, table.caption_justify = "×: spans on one line, with their median; --all shows each", "left"
     return table
 
 
-def title(root: ReadSpan) -> str:
-    said = root.attributes
-    tokens, rounds = said.get("gen_ai.usage.output_tokens", 0), said.get("specdec.rounds", 0)
-    rate = said.get("specdec.draft_acceptance_rate", 0.0)
-    model = said.get("gen_ai.request.model", "?")
-    how = "failed: " + str(said.get("error.type", "?")) if root.is_failed else f"{tokens} tokens in {rounds} rounds"
-    return f"{model}: {how}, acceptance {rate:.2f}, {root.duration_ms:.1f} ms"
-
-
-def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str, str, Text]:
+def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str, str, str, Text]:
     """Returns one row of the waterfall."""
-    span = line.span
-    service = span.service.removeprefix("specdec-")
-    color = "red" if span.is_failed else COLORS.get(service, "white")
-    name = Text("  " * line.depth + span.name, style=color)
-    bar = bar_of(line.start_ms / total_ms, span.duration_ms / total_ms, bar_width)
-    return name, Text(service, style="dim"), f"{line.start_ms:.2f}", f"{span.duration_ms:.2f}", Text(bar, style=color)
+    service = line.span.service.removeprefix("specdec-")
+    color = "red" if any(span.is_failed for span in line.spans) else COLORS.get(service, "white")
+    count = len(line.spans)
+    name = Text(" " * line.depth + line.span.name + (f" ×{count}" if count > 1 else ""), style=color)
+    durations_ms = sorted(span.duration_ms for span in line.spans)
+    p99 = number(durations_ms[math.ceil(0.99 * count) - 1]) if count > 1 else ""
+    bar = bar_of(
+        [(start / total_ms, span.duration_ms / total_ms) for start, span in zip(line.starts_ms, line.spans)], bar_width
+    )
+    service_name = Text(service, style="dim")
+    return name, service_name, number(line.start_ms), number(statistics.median(durations_ms)), p99, Text(bar, color)
 
 
-def bar_of(start_share: float, share: float, width: int) -> str:
-    """Returns a bar from `start_share` on, in eighths of a character; never empty."""
-    first = min(width - 1, max(0, int(start_share * width)))
-    eighths = max(1, round(min(share, 1.0) * width * 8))
-    whole, rest = divmod(eighths, 8)
-    bar = EIGHTHS[-1] * whole + (EIGHTHS[rest - 1] if rest else "")
-    return " " * first + bar[: width - first]
+def number(ms: float) -> str:
+    """Milliseconds in seven characters, if they are below 100 s."""
+    return f"{ms:.2f}" if abs(ms) < 1000 else f"{ms:.1f}"
 
 
-def where_time_went(tree: TraceTree) -> Table:
+def bar_of(parts: Iterable[tuple[float, float]], width: int) -> str:
+    """Returns the bars of (start, length), as shares of `width`; the end of each in eighths of a character; none is
+    empty."""
+    drawn = [" "] * width
+    for start_share, share in parts:
+        first = min(width - 1, max(0, int(start_share * width)))
+        whole, rest = divmod(max(1, round(min(share, 1.0) * width * 8)), 8)
+        for index, sign in enumerate(EIGHTHS[-1] * whole + (EIGHTHS[rest - 1] if rest else ""), first):
+            if index < width:
+                drawn[index] = max(drawn[index], sign, key=f" {EIGHTHS}".index)
+    return "".join(drawn).rstrip()
+
+
+def where_time_went(parts: Sequence[Part]) -> Table:
     """Returns the kinds of time with their shares of the call."""
-    table = Table(box=None, padding=(0, 1), title="Where the time went", title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0), title="Where the time went", title_justify="left")
     columns: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("ms", "right"), ("share", "right"))
     for name, justify in (*columns, ("", "left"), ("", "left")):
         table.add_column(name, justify=justify, no_wrap=True)
-    for name, spent_ms, share, meaning in tree.shares():
-        bar = bar_of(0.0, share, BAR_WIDTH_MIN) if share > 0 else ""
-        table.add_row(name, f"{spent_ms:.1f}", f"{share:.1%}", bar, Text(meaning, style="dim"))
+    for part in parts:
+        bar = bar_of([(0.0, part.share)], SHARE_BAR_WIDTH) if part.share > 0 else ""
+        table.add_row(part.name, f"{part.ms:.1f}", f"{part.share:.1%}", bar, Text(part.meaning, style="dim"))
     return table
 
 
-def remarks(tree: TraceTree) -> list[str]:
+def remarks(facts: Facts) -> list[str]:
     """Returns notes on drafting time and clock offsets."""
-    sentences = [f"Beside the rounds the draft worked {tree.drafting_ms():.1f} ms in the steps recorded here."]
-    for service, offset_ms in sorted(tree.clock_offsets_ms().items()):
+    sentences = [f"Beside the rounds the draft worked {facts.drafting_ms:.1f} ms in the steps recorded here."]
+    for service, offset_ms in sorted(facts.clock_offsets_ms.items()):
         sentences.append(f"The {service}'s clock is {offset_ms:+.2f} ms from the coordinator's; its spans are moved.")
     return sentences
+
+
+def side_by_side(first: Facts, second: Facts) -> Table:
+    """Returns two generations in two columns, and the second's number over the first's."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    for name in (f"{first.trace_id[:8]}…", f"{second.trace_id[:8]}…", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [
+        ("total ms", first.total_ms, second.total_ms, "{:.1f}"),
+        ("tokens", first.output_tokens, second.output_tokens, "{:.0f}"),
+        ("tokens/s", first.tokens_per_s, second.tokens_per_s, "{:.1f}"),
+        ("rounds", first.rounds, second.rounds, "{:.0f}"),
+        ("acceptance", first.acceptance, second.acceptance, "{:.2f}"),
+        *((f"{one.name} ms", one.ms, two.ms, "{:.1f}") for one, two in zip(first.parts, second.parts)),
+        *(
+            (f"{one.name} share, %", 100 * one.share, 100 * two.share, "{:.1f}")
+            for one, two in zip(first.parts, second.parts)
+        ),
+    ]
+    for name, one, two, form in rows:
+        table.add_row(name, form.format(one), form.format(two), f"{two / one:.2f}" if one else "")
+    return table
+
+
+def listing(found: Sequence[Facts]) -> Table:
+    """Returns one line per generation."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("trace id", "ms", "tokens", "acceptance", "largest part", "happened"):
+        table.add_column(name, justify="right" if name in ("ms", "tokens", "acceptance") else "left", overflow="fold")
+    for facts in found:
+        happened = "; ".join(one.sentence for one in facts.happened)
+        style = "red" if facts.error else ""
+        largest = f"{facts.largest.name} {facts.largest.share:.0%}"
+        row = (facts.trace_id, f"{facts.total_ms:.0f}", str(facts.output_tokens), f"{facts.acceptance:.2f}", largest)
+        table.add_row(*row, happened, style=style)
+    return table

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -38,17 +40,28 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
+class ReadEvent:
+    """An event of a span; `at_ns` is a wall time of its machine."""
+
+    name: str
+    at_ns: int
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class ReadSpan:
     """A span as read; `start_ns` and `end_ns` are wall times of its own machine."""
 
     name: str
     service: str
+    trace_id: str
     span_id: str
     parent_id: str
     kind: int | str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Any]
+    events: tuple[ReadEvent, ...]
     is_failed: bool
 
     @property
@@ -58,11 +71,22 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the waterfall: a span, its depth, and its start by the root's clock."""
+    """One line of the waterfall: a span, or several of one name below one line; their depth, and their starts by the
+    root's clock."""
 
-    span: ReadSpan
+    spans: tuple[ReadSpan, ...]
     depth: int
-    start_ms: float
+    starts_ms: tuple[float, ...]
+
+    @property
+    def span(self) -> ReadSpan:
+        """The first span."""
+        return self.spans[0]
+
+    @property
+    def start_ms(self) -> float:
+        """The start of the first span."""
+        return self.starts_ms[0]
 
 
 def fetch(address: str, trace_id: str) -> list[dict[str, Any]]:
@@ -73,22 +97,32 @@ def fetch(address: str, trace_id: str) -> list[dict[str, Any]]:
     return resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces/{trace_id}"))
 
 
-def find(address: str, request_id: str, since: str, until: str) -> list[dict[str, Any]]:
-    """Returns those of the trace whose root has `specdec.request_id`, begun between two RFC 3339 times.
+def find(address: str, request_id: str, since: datetime, until: datetime) -> list[dict[str, Any]]:
+    """Returns the resource spans of the trace whose root has `specdec.request_id`, begun between two times.
 
-    Newer versions of Jaeger search by attributes here and spell parameters in another way; both spellings are sent.
+    Raises SessionUnknown if there is none: a version that does not search by attributes answers with any trace.
     """
-    values = (SEARCH_SERVICE, json.dumps({"specdec.request_id": request_id}), since, until, "1")
+    found = search(address, {"specdec.request_id": request_id}, since, until, 1)
+    if all(span.attributes.get("specdec.request_id") != request_id for span in spans_of(found)):
+        raise SessionUnknown(f"no trace has request id {request_id}; give its trace id, which `finished` contains")
+    return found
+
+
+def search(
+    address: str, attributes: Mapping[str, str], since: datetime, until: datetime, count: int
+) -> list[dict[str, Any]]:
+    """Returns the resource spans of the `count` newest traces of coordinators, begun between two times, that have a
+    span with all `attributes`, if this version of Jaeger searches by attributes.
+
+    Newer versions spell parameters in another way; both spellings are sent.
+    """
+    values = (SEARCH_SERVICE, json.dumps(attributes), since.isoformat(), until.isoformat(), str(count))
     spellings = (
         ("serviceName", "attributes", "startTimeMin", "startTimeMax", "searchDepth"),
         ("service_name", "attributes", "start_time_min", "start_time_max", "search_depth"),
     )
     query = {f"query.{name}": value for names in spellings for name, value in zip(names, values)}
-    found = resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces?{urlencode(query)}"))
-    # a version that does not search by attributes answers with any trace
-    if all(span.attributes.get("specdec.request_id") != request_id for span in spans_of(found)):
-        raise SessionUnknown(f"no trace has request id {request_id}; give its trace id, which `finished` contains")
-    return found
+    return resource_spans(_get(f"{address.rstrip('/')}/api/v3/traces?{urlencode(query)}"))
 
 
 def _get(url: str) -> bytes:
@@ -98,7 +132,9 @@ def _get(url: str) -> bytes:
             return data
     except urllib.error.HTTPError as error:
         if error.code == 404:
-            raise SessionUnknown(f"{url} knows no such trace; spans arrive some seconds after the end") from None
+            raise SessionUnknown(
+                f"{url.partition('?')[0]} knows no such trace; spans arrive some seconds after the end"
+            ) from None
         raise ConfigError(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"no answer from {url}: {error}; is --jaeger right?") from None
@@ -131,12 +167,17 @@ def spans_of(found: list[dict[str, Any]]) -> list[ReadSpan]:
                 read = ReadSpan(
                     name=span["name"],
                     service=service,
+                    trace_id=str(span.get("traceId", "")),
                     span_id=_identifier(span["spanId"]),
                     parent_id=_identifier(span.get("parentSpanId", "")),
                     kind=span.get("kind", ""),
                     start_ns=int(span["startTimeUnixNano"]),
                     end_ns=int(span["endTimeUnixNano"]),
                     attributes=_attributes(span),
+                    events=tuple(
+                        ReadEvent(event["name"], int(event["timeUnixNano"]), _attributes(event))
+                        for event in span.get("events", [])
+                    ),
                     is_failed=span.get("status", {}).get("code") in FAILED,
                 )
                 spans[read.span_id] = read
@@ -165,6 +206,16 @@ def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def kind_of(span: ReadSpan) -> tuple[str, str]:
+    """The name and service of a span; those of one kind may share a line."""
+    return span.name, span.service
+
+
+def _hop_ms(span: ReadSpan, child: ReadSpan) -> float:
+    """The milliseconds between the clocks of a span and its child: none, unless the child is on another machine."""
+    return float(span.attributes.get(OFFSET, 0.0)) if span.kind in CLIENT and child.kind in SERVER else 0.0
+
+
 class TraceTree:
     """The spans of one generation. Raises SessionUnknown if there is no `Generate` among them."""
 
@@ -176,18 +227,31 @@ class TraceTree:
         self._children: dict[str, list[ReadSpan]] = defaultdict(list)
         for span in spans:
             self._children[span.parent_id].append(span)
-        self._spans = [span for siblings in self._children.values() for span in siblings]
+        self.spans = [span for siblings in self._children.values() for span in siblings]
 
-    def lines(self, root: ReadSpan) -> Iterator[Line]:
-        """Yields the tree in order, parents before children, each machine's times moved to the coordinator's clock."""
-        waiting = [(root, 0, 0.0)]
-        while waiting:
-            span, depth, skew_ms = waiting.pop()
-            yield Line(span, depth, (span.start_ns - root.start_ns) / 1e6 - skew_ms)
-            for child in reversed(self._children[span.span_id]):
-                is_hop = span.kind in CLIENT and child.kind in SERVER  # to another machine, and to its clock
-                offset_ms = float(span.attributes.get(OFFSET, 0.0)) if is_hop else 0.0
-                waiting.append((child, depth + 1, skew_ms + offset_ms))
+    def lines(self, root: ReadSpan, fold_from: float = math.inf) -> Iterator[Line]:
+        """Yields the tree in order, parents before children, each machine's times moved to the coordinator's clock.
+        `fold_from`: from this number on, spans of one name below one line are one line, at the place of the first."""
+
+        def below(members: list[tuple[ReadSpan, float]], depth: int) -> Iterator[Line]:
+            starts_ms = tuple((span.start_ns - root.start_ns) / 1e6 - skew_ms for span, skew_ms in members)
+            yield Line(tuple(span for span, _ in members), depth, starts_ms)
+            children = [
+                (child, skew_ms + _hop_ms(span, child))
+                for span, skew_ms in members
+                for child in self._children[span.span_id]
+            ]
+            counts = Counter(kind_of(child) for child, _ in children)
+            folded: set[tuple[str, str]] = set()
+            for child, skew_ms in sorted(children, key=lambda one: one[0].start_ns):
+                kind = kind_of(child)
+                if counts[kind] < fold_from:
+                    yield from below([(child, skew_ms)], depth + 1)
+                elif kind not in folded:
+                    folded.add(kind)
+                    yield from below([one for one in children if kind_of(one[0]) == kind], depth + 1)
+
+        return below([(root, 0.0)], 0)
 
     def shares(self) -> list[tuple[str, float, float, str]]:
         """Returns the parts of the call's time: name, milliseconds, share of the call, meaning. Their sum: the call."""
@@ -202,9 +266,9 @@ class TraceTree:
 
     def drafting_ms(self) -> float:
         """Milliseconds of the recorded draft steps; they run beside the rounds."""
-        return sum(span.duration_ms for span in self._spans if span.name == "draft" and span.kind in SERVER)
+        return sum(span.duration_ms for span in self.spans if span.name == "draft" and span.kind in SERVER)
 
     def clock_offsets_ms(self) -> Mapping[str, float]:
         """Returns, by service, by how many milliseconds its clock is ahead of the coordinator's (the link's stamps)."""
-        clients = [span for span in self._spans if span.kind in CLIENT and OFFSET in span.attributes]
+        clients = [span for span in self.spans if span.kind in CLIENT and OFFSET in span.attributes]
         return {"draft" if span.name == "draft" else "target": float(span.attributes[OFFSET]) for span in clients}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.bench.otlp_receiver import Receiver
+from specdec.cli.trace_view import FOLD_FROM
 from tests.support.services import Outcome, Services, fixed
-from tests.support.traces import trace_of
+from tests.support.traces import ReadTrace, trace_of
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +37,97 @@ def jaeger(receiver: Receiver) -> Iterator[str]:
         yield address
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, 120 columns wide."""
+def run(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, on a terminal of this width."""
     command = [sys.executable, "-m", "specdec.cli", "trace", *arguments]
-    environment = {**os.environ, "COLUMNS": "120"}
+    environment = {**os.environ, "COLUMNS": str(columns)}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
 def test_a_trace_is_shown_with_where_its_time_went(outcome: Outcome, jaeger: str):
     """Claim: by request id or trace id the command prints the tree with all services and hops, and the six kinds of
-    time, whose shares are of one whole."""
+    time, whose shares are of one whole; the largest is told in a sentence. Nothing is cut at 80 columns."""
     for name in (outcome.started.request_id, outcome.finished.trace_id.upper()):
         done = run(name, "--jaeger", jaeger)
         assert done.returncode == 0, done.stderr
         for span in ("Generate", "prefill", "round group, \\w+", "round", "verify", "queue", "forward", "draft"):
-            assert re.search(rf"^\s+{span}\s", done.stdout, re.MULTILINE), span
+            assert re.search(rf"^\s*{span}\s", done.stdout, re.MULTILINE), span
+        assert max(map(len, done.stdout.splitlines())) <= 80 and "…" not in done.stdout
         assert "60 tokens in" in done.stdout
         shares = {
-            kind: float(share) for kind, share in re.findall(r"^ (\w+) +[\d.]+ +([\d.]+)%", done.stdout, re.MULTILINE)
+            kind: float(share) for kind, share in re.findall(r"^(\w+) +[\d.]+ +([\d.]+)%", done.stdout, re.MULTILINE)
         }
         assert list(shares) == ["draft", "network", "queue", "forward", "rule", "waiting"]
         assert sum(shares.values()) == pytest.approx(100.0, abs=0.5)
+        largest = max(shares, key=lambda kind: shares[kind])
+        assert f"Largest part: {largest}, {round(shares[largest])}%" in done.stdout
+
+
+def test_spans_of_one_kind_share_a_line(outcome: Outcome, jaeger: str, receiver: Receiver):
+    """Claim: spans of one name below one line share it, with their number, the median and the 99th percentile of their
+    times; --all shows each. Conclusive: the numbers are computed again from the spans."""
+    trace = trace_of(receiver, outcome)
+    steps = [span for service, span in trace.spans if (service, span.name) == ("specdec-target", "queue")]
+    folded = run(outcome.finished.trace_id, "--jaeger", jaeger).stdout
+    counts = [int(count) for count in re.findall(r"^ +queue ×(\d+) ", folded, re.MULTILINE)]
+    alone = len(re.findall(r"^ +queue +target", folded, re.MULTILINE))
+    assert counts and sum(counts) + alone == len(steps)
+    shown = run(outcome.finished.trace_id, "--jaeger", jaeger, "--all").stdout
+    assert "×" not in shown and len(re.findall(r"^ +queue +target", shown, re.MULTILINE)) == len(steps)
+    assert len(folded.splitlines()) < len(shown.splitlines())
+    lines = re.findall(r"^ +draft ×(\d+) +draft +[\d.]+ +([\d.]+) +([\d.]+)", folded, re.MULTILINE)
+    expected = []
+    phases = {trace.parent(trace.parent(step)).span_id for step in draft_steps(trace)}
+    for phase in phases:
+        times_ms = sorted(
+            (step.end_time_unix_nano - step.start_time_unix_nano) / 1e6
+            for step in draft_steps(trace)
+            if trace.parent(trace.parent(step)).span_id == phase
+        )
+        if len(times_ms) >= FOLD_FROM:
+            p99 = times_ms[math.ceil(0.99 * len(times_ms)) - 1]
+            expected.append((str(len(times_ms)), f"{statistics.median(times_ms):.2f}", f"{p99:.2f}"))
+    assert sorted(lines) == sorted(expected) != []
+
+
+def draft_steps(trace: ReadTrace) -> list[Any]:
+    """The steps that the draft recorded, whose message has its span at the coordinator."""
+    return [
+        span
+        for service, span in trace.spans
+        if (service, span.name) == ("specdec-draft", "draft") and span.parent_span_id in trace.by_id
+    ]
+
+
+def test_the_facts_are_json_too(outcome: Outcome, jaeger: str):
+    """Claim: --json prints the numbers that the terminal shows. Conclusive: compared with the response's own."""
+    found = json.loads(run(outcome.finished.trace_id, "--jaeger", jaeger, "--json").stdout)
+    statistics_ = outcome.finished.statistics
+    assert found["trace_id"] == outcome.finished.trace_id
+    assert (found["output_tokens"], found["rounds"]) == (60, statistics_.rounds)
+    assert found["acceptance"] == pytest.approx(statistics_.draft_acceptance_rate, abs=1e-3)
+    assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["total_ms"], rel=1e-3)
+    assert found["largest"] == max(found["parts"], key=lambda part: part["ms"])["name"]
+
+
+def test_generations_are_found_without_an_id(services: Services, receiver: Receiver, outcome: Outcome, jaeger: str):
+    """Claim: --last shows the newest generation, --slowest lists the longest first, --errors those that failed and no
+    other, two ids are shown side by side. Conclusive: three generations whose order and failure are known."""
+    long = services.client.generate([1, 2], max_tokens=300, ignore_eos=True, speculative=fixed(3))
+    trace_of(receiver, long)
+    newest = services.client.generate([1, 2], max_tokens=5, ignore_eos=True, speculative=fixed(3))
+    trace_of(receiver, newest)
+    last = json.loads(run("--last", "--jaeger", jaeger, "--json").stdout)
+    assert last["trace_id"] == newest.finished.trace_id
+    slowest = json.loads(run("--slowest", "2", "--jaeger", jaeger, "--json").stdout)
+    times_ms = [one["total_ms"] for one in slowest]
+    assert len(slowest) == 2 and times_ms == sorted(times_ms, reverse=True)
+    assert long.finished.trace_id in [one["trace_id"] for one in slowest]
+    assert long.finished.trace_id in run("--slowest", "2", "--jaeger", jaeger).stdout.replace("\n", "")
+    beside = run(newest.finished.trace_id, long.finished.trace_id, "--jaeger", jaeger).stdout
+    assert re.search(r"^tokens +5 +300 +60.00 *$", beside, re.MULTILINE)
+    none = run("--errors", "--jaeger", jaeger)
+    assert none.returncode == 1 and "no failure was found" in none.stderr
 
 
 def test_an_export_can_be_read_back_and_is_what_the_upload_page_takes(outcome: Outcome, jaeger: str, tmp_path: Path):
@@ -76,7 +150,8 @@ def test_an_export_can_be_read_back_and_is_what_the_upload_page_takes(outcome: O
     [
         (["0" * 32], "knows no such trace"),
         (["abc"], "32 hexadecimal digits"),
-        ([], "a trace id or --file"),
+        ([], "give a trace id, --file, --last"),
+        (["--last", "--errors"], "one of them"),
         (["--file", "nowhere.json"], "cannot be read"),
     ],
 )

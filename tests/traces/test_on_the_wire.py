@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from specdec.bench.otlp_receiver import Receiver
+from specdec.telemetry.trace_facts import facts_of
+from specdec.telemetry.trace_reader import TraceTree, spans_of
 from tests.support.services import Outcome, Services, fixed
 from tests.support.traces import CLIENT, INTERNAL, SERVER, ReadTrace, attributes, environment, trace_of, traced
 
@@ -325,3 +329,16 @@ def test_a_lost_draft_is_seen_at_a_glance(table_models, receiver: Receiver):
     assert attributes(root)["specdec.draft_unavailable_ms"] == pytest.approx(length_ms, abs=0.01)
     names = [group.name for group in trace.groups]
     assert names[0] == "round group, speculative" and names[-1] == "round group, plain"
+    facts = facts_of(TraceTree(spans_of(receiver.as_json(bytes.fromhex(outcome.finished.trace_id))["resourceSpans"])))
+    (loss,) = [one for one in facts.happened if "lost" in one.sentence]
+    assert loss.sentence == "the draft was lost, not back before the end"
+    assert loss.at_ms == pytest.approx((hole.start_time_unix_nano - root.start_time_unix_nano) / 1e6, abs=0.01)
+    with receiver.serve_http() as jaeger:
+        listed = subprocess.run(
+            [sys.executable, "-m", "specdec.cli", "trace", "--errors", "--jaeger", jaeger],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    assert outcome.finished.trace_id[:8] in listed and "lost" in listed
