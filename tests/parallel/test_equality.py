@@ -78,6 +78,7 @@ def test_tied_embeddings_are_cut_once(
     check_equal(tiny_folder(architecture, tie_word_embeddings=True), followers, 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rank_count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_shipped_target_gives_the_same_text(rank_count: int, followers: Followers) -> None:
     """Claim: in float32 the greedy tokens on the test prompts are those of one rank.

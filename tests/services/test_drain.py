@@ -154,6 +154,7 @@ def check_resumed(client: Client, load: Load, expected: list[Outcome]) -> None:
         assert outcome.text + rest.text == expected[seed].text
 
 
+@pytest.mark.more
 def test_a_draft_finishes_its_sessions(table_models: tuple[Path, Path], expected: list[Outcome]):
     """Claim: a stopping draft continues to draft for its sessions and takes no new one; new requests go on without it;
     it exits with 0 when the last session ends. Conclusive: a generation begun after the signal has no draft token,

@@ -159,6 +159,7 @@ def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[
             assert outcome.finished.statistics.draft_waits_expired <= 1  # where its context ends in a round
 
 
+@pytest.mark.more
 def test_a_draft_with_another_tokenizer_is_not_used(table_models: tuple[Path, Path], tmp_path: Path):
     """Claim: a running coordinator does not use such a draft and says why; generation goes on without it."""
     write_table_model(tmp_path / "other", 9, seed=2)
