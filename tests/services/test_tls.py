@@ -22,6 +22,7 @@ def specdec_generate(address: str, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.more
 def test_all_three_services_and_the_client_speak_mutual_tls(table_models: tuple[Path, Path], tmp_path: Path):
     """Claim: with certificates of one authority a draft is used and the text is the plain one's; without, each of the
     three ports refuses. Conclusive: the text equals that of services without TLS, and refusals are real handshakes."""
