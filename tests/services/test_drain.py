@@ -177,6 +177,7 @@ def test_a_draft_finishes_its_sessions(table_models: tuple[Path, Path], expected
         assert after.comparable == expected[1].comparable
 
 
+@pytest.mark.more
 def test_a_coordinator_finishes_its_streams(table_models: tuple[Path, Path], expected: list[Outcome]):
     """Claim: a stopping coordinator is NOT_SERVING at once, refuses requests UNAVAILABLE with a time to wait,
     finishes every stream it has, and exits with 0."""

@@ -92,6 +92,7 @@ def test_resume_at_every_token_of_real_text(services: Services):
         coordinator.stop()
 
 
+@pytest.mark.more
 def test_unseeded_sampling_speculates_too(services: Services):
     """Claim: without a seed the rule is the server's choice, COUPLED before anything was measured, and says so; draft
     tokens pass under REJECTION too, if named, and every token lies in the vocabulary."""
