@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 
 from specdec.cli.options import UsageError
 from specdec.config import CONNECTION, OUTPUT
-from specdec.errors import ConfigError, SessionUnknown, SpecdecError
+from specdec.errors import ConfigError, SessionUnknown
 from specdec.settings import Settings, setting
 from specdec.telemetry.trace_facts import Facts, facts_of
 from specdec.telemetry.trace_reader import SEARCH_HOURS, TraceTree, fetch, find, resource_spans, search, spans_of
@@ -141,6 +141,6 @@ def _listed(settings: TraceSettings) -> list[TraceTree]:
         return sorted(found, key=lambda tree: tree.root.duration_ms, reverse=True)[: settings.slowest]
     try:
         found = _trees(settings, {"error": "true"}, SEARCHED_COUNT)
-    except SpecdecError as error:
+    except SessionUnknown as error:
         raise SessionUnknown(f"no failure was found: {error}") from None
     return [tree for tree in found if any(span.is_failed for span in tree.spans)]
