@@ -87,14 +87,12 @@ class Generation:
             self._perform(self._session.on_draft_up())
 
     def close(self) -> None:
-        """Stops all work for this generation; idempotent. Its trace may still receive draft nodes for LINGER_S."""
+        """Stops all work for this generation; idempotent."""
         self._perform(self._session.end())
         self._stop_timer()
         self._target.detach(self._session.number)
-        linger_s = self._request.left()
-        if self._draft is not None and linger_s:
-            self._loop.call_later(linger_s, self._draft.detach, self._session.number)
-        elif self._draft is not None:
+        self._request.left()
+        if self._draft is not None:
             self._draft.detach(self._session.number)
 
     async def next_event(self) -> Event:
@@ -136,12 +134,11 @@ class Generation:
         self._fail(SpecdecError("the coordinator failed at this generation; its log contains the cause"))
 
     def on_item(self, replica: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
-        """Handles one answer of a replica; after the end it is dropped, and draft nodes are recorded in the trace."""
+        """Handles one answer of a replica; after the end it is dropped."""
         session = self._session
         if session.finished:
-            if isinstance(item, Nodes):
-                self._request.nodes(session, item, replica.link)
-        elif replica is self._draft:
+            return
+        if replica is self._draft:
             self.statistics.draft_link_bytes += byte_count
             self._on_draft_item(replica, item, byte_count)
         else:
@@ -157,7 +154,7 @@ class Generation:
             count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
             self._speculation.on_draft_step(item, count, session.params.rule, byte_count, network_s)
             actions = session.on_nodes(item)
-            request.nodes(session, item, draft.link)
+            request.nodes(session, item, draft)
             self._perform(actions)
         elif isinstance(item, MissingTokens):
             if actions := session.on_draft_missing(item):

@@ -8,6 +8,7 @@ loop, read from any thread.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, DraftItem, Nodes, Open, TargetItem, Trace
@@ -19,6 +20,9 @@ from specdec.rpc.link import Link
 from specdec.rpc.status import REASONS
 from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
 from specdec.telemetry.spans import AttributeValue
+
+if TYPE_CHECKING:
+    from specdec.coordinator.replicas import Replica
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
@@ -94,8 +98,8 @@ class RequestStatistics:
     def sent(self, session: Session, now_s: float) -> None:
         """The verification in flight is sent; called again when it is sent again."""
 
-    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
-        """The draft sent nodes, and the session has added the usable ones to its tree: none if its text has ended."""
+    def nodes(self, session: Session, nodes: Nodes, draft: Replica) -> None:
+        """The draft sent nodes, and the session has added the usable ones to its tree."""
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
         """A verdict is committed, and the session's actions are not carried out yet; `link` is the target's."""
@@ -118,9 +122,8 @@ class RequestStatistics:
         """The request was refused, or its generation failed."""
         self._end(error.reason if error.reason in OUTCOMES else SpecdecError.reason)
 
-    def left(self) -> float:
-        """The session is closed on all sides; returns the seconds for which it still takes nodes."""
-        return 0.0
+    def left(self) -> None:
+        """The session is closed on all sides."""
 
     def closed(self) -> None:
         """The call is over: without an outcome until now, its client has disconnected."""

@@ -1,8 +1,10 @@
 """Rounds and draft messages in a trace: the choice of detailed ones, their attributes, and the round groups.
 
-A detailed round is up to five spans in two services, and the draft messages around it two spans each: the first
-rounds, then a sample. All others are events of the prefill or of a group of 32 rounds, so that 2,000 rounds stay below
-300 spans. Records are kept, and become events only when the span is sent, by the thread that sends it.
+A detailed round is up to seven spans in two services, and the draft steps before it one each: the first rounds, then
+the first round of some groups. All others are events of their group and, summed, one span for each part of their time
+(`sums`), laid end to end behind the detailed round: the spans of a group cover its time once, so views that add up
+spans give the shares of the statistics. Records are kept, and become events only when the span is sent, by the thread
+that sends it.
 """
 
 from __future__ import annotations
@@ -22,33 +24,44 @@ from specdec.protocol.types import TokenKind
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.spans import SPAN_ID_BYTES, AttributeValue, SpanEvent, SpanLink, draft_span_id
 
+FIRST_ROUND_COUNT = 4  # round 0, which is the prefill, and the group of the three after it: all in detail
 GROUP_ROUND_COUNT = 32
+SHORT_GROUP_COUNT = 10  # the groups after these have twice the rounds
+LONG_GROUPS_BEGIN = FIRST_ROUND_COUNT + SHORT_GROUP_COUNT * GROUP_ROUND_COUNT
 ROUND_GROUP = "round group"
-FIRST_ROUND_COUNT = 4  # round 0, which reads the prompt, and the three after it
-FIRST_GROUPS = (1, 2, 4)
+DETAILED_GROUPS = (2, 4)  # and every eighth: their first round is in detail
 GROUP_INTERVAL = 8
-ROUND_IN_GROUP = 16  # in the middle, so that the draft's work for it belongs to the same group
 DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, a round's draft tokens come from the rounds before it
-SLOW_ROUND_COUNT_MAX = 8  # rounds recorded because they were slow, by this process alone
-SLOW_FACTOR = 2.0  # times the group's mean, above which its slowest round has a span of its own
+SLOW_ROUND_COUNT_MAX = 8  # events of slow rounds in one trace
+SLOW_FACTOR = 2.0  # times the group's mean, above which its slowest round has an event
+SUM_SHARE_MIN = 0.001  # of the summed rounds: smaller parts have no span
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
-READING_S = 0.0001  # clocks are read and sent to the microsecond; wall time is compared by a few readings
+DRAFT_ARRIVED = "draft tokens arrived"
 PARTS = ("wait", "network", "queue", "forward", "sampling", "rule")
+TARGET_PARTS = ("queue", "forward", "sampling")
 
 
 def round_group_of(round_index: int) -> int:
-    """The index of the group a round belongs to, from 0; -1 for round 0, which is the prefill."""
-    return (round_index - 1) // GROUP_ROUND_COUNT
+    """The index of the group a round belongs to: 0 for the prefill, 1 for the first rounds."""
+    if round_index < FIRST_ROUND_COUNT:
+        return min(round_index, 1)
+    if round_index < LONG_GROUPS_BEGIN:
+        return 2 + (round_index - FIRST_ROUND_COUNT) // GROUP_ROUND_COUNT
+    return 2 + SHORT_GROUP_COUNT + (round_index - LONG_GROUPS_BEGIN) // (2 * GROUP_ROUND_COUNT)
+
+
+def begins_group(round_index: int) -> bool:
+    """Whether a round is the first of its group."""
+    return round_index == 0 or round_group_of(round_index) != round_group_of(round_index - 1)
 
 
 def is_round_detailed(round_index: int) -> bool:
     """Whether a round's verification is recorded in detail, by the target too."""
-    group = round_group_of(round_index)
     if round_index < FIRST_ROUND_COUNT:
         return True
-    is_sampled = group in FIRST_GROUPS or (group > 0 and group % GROUP_INTERVAL == 0)
-    return is_sampled and round_index == 1 + group * GROUP_ROUND_COUNT + ROUND_IN_GROUP
+    group = round_group_of(round_index)
+    return (group in DETAILED_GROUPS or group % GROUP_INTERVAL == 0) and begins_group(round_index)
 
 
 def is_drafting_detailed(round_index: int) -> bool:
@@ -63,10 +76,9 @@ def parts_of(record: RoundRecord) -> tuple[float, ...]:
     Network time is (t3 - t0) - (t2 - t1), the round trip by this clock less the time at the target by its own clock; it
     includes the handling of the messages by both processes.
     """
-    server_s = min(record.round_trip_s, record.server_s or record.queue_s + record.step_s)
-    queue_s = max(0.0, server_s - record.step_s)
+    network_s = record.round_trip_s - record.server_share_s
     rule_s = max(0.0, record.round_s - record.wait_s - record.round_trip_s)
-    return record.wait_s, record.round_trip_s - server_s, queue_s, record.forward_s, record.sampling_s, rule_s
+    return record.wait_s, network_s, record.server_wait_s, record.forward_s, record.sampling_s, rule_s
 
 
 def branch_of(record: RoundRecord) -> str:
@@ -142,6 +154,7 @@ class RoundGroup:
     start_s: float
     span_id: bytes = field(default_factory=lambda: os.urandom(SPAN_ID_BYTES))
     draft_message_count: int = 0
+    drafting_s: float = 0.0  # of the draft's steps without spans of their own
     records: list[RoundRecord] = field(default_factory=list)
     _notes: list[SpanEvent] = field(default_factory=list)
     _note_count: int = 0
@@ -161,13 +174,39 @@ class RoundGroup:
         if len(self._notes) < NOTE_COUNT_MAX:
             self._notes.append(event)
 
-    def slow_round(self) -> RoundRecord | None:
-        """Returns the slowest round if it took more than SLOW_FACTOR times the mean of all."""
-        if not self.records:
-            return None
-        slowest = max(self.records, key=lambda record: record.round_s)
-        mean_s = sum(record.round_s for record in self.records) / len(self.records)
-        return slowest if slowest.round_s > SLOW_FACTOR * mean_s else None
+    def note_slow_round(self) -> bool:
+        """Records an event for the slowest round if it took more than SLOW_FACTOR times the mean of all, with the
+        largest part of its time; returns whether it did."""
+        slowest = max(self.records, key=lambda record: record.round_s, default=None)
+        mean_s = sum(record.round_s for record in self.records) / max(1, len(self.records))
+        if slowest is None or slowest.round_s <= SLOW_FACTOR * mean_s:
+            return False
+        part_s, part = max(zip(parts_of(slowest), PARTS))
+        said: dict[str, AttributeValue] = {
+            "specdec.round": slowest.round_index,
+            "specdec.round_ms": round(1000 * slowest.round_s, 2),
+            "specdec.mean_ms": round(1000 * mean_s, 2),
+            "specdec.part": part,
+            "specdec.part_ms": round(1000 * part_s, 2),
+        }
+        self.note(SpanEvent("slow round", slowest.end_s, said))
+        return True
+
+    def sums(self, end_s: float) -> Iterator[tuple[str, float, float, int]]:
+        """Yields the summed parts of the rounds without spans of their own: name, start, end, number of rounds.
+
+        The parts of the rounds lie end to end from the end of the detailed round, in the order of PARTS; the draft's
+        steps run beside them, from the same start, and end with the group at `end_s` at the latest.
+        """
+        summed = [record for record in self.records if not is_round_detailed(record.round_index)]
+        start_s = summed[0].start_s if summed else self.start_s
+        if self.drafting_s:
+            yield "draft", start_s, min(end_s, start_s + self.drafting_s), len(self.records)
+        spent = list(zip(PARTS, map(sum, zip(*map(parts_of, summed)))))
+        for part, part_s in spent:
+            if part_s > SUM_SHARE_MIN * sum(each_s for _, each_s in spent):
+                yield part, start_s, start_s + part_s, len(summed)
+                start_s += part_s
 
     def __iter__(self) -> Iterator[SpanEvent]:
         """Yields its events in order of time: one per round, at the verdict, and the notes."""
@@ -209,41 +248,28 @@ class DraftMessage(NamedTuple):
 
 
 class DraftMessages:
-    """The detailed messages of one generation, and those whose tokens the round in flight offers.
-
-    A message is one span, from the start of the draft's step to its arrival. That start is known by the draft's clock
-    only: the span begins at its earliest possible time by this clock, and so never after the draft's own span of the
-    step, whatever the link does.
-    """
+    """The detailed messages of one generation, and those whose tokens the round in flight offers."""
 
     def __init__(self) -> None:
         self._recent: deque[DraftMessage] = deque(maxlen=MESSAGE_COUNT_MAX)
         self._offered: list[tuple[DraftMessage, list[int]]] = []
         self._offered_s = 0.0
 
-    def message(
-        self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes, groups: Sequence[RoundGroup]
-    ) -> tuple[bytes, bytes, float, float, dict[str, AttributeValue]]:
-        """Returns the span of a message that has just arrived: its id, its parent's (the group of the step's start),
-        start, end and attributes."""
+    def arrived(self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes) -> SpanEvent:
+        """Returns the event of a message in detail that has just arrived."""
         arrived_s = time.monotonic()
         found = [session.tree.named.get((nodes.epoch, node.node_id)) for node in nodes.nodes]
         usable = tuple(node for node in found if node is not None and node.alive)
-        span_id = draft_span_id(root_id, nodes)
-        self._recent.append(DraftMessage(span_id, arrived_s, usable))
-        earliest_ns = stamps.earliest_own_ns(nodes.step_began_us)
-        start_s = arrived_s - nodes.step_us / 1e6 if earliest_ns is None else earliest_ns / 1e9
-        start_s = max(start_s - READING_S, groups[0].start_s)
-        group = next((own for own in reversed(groups) if own.start_s <= start_s), groups[0])
+        self._recent.append(DraftMessage(draft_span_id(root_id, nodes), arrived_s, usable))
         attributes: dict[str, AttributeValue] = {
             "specdec.draft_tokens": len(nodes.nodes),
             "specdec.branch_tokens": sum(not node.proposal for node in nodes.nodes),
             "specdec.tokens_too_late": len(nodes.nodes) - len(usable),
             "specdec.step_rows": nodes.step_rows,
-            "specdec.server_ms": nodes.step_us / 1000,
+            "specdec.step_ms": nodes.step_us / 1000,
             **link_attributes(stamps),
         }
-        return span_id, group.span_id, start_s, arrived_s, attributes
+        return SpanEvent(DRAFT_ARRIVED, arrived_s, attributes)
 
     def offer(self, path: Sequence[TreeNode], now_s: float) -> None:
         """Records that the round sent now offers the tokens of these nodes."""

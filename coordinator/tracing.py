@@ -1,9 +1,10 @@
 """The spans of one generation: made from its events and every round's record, each recorded when it ends.
 
-`Generate` is the root; below it the prefill and groups of 32 rounds, below those detailed rounds and draft messages.
-Other rounds cost next to nothing. Whether a request is recorded is decided once, at its arrival (`open_request`); the
-trace contexts of its items (`context_of`) pass the decision to the replicas. Nothing here affects the text, and the
-session knows nothing of it.
+`Generate` is the root; below it the prefill and groups of rounds, below those detailed rounds, draft steps, and the
+summed parts of the other rounds, which cost next to nothing. Sums of a replica's work are recorded here in its name:
+its answers have the times, and only here it is known which rounds lie beside them. Whether a request is recorded is
+decided once, at its arrival (`open_request`); the trace contexts of its items (`context_of`) pass the decision to the
+replicas. Nothing here affects the text, and the session knows nothing of it.
 
 Attribute names: `gen_ai.*` as in OpenTelemetry, all others under `specdec.*`. Never prompts, texts, token ids, stop
 strings, labels.
@@ -14,18 +15,19 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
-    GROUP_ROUND_COUNT,
     PARTS,
     ROUND_GROUP,
     SLOW_ROUND_COUNT_MAX,
+    TARGET_PARTS,
     DraftMessages,
     RoundGroup,
+    begins_group,
     hop_attributes,
     is_drafting_detailed,
     is_round_detailed,
@@ -54,9 +56,10 @@ from specdec.telemetry.spans import (
 )
 from specdec.telemetry.tracing import Tracing
 
-GROUP_COUNT_MAX = 8  # a draft step may have begun some groups ago, not more
+if TYPE_CHECKING:
+    from specdec.coordinator.replicas import Replica
+
 DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
-LINGER_S = 1.0  # after the end: the draft's spans of messages then on the way need their parents
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 
@@ -100,8 +103,9 @@ class RequestTrace(RequestStatistics):
         self._draft_unavailable_s = 0.0
         self._error = ""
         self._group: RoundGroup | None = None
-        self._recent: deque[RoundGroup] = deque(maxlen=GROUP_COUNT_MAX)
         self._drafting = DraftMessages()
+        self._drafting_s = 0.0
+        self._target_service = self._draft_service = ""  # the names of the replicas in traces
         self._totals = (0.0,) * len(PARTS)
         self._slow_count = 0
         self._was_speculating = False
@@ -117,6 +121,7 @@ class RequestTrace(RequestStatistics):
     def admitted(self, request: GenerationRequest, started: Started, target: Description) -> None:
         super().admitted(request, started, target)
         sampling = request.sampling
+        self._target_service = target.trace_service
         self._attributes |= {
             "gen_ai.request.model": target.model_name,
             "gen_ai.request.max_tokens": started.max_tokens,
@@ -138,7 +143,6 @@ class RequestTrace(RequestStatistics):
 
     def _begin_group(self, name: str, round_index: int) -> None:
         self._group = RoundGroup(name, self._round_began_s)
-        self._recent.append(self._group)
         self._name_round(self._group.span_id, round_index)
 
     def _name_round(self, group_id: bytes, round_index: int) -> None:
@@ -158,13 +162,19 @@ class RequestTrace(RequestStatistics):
         if self._round_id and session.in_flight is not None:
             self._drafting.offer(session.tree.proposal_path(len(session.in_flight.draft_token_ids)), now_s)
 
-    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
-        if self._group is not None:
-            self._group.draft_message_count += 1
-        if nodes.step_began_us and nodes.nodes and self._recent:
-            message = self._drafting.message(session, nodes, link.stamps, self.context.span_id, self._recent)
-            span_id, parent_id, start_s, end_s, attributes = message
-            self._record("draft", span_id, parent_id, start_s, end_s, kind=SpanKind.CLIENT, attributes=attributes)
+    def nodes(self, session: Session, nodes: Nodes, draft: Replica) -> None:
+        group = self._group
+        if group is None:
+            return
+        if draft.description is not None:
+            self._draft_service = draft.description.trace_service
+        group.draft_message_count += 1
+        worked_s = nodes.worked_us / 1e6
+        self._drafting_s += worked_s
+        if nodes.is_detailed and nodes.nodes:
+            worked_s -= nodes.step_us / 1e6
+            group.note(self._drafting.arrived(session, nodes, draft.link.stamps, self.context.span_id))
+        group.drafting_s += max(0.0, worked_s)
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
         super().on_round(session, record, link)
@@ -175,6 +185,8 @@ class RequestTrace(RequestStatistics):
         group.records.append(record)
         if self._round_id:
             assert self._sent_s is not None
+            if record.wait_s:
+                self._record("wait", b"", self._round_id, self._sent_s - record.wait_s, self._sent_s)
             self._record_verification(self._sent_s + record.round_trip_s, hop_attributes(record, link.stamps))
             if self._round_id != group.span_id:
                 links = self._drafting.links(record.accepted_count, self.context.trace_id)
@@ -185,22 +197,14 @@ class RequestTrace(RequestStatistics):
         self._sent_s, self._round_began_s = None, record.end_s
         if session.finished:
             self._round_id = b""
-        elif record.round_index % GROUP_ROUND_COUNT == 0:  # the prefill ends with it, or a round group
+        elif begins_group(record.round_index + 1):
             self._begin_group(ROUND_GROUP, record.round_index + 1)
             self._end_group(group, record.end_s)
         else:
             self._name_round(group.span_id, record.round_index + 1)
 
-    def _record_round(
-        self,
-        span_id: bytes,
-        group: RoundGroup,
-        record: RoundRecord,
-        links: Iterable[SpanLink] = (),
-        **said: AttributeValue,
-    ) -> None:
-        attributes = {**round_attributes(record), **{f"specdec.{name}": value for name, value in said.items()}}
-        more = {"attributes": attributes, "events": wasted_events(record), "links": tuple(links)}
+    def _record_round(self, span_id: bytes, group: RoundGroup, record: RoundRecord, links: Iterable[SpanLink]) -> None:
+        more = {"attributes": round_attributes(record), "events": wasted_events(record), "links": tuple(links)}
         self._record("round", span_id, group.span_id, record.start_s, record.end_s, **more)
 
     def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:
@@ -212,10 +216,12 @@ class RequestTrace(RequestStatistics):
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
         self._totals = tuple(map(sum, zip(self._totals, group.parts())))
-        slow = group.slow_round() if self._slow_count < SLOW_ROUND_COUNT_MAX else None
-        if slow is not None and not is_round_detailed(slow.round_index):
-            self._slow_count += 1
-            self._record_round(os.urandom(SPAN_ID_BYTES), group, slow, slow=True)
+        if self._slow_count < SLOW_ROUND_COUNT_MAX:
+            self._slow_count += group.note_slow_round()
+        for part, part_start_s, part_end_s, round_count in group.sums(end_s):
+            service = self._target_service if part in TARGET_PARTS else self._draft_service if part == "draft" else ""
+            said = {"attributes": {"specdec.rounds": round_count}, "service": service}
+            self._record(f"{part}, summed", b"", group.span_id, part_start_s, part_end_s, **said)
         more = {"attributes": group.attributes(), "events": group, "error": self._error}
         self._record(group.full_name(), group.span_id, self.context.span_id, group.start_s, end_s, **more)
 
@@ -236,8 +242,7 @@ class RequestTrace(RequestStatistics):
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
         more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
-        span_id = os.urandom(SPAN_ID_BYTES)
-        self._record("draft unavailable", span_id, self.context.span_id, began_s, now_s, **more)
+        self._record("draft unavailable", b"", self.context.span_id, began_s, now_s, **more)
 
     def finished(self, finished: Finished) -> None:
         super().finished(finished)
@@ -267,9 +272,8 @@ class RequestTrace(RequestStatistics):
         """Returns the attribute of spans that the failure of this side ended."""
         return {"error.type": self._error} if self._error else {}
 
-    def left(self) -> float:
+    def left(self) -> None:
         self._leave_group()
-        return LINGER_S
 
     def _leave_group(self) -> None:
         """Ends the current group, with the verification in flight if there is one: its answer will not be handled."""
@@ -296,6 +300,7 @@ class RequestTrace(RequestStatistics):
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""
         troubles: dict[str, AttributeValue] = {
+            "specdec.draft_ms": round(1000 * self._drafting_s, 3),
             "specdec.draft_lost": self._note_counts[DRAFT_LOST],
             "specdec.draft_unavailable_ms": round(1000 * self._draft_unavailable_s, 3),
             "specdec.policy_switches": self._note_counts[POLICY_SWITCHED],
@@ -307,5 +312,7 @@ class RequestTrace(RequestStatistics):
         histogram.add_traced(value_s, self.context.trace_id.hex(), time.time())
 
     def _record(self, name: str, span_id: bytes, parent_id: bytes, start_s: float, end_s: float, **more: Any) -> None:
+        """Records a span; an empty `span_id` is drawn."""
+        span_id = span_id or os.urandom(SPAN_ID_BYTES)
         span = Span(name, self.context.trace_id, span_id, parent_id, start_s, end_s, **more)
         self._tracing.record((span,), self._offset_ns)

@@ -20,11 +20,11 @@ from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
-from specdec.protocol.items import UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
+from specdec.protocol.items import NO_TRACE, UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
 from specdec.replica.handler import ReplicaService, ReplicaSession, Reply, check_params_tokens
-from specdec.telemetry.spans import Span, SpanKind, derived_span_id, draft_span_id
+from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
@@ -38,7 +38,8 @@ DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crow
 class DraftSession(ReplicaSession):
     """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
 
-    `grown`: nodes to send at the end of the step. `traced_step_count`: the number of next steps recorded in detail.
+    `grown`: nodes to send at the end of the step. `traced_step_count`: the number of next steps recorded in detail,
+    below the span of `phase`. `worked_s`: of steps since the item before.
     """
 
     cells: Cells
@@ -48,6 +49,8 @@ class DraftSession(ReplicaSession):
     nodes_per_step: int = 1
     grown: list[DraftNode] = field(default_factory=list)
     traced_step_count: int = 0
+    phase: Trace = NO_TRACE
+    worked_s: float = 0.0
 
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the tree below them."""
@@ -164,6 +167,7 @@ class Drafter(ReplicaService):
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step = item.nodes_per_step
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
+        session.phase = item.trace
         self._growing[session] = None
         return None
 
@@ -258,8 +262,10 @@ class Drafter(ReplicaService):
     def _on_step(self, report: StepReport[list[Proposal]]) -> None:
         """Adds the proposals of a step to the trees, and sends one item per session with the time of the whole step."""
         served = []
+        now_s = time.perf_counter()
         for own, outcome in zip(self._step, report.outcomes):
             session = own.session
+            session.worked_s += now_s - self._step_began_s
             if isinstance(outcome, SpecdecError):
                 session.cells.give_back(own.fed)
                 session.drop_tree()  # no drafting until the next commit
@@ -277,15 +283,14 @@ class Drafter(ReplicaService):
                 served.append(session)
         self._step_count += bool(served)
         for session in served:
-            self._send(session, report.row_count, len(served))
+            self._send(session, report.row_count, len(served), now_s)
 
-    def _send(self, session: DraftSession, row_count: int, session_count: int) -> None:
-        now_s = time.perf_counter()
+    def _send(self, session: DraftSession, row_count: int, session_count: int, now_s: float) -> None:
         is_traced = session.traced_step_count > 0
-        step_us = began_us = 0
+        is_summed = session.opened.trace.sampled and self._tracing.is_on
+        step_us = 0
         if is_traced or self._step_count % STEPS_PER_TIMING == 0:
             step_us = min(UINT32_MAX, round((now_s - self._step_began_s) * 1e6))
-            began_us = int(self._step_began_s * 1e6) if is_traced else 0
         nodes = Nodes(
             *session.name,
             session.growth.epoch,
@@ -293,13 +298,15 @@ class Drafter(ReplicaService):
             tuple(session.grown),
             step_us,
             row_count if step_us else 0,
-            step_began_us=began_us,
+            is_detailed=is_traced,
+            worked_us=min(UINT32_MAX, round(session.worked_s * 1e6)) if is_summed else 0,
         )
+        session.worked_s = 0.0
         session.grown.clear()
         session.reply(nodes)
         if is_traced:
             session.traced_step_count -= 1
-            span = draft_span(session.opened.trace, nodes, self._step_began_s, now_s, session_count)
+            span = draft_span(session, nodes, self._step_began_s, now_s, session_count)
             self._tracing.record((span,))
 
 
@@ -313,14 +320,14 @@ def give_back_unlikely(chosen: dict[DraftSession, list[DraftTreeNode]]) -> None:
             session.growth.give_back(node)
 
 
-def draft_span(request: Trace, nodes: Nodes, began_s: float, sent_s: float, session_count: int) -> Span:
-    """Returns the draft's span of one detailed message, from the start of its step to its sending; `request`: the trace
-    its session was opened with. The coordinator's span ends at the arrival; both derive their ids from sent fields."""
-    parent_id = draft_span_id(request.span_id, nodes)
+def draft_span(session: DraftSession, nodes: Nodes, began_s: float, sent_s: float, session_count: int) -> Span:
+    """Returns the span of one detailed message, from the start of its step to its sending, below the phase of the last
+    commit. The coordinator derives the same id for its links."""
+    request, phase = session.opened.trace, session.phase
     attributes = {
         "specdec.draft_tokens": len(nodes.nodes),
         "specdec.step_rows": nodes.step_rows,
         "specdec.step_sessions": session_count,
     }
-    ids = (request.trace_id, derived_span_id(parent_id, "draft"), parent_id)
+    ids = (request.trace_id, draft_span_id(request.span_id, nodes), phase.span_id)
     return Span("draft", *ids, began_s, sent_s, SpanKind.SERVER, attributes)

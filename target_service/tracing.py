@@ -1,8 +1,8 @@
 """The spans of the target for detailed rounds, step by step.
 
-Each such round has a `verify` span from the arrival of its message to its answer, and below it its wait (`queue`) and
-its forward pass (`forward`). A forward that served several rounds is one span, below the first detailed round, with a
-link to every round it served; the others link to it.
+Each such round has a `verify` span from the arrival of its message to its answer, and below it its wait (`queue`), its
+forward pass (`forward`) and its sampler (`sampling`). Of a step that served several rounds, the `forward` of the first
+detailed round has a link to every round; those of the others link to it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Served:
         """The id of its `verify` span on this side."""
         return derived_span_id(self.item.trace.span_id, "verify", "target")
 
-    def verify(self, forward: tuple[SpanLink, ...]) -> Span:
-        """Returns its `verify` span; `forward`: a link to the step that served it, if that is below another round."""
+    def verify(self) -> Span:
+        """Returns its `verify` span."""
         trace = self.item.trace
         ids = trace.trace_id, self.span_id, derived_span_id(trace.span_id, "verify")
         attributes = {"specdec.round": self.item.round_index, "specdec.offered": len(self.item.draft_token_ids)}
-        return Span("verify", *ids, self.arrived_s, self.answered_s, SpanKind.SERVER, attributes, links=forward)
+        return Span("verify", *ids, self.arrived_s, self.answered_s, SpanKind.SERVER, attributes)
 
     def below(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> Span:
         """Returns a span below its `verify`."""
@@ -54,21 +54,18 @@ def spans_of(rounds: Sequence[Served]) -> list[Span]:
     detailed = [served for served in rounds if served.item.trace.detailed]
     if not detailed:
         return []
-    first, timing = detailed[0], detailed[0].timing
-    shared = {
-        "specdec.step_rows": timing.row_count,
-        "specdec.step_sessions": timing.feed_count,
-        "specdec.sampling_ms": round(1000 * timing.sampling_s, 4),
-    }
-    forward = first.below("forward", timing.started_s, timing.ended_s, shared)
-    forward = replace(forward, links=tuple(served.link for served in rounds))
-    spans = [forward]
+    spans: list[Span] = []
+    links = tuple(served.link for served in rounds)
     for served in detailed:
         own = served.timing
+        shared = {"specdec.step_rows": own.row_count, "specdec.step_sessions": own.feed_count}
+        sampling_began_s = own.ended_s - own.sampling_s
+        forward = replace(served.below("forward", own.started_s, sampling_began_s, shared), links=links)
+        if served is detailed[0]:
+            links = (SpanLink(forward.trace_id, forward.span_id),)
+        spans += [forward, served.below("sampling", sampling_began_s, own.ended_s, {}), served.verify()]
         spans.append(served.below("queue", served.arrived_s, own.first_started_s, {}))
         if own.step_count > 1:
             steps = {"specdec.steps": own.step_count - 1}
             spans.append(served.below("chunks", own.first_started_s, own.started_s, steps))
-        elsewhere = () if served is first else (SpanLink(forward.trace_id, forward.span_id),)
-        spans.append(served.verify(elsewhere))
     return spans

@@ -174,7 +174,7 @@ class Verifier(ReplicaService):
             cached_prompt_tokens=session.cached_count,
             step_count=timing.step_count,
             preemptions=session.preemptions,
-            server_us=round((now_s - session.arrived_s) * 1e6) if item.trace.sampled else 0,
+            server_us=round((now_s - session.arrived_s) * 1e6),
         )
         session.cached_count = session.preemptions = 0
         session.reply(answer)

@@ -111,7 +111,7 @@ def where_time_went(parts: Sequence[Part]) -> Table:
 
 def remarks(facts: Facts) -> list[str]:
     """Returns notes on drafting time and clock offsets."""
-    sentences = [f"Beside the rounds the draft worked {facts.drafting_ms:.1f} ms in the steps recorded here."]
+    sentences = [f"Beside the rounds the draft worked {facts.drafting_ms:.1f} ms."]
     for service, offset_ms in sorted(facts.clock_offsets_ms.items()):
         sentences.append(f"The {service}'s clock is {offset_ms:+.2f} ms from the coordinator's; its spans are moved.")
     return sentences
@@ -140,15 +140,14 @@ def side_by_side(first: Facts, second: Facts) -> Table:
     return table
 
 
-def listing(found: Sequence[Facts]) -> Table:
-    """Returns one line per generation."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("trace id", "ms", "tokens", "acceptance", "largest part", "happened"):
-        table.add_column(name, justify="right" if name in ("ms", "tokens", "acceptance") else "left", overflow="fold")
+def listing(found: Sequence[Facts]) -> Text:
+    """Returns one line per generation, and below it what happened."""
+    form = "{:<32} {:>10} {:>6} {:>10}  {}"
+    text = Text(form.format("trace id", "ms", "tokens", "acceptance", "largest part"))
     for facts in found:
-        happened = "; ".join(one.sentence for one in facts.happened)
-        style = "red" if facts.error else ""
+        numbers = f"{facts.total_ms:.0f}", facts.output_tokens, f"{facts.acceptance:.2f}"
         largest = f"{facts.largest.name} {facts.largest.share:.0%}"
-        row = (facts.trace_id, f"{facts.total_ms:.0f}", str(facts.output_tokens), f"{facts.acceptance:.2f}", largest)
-        table.add_row(*row, happened, style=style)
-    return table
+        text.append("\n" + form.format(facts.trace_id, *numbers, largest), "red" if facts.error else "")
+        for happening in facts.happened:
+            text.append(f"\n    {happening.at_ms / 1000:.2f} s  {happening.sentence}", "dim")
+    return text

@@ -225,7 +225,7 @@ class VerificationResult(NamedTuple):
 
     `step_sessions` shared its last forward pass, of `active_sessions` with work or just answered. `step_count`: its
     forward passes, above 1 for prompts and reopened sessions only. `cached_prompt_tokens`: found in the cache, in the
-    first result only. `preemptions`: since the result before. `server_us`: from arrival to answer, if traced.
+    first result only. `preemptions`: since the result before. `server_us`: from arrival to answer.
     """
 
     session: int
@@ -263,8 +263,9 @@ class DraftNode(NamedTuple):
 class Nodes(NamedTuple):
     """Nodes one draft step added to one session's tree.
 
-    `malformed_count`: nodes dropped while reading: the first malformed one and all after it. `step_began_us`: by the
-    draft's own clock, 0 unless it recorded a span of the step.
+    `malformed_count`: nodes dropped while reading: the first malformed one and all after it. `is_detailed`: the draft
+    recorded a span of the step. `worked_us`: of all steps for the session since the item before, 0 unless the draft
+    records spans of the request.
     """
 
     session: int
@@ -275,7 +276,8 @@ class Nodes(NamedTuple):
     step_us: int = 0
     step_rows: int = 0
     malformed_count: int = 0
-    step_began_us: int = 0
+    is_detailed: bool = False
+    worked_us: int = 0
 
 
 def within(item: Open | Verification | Commit, trace: Trace) -> Open | Verification | Commit:

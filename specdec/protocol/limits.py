@@ -168,7 +168,7 @@ NAMES = (
         "NAME_LENGTH_MAX",
         types.NAME_LENGTH_MAX,
         "the name of a model may be the path of its folder",
-        "DescribeResponse.model_name NumericsProfile.dtype,device,libraries",
+        "DescribeResponse.model_name,trace_service NumericsProfile.dtype,device,libraries",
     ),
     Limit(
         "FAILURE_WORD_LENGTH_MAX",
@@ -257,7 +257,7 @@ MEASUREMENTS = (
         items.UINT32_MAX,
         "reported or compared; no memory depends on it",
         """DescribeResponse.protocol_version NumericsProfile.tensor_parallel_size CacheSize.block_count,block_size
-        StepTime.rows,step_us ErrorItem.code,retry_after_ms NodesItem.step_us,step_rows Delta.text_lengths[]
+        StepTime.rows,step_us ErrorItem.code,retry_after_ms NodesItem.step_us,step_rows,worked_us Delta.text_lengths[]
         VerificationResultItem.queue_us,forward_us,sampling_us,step_rows,step_sessions,active_sessions
         VerificationResultItem.step_count,preemptions Statistics.rounds,num_spec_steps,num_draft_tokens
         Statistics.num_accepted_draft_tokens,acceptance_histogram[],draft_waits_expired,num_evaluated_nodes
@@ -268,7 +268,7 @@ MEASUREMENTS = (
         "64 bits",
         (1 << 64) - 1,
         "reported or compared; no memory depends on it",
-        """CacheSize.bytes LinkStamp.sent_time_us,echo_held_us,wall_time_us NodesItem.step_began_us
+        """CacheSize.bytes LinkStamp.sent_time_us,echo_held_us,wall_time_us
         VerificationResultItem.server_us Statistics.draft_link_bytes,target_link_bytes,step_sessions,active_sessions""",
     ),
     Limit(

@@ -73,10 +73,10 @@ class RoundRecord(NamedTuple):
     text ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one
     of these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
     proposal path that the commit left. `wait_s`: wait for draft tokens; `round_trip_s`: from sending the verification
-    to its answer; `queue_s`, `forward_s`, `sampling_s` of the target's step; `step_rows` and `step_sessions` of all
-    sessions in it, of `active_sessions` with work; `step_count` above 1: the target read a prompt or a reopened
-    session. `cached_prompt_tokens`: in the first round only; `preemptions`: since the round before. `is_speculating`:
-    the policy drafts, though the plan may have had no positions left for it.
+    to its answer; `server_s`: at the target, 0 if unknown; `queue_s`, `forward_s`, `sampling_s` of the target's step;
+    `step_rows` and `step_sessions` of all sessions in it, of `active_sessions` with work; `step_count` above 1: the
+    target read a prompt or a reopened session. `cached_prompt_tokens`: in the first round only; `preemptions`: since
+    the round before. `is_speculating`: the policy drafts, though the plan may have had no positions left for it.
     """
 
     round_index: int
@@ -114,6 +114,16 @@ class RoundRecord(NamedTuple):
     def step_s(self) -> float:
         """Seconds of the target's step: forward pass and sampler."""
         return self.forward_s + self.sampling_s
+
+    @property
+    def server_share_s(self) -> float:
+        """Seconds at the target, from the arrival of the verification to its answer; never more than the round trip."""
+        return min(self.round_trip_s, self.server_s or self.queue_s + self.step_s)
+
+    @property
+    def server_wait_s(self) -> float:
+        """Seconds at the target outside its steps."""
+        return max(0.0, self.server_share_s - self.step_s)
 
     @property
     def is_hit(self) -> bool:
@@ -227,10 +237,10 @@ class Statistics:
         self.cached_prompt_tokens += record.cached_prompt_tokens
         self.preemptions += record.preemptions
         self.draft_wait_s += record.wait_s
-        self.target_queue_s += record.queue_s
+        self.target_queue_s += record.server_wait_s
         self.target_forward_s += record.forward_s
         self.target_sampling_s += record.sampling_s
-        self.target_link_s += max(0.0, record.round_trip_s - record.queue_s - record.step_s)
+        self.target_link_s += record.round_trip_s - record.server_share_s
         if self.rounds == 1:
             self.began_s = record.start_s
             self.time_to_first_token_s = record.round_s

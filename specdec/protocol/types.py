@@ -45,7 +45,7 @@ NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of de
 FAILURE_TEXT_LENGTH_MAX = 4096
 FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Rule(enum.Enum):
@@ -293,7 +293,8 @@ class Description:
     """The model that a replica serves, and its numerics; equal digests mean equal weights.
 
     `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
-    verification for a target, nodes for a draft. Empty without measurements.
+    verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
+    it records, empty if it records none.
     """
 
     model_digest: str
@@ -309,3 +310,4 @@ class Description:
     protocol_version: int = PROTOCOL_VERSION
     cache: CacheSize | None = None
     step_times: tuple[tuple[int, float], ...] = ()
+    trace_service: str = ""

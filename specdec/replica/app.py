@@ -243,7 +243,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         engine.start(service.next_step)
         progress("timing steps", 1.0)
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
-        self._description = replace(description, step_times=times)
+        self._description = replace(description, step_times=times, trace_service=self._tracing.service)
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:
         if self._description is None:

@@ -166,6 +166,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         end_token_ids=description.end_token_ids,
         cache=None if size is None else _cache_size_to_message(size),
         step_times=[types_pb.StepTime(rows=rows, step_us=_step_us(time_s)) for rows, time_s in description.step_times],
+        trace_service=description.trace_service,
     )
 
 
@@ -215,4 +216,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
         step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in step_times),
+        trace_service=bounded("trace_service", message.trace_service, NAME_LENGTH_MAX),
     )

@@ -159,7 +159,8 @@ def _write_nodes(item: items.Nodes) -> Fields:
         "nodes": list(map(_node_fields, item.nodes)),
         "step_us": item.step_us,
         "step_rows": item.step_rows,
-        "step_began_us": item.step_began_us,
+        "detailed": item.is_detailed,
+        "worked_us": item.worked_us,
     }
 
 
@@ -183,7 +184,8 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
         message.step_us,
         message.step_rows,
         len(message.nodes) - len(nodes),
-        message.step_began_us,
+        message.detailed,
+        message.worked_us,
     )
 
 

@@ -130,14 +130,6 @@ class Stamps:
         monotonic_ns = best.peer_ns - best.own_ns + best.network_ns // 2
         return (monotonic_ns + self._peer_wall_offset_ns - self._own_wall_offset_ns) / 1e9
 
-    def earliest_own_ns(self, peer_time_us: int) -> int | None:
-        """Returns the earliest possible time of this side's clock at `peer_time_us` of the peer's; None: unknown.
-
-        It assumes all network time on the way here; later by that time if all was on the way there.
-        """
-        best = self._best()
-        return None if best is None else best.own_ns - best.network_ns + 1000 * peer_time_us - best.peer_ns
-
     @property
     def network_min_s(self) -> float | None:
         """Shortest network time, both ways, of the last messages; None before the first."""

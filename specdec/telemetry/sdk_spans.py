@@ -5,6 +5,7 @@ The one module that imports the SDK; it is imported only if tracing is on.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -32,6 +33,7 @@ QUEUE_SPAN_COUNT_MAX = 16384  # above fifty generations of 2,000 rounds; some 30
 BATCH_SPAN_COUNT_MAX = 256  # collectors accept 4 MiB a message; a round group with all events has 14 KB
 QUEUE_VARIABLE, BATCH_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
 WARNING_INTERVAL_S = 60.0
+RESOURCE_COUNT_MAX = 16  # a name comes from a replica's description
 SCOPE = InstrumentationScope("specdec")
 SAMPLED = otel.TraceFlags(otel.TraceFlags.SAMPLED)
 OK, FAILED = otel.Status(otel.StatusCode.UNSET), otel.StatusCode.ERROR
@@ -48,6 +50,7 @@ class SdkTracing(Tracing):
         about: dict[str, AttributeValue] = {"service.name": f"specdec-{service}", "host.name": socket.gethostname()}
         about |= {"process.pid": os.getpid(), "service.version": __version__}
         self._resource = OwnResource(about)
+        self.service = str(self._resource.attributes["service.name"])
         # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless a caller that is followed says no
         self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
         queue_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
@@ -67,7 +70,8 @@ class SdkTracing(Tracing):
     def record(self, spans: Iterable[Span], offset_ns: int | None = None) -> None:
         offset_ns = wall_offset_ns() if offset_ns is None else offset_ns
         for span in spans:
-            waiting = Waiting(span, self._resource, offset_ns)
+            resource = resource_of(span.service) if span.service else self._resource
+            waiting = Waiting(span, resource, offset_ns)
             self._queue.on_end(waiting)  # type: ignore[arg-type]  # it asks for the flags only
 
     def close(self) -> None:
@@ -131,6 +135,12 @@ class OwnResource(Resource):
 
     def __hash__(self) -> int:
         return self._hash
+
+
+@functools.lru_cache(RESOURCE_COUNT_MAX)
+def resource_of(service: str) -> Resource:
+    """Returns the resource of spans that this process records of the work of another service."""
+    return Resource({"service.name": service})
 
 
 class _SdkLog(logging.Handler):

@@ -50,8 +50,9 @@ class SpanLink:
 class Span:
     """One span. Times are readings of the monotonic clock, in seconds.
 
-    `parent_id` is empty for a span without parent, `error` for one without failure. `events` may make its members while
-    it is read, and is read once, by another thread.
+    `parent_id` is empty for a span without parent, `error` for one without failure, `service` unless another service
+    than the recording one did the work. `events` may make its members while it is read, and is read once, by another
+    thread.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Span:
     events: Iterable[SpanEvent] = ()
     links: tuple[SpanLink, ...] = ()
     error: str = ""
+    service: str = ""
 
 
 def derived_span_id(span_id: bytes, *names: str | int) -> bytes:

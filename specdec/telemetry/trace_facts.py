@@ -17,9 +17,10 @@ SENTENCES = {
     "preempted by the target": "preempted by the target, times: {times}",
     "draft refused": "the draft refused the session: {reason}",
     "wait expired": "waited for draft tokens until the limit",
+    "slow round": "round {round} took {round_ms} ms, {part_ms} of them {part}; its group's mean is {mean_ms}",
     "sent again": "a verification was sent again",
 }
-IN_UNAVAILABLE = ("draft lost", "draft connected")  # told by their span
+UNTOLD = ("round", "draft lost", "draft connected", "draft tokens arrived")  # told by a span, or of every round
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One generation. `error`: why it failed, or empty; `drafting_ms`: of the recorded draft steps, beside the rounds;
+    """One generation. `error`: why it failed, or empty; `drafting_ms`: of the draft's steps, beside the rounds;
     `clock_offsets_ms`: by service, ahead of the coordinator."""
 
     trace_id: str
@@ -102,7 +103,7 @@ def _happened(tree: TraceTree) -> Iterator[Happening]:
     by_name: dict[str, list[ReadEvent]] = defaultdict(list)
     for span in own:
         for event in span.events:
-            if span.name != "round" and event.name not in ("round", *IN_UNAVAILABLE):
+            if span.name != "round" and event.name not in UNTOLD:
                 by_name[event.name].append(event)
     for events in by_name.values():
         for event in events[: EACH_MAX if len(events) <= EACH_MAX else 1]:

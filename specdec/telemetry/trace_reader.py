@@ -28,7 +28,7 @@ FAILED = (2, "STATUS_CODE_ERROR")
 VALUES: dict[str, Callable[[Any], Any]] = {"stringValue": str, "boolValue": bool, "intValue": int, "doubleValue": float}
 SEARCH_SERVICE = "specdec-coordinator"
 SEARCH_HOURS = 24 * 14
-OFFSET = "specdec.clock_offset_ms"
+OFFSET, DRAFT_ARRIVED = "specdec.clock_offset_ms", "draft tokens arrived"
 # In the order of display: name, the root's attributes summed, meaning.
 PARTS = (
     ("draft", ("specdec.wait_ms",), "held back for draft tokens"),
@@ -211,11 +211,6 @@ def kind_of(span: ReadSpan) -> tuple[str, str]:
     return span.name, span.service
 
 
-def _hop_ms(span: ReadSpan, child: ReadSpan) -> float:
-    """The milliseconds between the clocks of a span and its child: none, unless the child is on another machine."""
-    return float(span.attributes.get(OFFSET, 0.0)) if span.kind in CLIENT and child.kind in SERVER else 0.0
-
-
 class TraceTree:
     """The spans of one generation. Raises SessionUnknown if there is no `Generate` among them."""
 
@@ -228,6 +223,8 @@ class TraceTree:
         for span in spans:
             self._children[span.parent_id].append(span)
         self.spans = [span for siblings in self._children.values() for span in siblings]
+        arrived = [event for span in self.spans for event in span.events if event.name == DRAFT_ARRIVED]
+        self._draft_offset_ms = float(arrived[-1].attributes.get(OFFSET, 0.0)) if arrived else 0.0
 
     def lines(self, root: ReadSpan, fold_from: float = math.inf) -> Iterator[Line]:
         """Yields the tree in order, parents before children, each machine's times moved to the coordinator's clock.
@@ -237,7 +234,7 @@ class TraceTree:
             starts_ms = tuple((span.start_ns - root.start_ns) / 1e6 - skew_ms for span, skew_ms in members)
             yield Line(tuple(span for span, _ in members), depth, starts_ms)
             children = [
-                (child, skew_ms + _hop_ms(span, child))
+                (child, skew_ms + self._hop_ms(span, child))
                 for span, skew_ms in members
                 for child in self._children[span.span_id]
             ]
@@ -253,6 +250,12 @@ class TraceTree:
 
         return below([(root, 0.0)], 0)
 
+    def _hop_ms(self, span: ReadSpan, child: ReadSpan) -> float:
+        """The milliseconds between the clocks of a span and its child: none, unless the child is on another machine."""
+        if child.kind not in SERVER:
+            return 0.0
+        return float(span.attributes.get(OFFSET, 0.0)) if span.kind in CLIENT else self._draft_offset_ms
+
     def shares(self) -> list[tuple[str, float, float, str]]:
         """Returns the parts of the call's time: name, milliseconds, share of the call, meaning. Their sum: the call."""
         total_ms = max(self.root.duration_ms, 1e-9)
@@ -265,10 +268,11 @@ class TraceTree:
         return [(name, spent_ms, spent_ms / total_ms, meaning) for name, spent_ms, meaning in spent]
 
     def drafting_ms(self) -> float:
-        """Milliseconds of the recorded draft steps; they run beside the rounds."""
-        return sum(span.duration_ms for span in self.spans if span.name == "draft" and span.kind in SERVER)
+        """Milliseconds of the draft's steps; they run beside the rounds."""
+        return float(self.root.attributes.get("specdec.draft_ms", 0.0))
 
     def clock_offsets_ms(self) -> Mapping[str, float]:
         """Returns, by service, by how many milliseconds its clock is ahead of the coordinator's (the link's stamps)."""
-        clients = [span for span in self.spans if span.kind in CLIENT and OFFSET in span.attributes]
-        return {"draft" if span.name == "draft" else "target": float(span.attributes[OFFSET]) for span in clients}
+        targets = [span.attributes[OFFSET] for span in self.spans if span.kind in CLIENT and OFFSET in span.attributes]
+        found = {"target": float(targets[-1])} if targets else {}
+        return found | ({"draft": self._draft_offset_ms} if self._draft_offset_ms else {})

@@ -24,6 +24,7 @@ class Tracing:
     """The spans of one process: this class drops them; `open` returns one that sends them if an endpoint is set."""
 
     is_on = False
+    service = ""  # service.name of the spans; empty: none are recorded
 
     @staticmethod
     def open(service: str, endpoint: str | None = None, environment: Mapping[str, str] = os.environ) -> Tracing:

@@ -19,7 +19,7 @@ from tests.support.scripted_draft import ScriptedDraft
 
 Item = draft_pb.DraftResponseItem
 Messages = Iterator[list[Item]]
-UINT32_MAX, UINT64_MAX = 2**32 - 1, 2**64 - 1
+UINT32_MAX = 2**32 - 1
 CHANCE = random.Random(1)
 
 
@@ -102,7 +102,7 @@ def floods(commit: draft_pb.CommitItem, size: int) -> Messages:
 def lies_about_time(commit: draft_pb.CommitItem, size: int) -> Messages:
     """Steps that took no time, or an hour; of no row, or of four billion; of the far future."""
     step_us, step_rows = CHANCE.choice([0, 1, UINT32_MAX]), CHANCE.choice([0, 1, UINT32_MAX])
-    times = {"step_us": step_us, "step_rows": step_rows, "step_began_us": CHANCE.choice([1, UINT64_MAX])}
+    times = {"step_us": step_us, "step_rows": step_rows, "detailed": True, "worked_us": UINT32_MAX}
     yield [nodes(commit, chain(some(size)), **times)]
 
 

@@ -95,31 +95,21 @@ def test_a_busy_stream_is_stamped_as_often_as_it_tells_something():
 WALL_SKEW_NS = 40_000_000  # the other side's wall clock is 40 ms ahead
 
 
-def exchanged(out_ms: int, back_ms: int) -> tuple[Stamps, int]:
-    """The caller after one exchange with wall times, and when the answer left by the peer's clock."""
+def exchanged(out_ms: int, back_ms: int) -> Stamps:
+    """The caller after one exchange with wall times."""
     caller = Stamps(lambda: 10**18)
     answerer = Stamps(lambda: 10**18 + WALL_SKEW_NS - SKEW_NS)
     exchange(caller, answerer, 1_000_000, out_ms, 250, back_ms)
-    return caller, (1 + out_ms + 250) * MS + SKEW_NS
+    return caller
 
 
 @pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10)])
 def test_the_wall_clocks_are_found_apart(out_ms: int, back_ms: int):
     """Claim: the offset is the 40 ms the wall clocks differ by, wrong by half the network time at most, which is how
     lopsided a link can be; the monotonic clocks are 5000 s apart and do not matter."""
-    caller, _ = exchanged(out_ms, back_ms)
+    caller = exchanged(out_ms, back_ms)
     error_s = (out_ms - back_ms) / 2 / 1000
     assert caller.clock_offset_s == pytest.approx(0.040 + error_s, abs=2e-6)
-
-
-@pytest.mark.parametrize(("out_ms", "back_ms"), [(5, 5), (9, 1), (0, 10), (10, 0)])
-def test_a_moment_of_the_peer_is_never_placed_too_late(out_ms: int, back_ms: int):
-    """Claim: the earliest moment by our clock is at or before the true one, for any division of the network time
-    between both ways, by the network time at most: a span placed there cannot begin after its contents."""
-    caller, left_ns = exchanged(out_ms, back_ms)
-    true_ns = left_ns - SKEW_NS
-    earliest_ns = caller.earliest_own_ns(left_ns // 1000)
-    assert earliest_ns is not None and 0 <= true_ns - earliest_ns <= (out_ms + back_ms) * MS + 2000
 
 
 def test_the_quickest_of_the_last_exchanges_compares_the_clocks():

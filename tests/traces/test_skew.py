@@ -85,9 +85,11 @@ def plain_traces(table_models, link: Network) -> list[ReadTrace]:
 
 def values_of(traces: list[ReadTrace], name: str, attribute: str) -> list[float]:
     """Values of all hops of a kind; none where the draft records no span."""
-    clients = [span for trace in traces for span in trace.named(name, CLIENT)]
-    assert clients or name == "draft", "no verification was recorded"
-    values = [attributes(span)[attribute] for span in clients]
+    verifications = [span for trace in traces for span in trace.named("verify", CLIENT)]
+    groups = [group for trace in traces for group in (*trace.named("prefill"), *trace.groups)]
+    arrivals = [event for group in groups for event in group.events if event.name == "draft tokens arrived"]
+    assert verifications, "no verification was recorded"
+    values = [attributes(hop)[attribute] for hop in (verifications if name == "verify" else arrivals)]
     if values:
         print(f"{name} {attribute}: {len(values)} hops, least {min(values):.2f} ms, median {median(values):.2f} ms")
     return values
