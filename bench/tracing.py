@@ -4,8 +4,9 @@ Three sets of services run: without tracing, with 1 % of requests sampled, and w
 in turns, in an order that changes, and what counts are ratios of neighbours: whatever else the machine does meets all
 three. Spans go to a collector in a process of its own. First plain decoding on a table model, which computes nothing: a
 round for every token and nothing but rounds, so every microsecond of tracing shows, and what is lost there is more than
-any real pair loses; blocks are short and many. Then the shipped pair, as users run it. What a round costs the
-coordinator is timed alone too. At last generations of 10, 100 and 2,000 rounds are counted.
+any real pair loses; blocks are short and many. Then the shipped pair, as users run it, with one stream and with 32:
+these have bars. What a round costs the coordinator is timed alone too. At last generations of several lengths are
+counted.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from rich.progress import track
 from rich.table import Table
 
 from specdec.bench import harness
-from specdec.bench.pipeline.measurements import ratio_of
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
+from specdec.bench.pipeline.measurements import Ratio, ratio_of
 from specdec.bench.processes import cpu_seconds
 from specdec.bench.rounds import table_models
 from specdec.bench.trace_counts import (
@@ -49,6 +52,8 @@ SAMPLERS = {
     "100 %": {"OTEL_TRACES_SAMPLER": "parentbased_always_on"},
 }
 OFF = "off"
+PAIR_STREAMS = {1: 128, 32: 48}  # tokens of a request, by number of streams
+SPEED_MIN, WORK_MAX = 0.95, 1.10
 FIXED = {"speculation_policy": "fixed"}  # one that learns would end up elsewhere in each of the three
 
 
@@ -100,15 +105,15 @@ def measure(services: harness.Services, load: Load) -> Block:
     return Block(token_count / took_s, 1000 * spent_s / token_count)
 
 
-def cost(load: Load, block_count: int) -> dict[str, list[Block]]:
+def cost(load: Load, block_count: int, samplers: Mapping[str, dict[str, str]] = SAMPLERS) -> dict[str, list[Block]]:
     """Blocks of every way of sampling, as many of each, in turns."""
-    blocks: dict[str, list[Block]] = {name: [] for name in (OFF, *SAMPLERS)}
+    blocks: dict[str, list[Block]] = {name: [] for name in (OFF, *samplers)}
     begin = harness.running
     models = load.target, load.draft
     with collector() as endpoint, contextlib.ExitStack() as stack:
         running = {OFF: stack.enter_context(begin(*models, coordinator=FIXED, threads=1))}
         told: dict[str, Any] = {"otlp_traces_endpoint": endpoint}
-        for name, sampler in SAMPLERS.items():
+        for name, sampler in samplers.items():
             with variables(sampler):
                 running[name] = stack.enter_context(begin(*models, coordinator={**FIXED, **told}, threads=1, **told))
         for services in running.values():
@@ -120,6 +125,22 @@ def cost(load: Load, block_count: int) -> dict[str, list[Block]]:
     return blocks
 
 
+def ratios_of(own: Sequence[Block], off: Sequence[Block], measurement: str) -> Ratio:
+    """The ratio to the untraced block of the same turn: the median, and where it lies with 95 % certainty."""
+    return ratio_of([getattr(one, measurement) / getattr(other, measurement) for one, other in zip(own, off)])
+
+
+def bars_of(found: Mapping[str, dict[str, list[Block]]]) -> list[Bar]:
+    """The bars over the loads on the shipped pair, every request sampled."""
+    every = {name: (blocks["100 %"], blocks[OFF]) for name, blocks in found.items()}
+    speed = {name: ratios_of(*pair, "tokens_per_s").median for name, pair in every.items()}
+    work = {name: ratios_of(*pair, "cpu_per_1000").median for name, pair in every.items()}
+    return [
+        worst_of("tokens/s, all sampled / none", SPEED_MIN, speed),
+        worst_of("CPU of all services per token, all sampled / none", WORK_MAX, work, is_limit=True),
+    ]
+
+
 def report_cost(name: str, blocks: dict[str, list[Block]], console: Console) -> None:
     """Medians of ratios to the untraced block of the same turn, and where they lie with 95 % certainty."""
     turn_count = len(blocks[OFF])
@@ -129,8 +150,7 @@ def report_cost(name: str, blocks: dict[str, list[Block]], console: Console) -> 
     for sampled, own in blocks.items():
         cells = [sampled]
         for measurement in ("tokens_per_s", "cpu_per_1000"):
-            ratios = [getattr(block, measurement) / getattr(off, measurement) for block, off in zip(own, blocks[OFF])]
-            ratio = ratio_of(ratios)
+            ratio = ratios_of(own, blocks[OFF], measurement)
             middle = statistics.median(getattr(block, measurement) for block in own)
             cells += [f"{middle:.4g}", f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"]
         table.add_row(*cells)
@@ -142,9 +162,15 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=200, help="blocks of each way on a table model (200)")
     parser.add_argument("--pair-turns", type=int, default=12, help="blocks of each way on the shipped pair (12)")
     parser.add_argument("--spans-only", action="store_true", help="count spans, and time nothing")
+    parser.add_argument("--pair-only", action="store_true", help="time the shipped pair only, which has the bars")
+    parser.add_argument("--json", type=Path, default=Path("out/tracing.json"), help="file (%(default)s)")
+    add_check_flag(parser)
     asked = parser.parse_args()
     console = Console()
-    if not asked.spans_only:
+    if asked.spans_only:
+        count_spans(console)
+        return 0
+    if not asked.pair_only:
         console.print(f"A sampled round costs the coordinator {traced_us():.0f} us of CPU, spans and sending included.")
         counting = ", ".join(f"a {what} {cost_us:.1f} us" for what, cost_us in counting_us().items())
         console.print(f"Metrics, beside what is counted for responses anyway: {counting}.")
@@ -152,11 +178,20 @@ def main() -> int:
             target, _ = table_models(Path(folder), VOCABULARY_SIZE, POSITIONS)
             empty = Load("a table model", target, None, ["<1><2><3>"] * 4, 8, 32)
             report_cost(empty.name, cost(empty, asked.turns), console)
-        prompts = [prompt[:200] for prompt in list(harness.heldout_prompts().values())[:4]]
-        pair = Load("the shipped pair", harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts, 1, 48)
-        report_cost(pair.name, cost(pair, asked.pair_turns), console)
-    count_spans(console)
-    return 0
+        count_spans(console)
+    every = {"100 %": SAMPLERS["100 %"]}
+    prompts = [prompt[:200] for prompt in harness.heldout_prompts().values()][: max(PAIR_STREAMS)]
+    found = {}
+    for stream_count, token_count in PAIR_STREAMS.items():
+        name = f"{stream_count} streams"
+        load = Load(name, harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts[:stream_count], 1, token_count)
+        found[name] = cost(load, asked.pair_turns, every)
+        report_cost(f"the shipped pair, {name}", found[name], console)
+    bars = bars_of(found)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    blocks = {name: {way: list(map(asdict, own)) for way, own in ways.items()} for name, ways in found.items()}
+    asked.json.write_text(json.dumps({"blocks": blocks, "bars": as_json(bars)}, indent=2) + "\n", encoding="utf-8")
+    return conclude(bars, console, asked.check)
 
 
 if __name__ == "__main__":

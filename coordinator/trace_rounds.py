@@ -33,7 +33,7 @@ DETAILED_GROUPS = (2, 4)  # and every eighth: their first round is in detail
 GROUP_INTERVAL = 8
 DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, a round's draft tokens come from the rounds before it
 SLOW_ROUND_COUNT_MAX = 8  # events of slow rounds in one trace
-SLOW_FACTOR = 2.0  # times the group's mean, above which its slowest round has an event
+SLOW_FACTOR = 3.0  # times the group's mean, above which its slowest round has an event
 SUM_SHARE_MIN = 0.001  # of the summed rounds: smaller parts have no span
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
@@ -184,10 +184,10 @@ class RoundGroup:
         part_s, part = max(zip(parts_of(slowest), PARTS))
         said: dict[str, AttributeValue] = {
             "specdec.round": slowest.round_index,
-            "specdec.round_ms": round(1000 * slowest.round_s, 2),
-            "specdec.mean_ms": round(1000 * mean_s, 2),
+            "specdec.round_ms": round(1000 * slowest.round_s, 1),
+            "specdec.mean_ms": round(1000 * mean_s, 1),
             "specdec.part": part,
-            "specdec.part_ms": round(1000 * part_s, 2),
+            "specdec.part_ms": round(1000 * part_s, 1),
         }
         self.note(SpanEvent("slow round", slowest.end_s, said))
         return True

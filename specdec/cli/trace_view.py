@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +25,7 @@ def show(tree: TraceTree, console: Console, is_all: bool = False) -> None:
     """Prints the events, the waterfall and the table."""
     facts = facts_of(tree)
     console.print(title(facts))
-    for happening in facts.happened:
-        console.print(f"  {happening.at_ms / 1000:8.2f} s  {happening.sentence}", highlight=False)
+    console.print(happenings(facts))
     console.print(largest_sentence(facts), "", sep="\n", highlight=False)
     for root in tree.roots:
         console.print(waterfall(tree, root, console.width, is_all))
@@ -39,6 +38,15 @@ def title(facts: Facts) -> str:
     """The generation in one line."""
     how = f"failed: {facts.error}" if facts.error else f"{facts.output_tokens} tokens in {facts.rounds} rounds"
     return f"{facts.model}: {how}, acceptance {facts.acceptance:.2f}, {facts.total_ms:.1f} ms"
+
+
+def happenings(facts: Facts) -> Table:
+    """Returns what happened, one line or more each behind its time."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", min_width=10)
+    for happening in facts.happened:
+        table.add_row(f"{happening.at_ms / 1000:.2f} s", happening.sentence)
+    return table
 
 
 def largest_sentence(facts: Facts) -> str:
@@ -140,14 +148,13 @@ def side_by_side(first: Facts, second: Facts) -> Table:
     return table
 
 
-def listing(found: Sequence[Facts]) -> Text:
+def listing(found: Sequence[Facts]) -> Group:
     """Returns one line per generation, and below it what happened."""
     form = "{:<32} {:>10} {:>6} {:>10}  {}"
-    text = Text(form.format("trace id", "ms", "tokens", "acceptance", "largest part"))
+    lines: list[RenderableType] = [Text(form.format("trace id", "ms", "tokens", "acceptance", "largest part"))]
     for facts in found:
         numbers = f"{facts.total_ms:.0f}", facts.output_tokens, f"{facts.acceptance:.2f}"
         largest = f"{facts.largest.name} {facts.largest.share:.0%}"
-        text.append("\n" + form.format(facts.trace_id, *numbers, largest), "red" if facts.error else "")
-        for happening in facts.happened:
-            text.append(f"\n    {happening.at_ms / 1000:.2f} s  {happening.sentence}", "dim")
-    return text
+        lines.append(Text(form.format(facts.trace_id, *numbers, largest), "red" if facts.error else ""))
+        lines += [happenings(facts)] if facts.happened else []
+    return Group(*lines)

@@ -17,7 +17,7 @@ SENTENCES = {
     "preempted by the target": "preempted by the target, times: {times}",
     "draft refused": "the draft refused the session: {reason}",
     "wait expired": "waited for draft tokens until the limit",
-    "slow round": "round {round} took {round_ms} ms, {part_ms} of them {part}; its group's mean is {mean_ms}",
+    "slow round": "round {round} took {round_ms} ms (mean {mean_ms}): {part} {part_ms} ms",
     "sent again": "a verification was sent again",
 }
 UNTOLD = ("round", "draft lost", "draft connected", "draft tokens arrived")  # told by a span, or of every round
@@ -128,6 +128,7 @@ def _loss(root: ReadSpan, span: ReadSpan) -> Happening:
 def _sentence(event: ReadEvent) -> str:
     said = {name.removeprefix("specdec."): value for name, value in event.attributes.items()}
     said["switched"] = "on" if said.get("speculating") else "off"
+    said["why"] = str(said.get("why", "")).removeprefix("off: ")
     try:
         return SENTENCES.get(event.name, event.name).format(**said)
     except KeyError:

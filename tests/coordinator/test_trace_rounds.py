@@ -110,7 +110,7 @@ def test_the_sums_fill_a_group_from_its_detailed_round_to_its_end():
 
 
 def test_a_slow_round_is_an_event_with_its_largest_part():
-    """Claim: a round of more than twice its group's mean is an event that says so, and others are none."""
+    """Claim: a round of more than three times its group's mean is an event that says so, and others are none."""
     group = RoundGroup(ROUND_GROUP, 0.0)
     group.records += [record(index, 0.1 * index, 0.1) for index in range(4, 14)]
     assert not group.note_slow_round()
