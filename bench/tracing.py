@@ -1,21 +1,22 @@
 """`python -m bench.tracing`: the cost of tracing, and the number of spans of a generation.
 
-Three sets of services run: without tracing, with 1 % of requests sampled, and with all. Blocks of requests go to each
-in turns, in an order that changes, and what counts are ratios of neighbours: whatever else the machine does meets all
-three. Spans go to a collector in a process of its own. First plain decoding on a table model, which computes nothing: a
-round for every token and nothing but rounds, so every microsecond of tracing shows, and what is lost there is more than
-any real pair loses; blocks are short and many. Then the shipped pair, as users run it, with one stream and with 32:
-these have bars. What a round costs the coordinator is timed alone too. At last generations of several lengths are
-counted.
+The same services serve requests of which none, 1 % or all are sampled, as the trace context of each says. Blocks go in
+turns, in an order that changes, and what counts are ratios of neighbours: whatever else the machine does meets all
+alike. Spans go to a collector in a process of its own, within the block they are of. First plain decoding on a table
+model, which computes nothing: a round for every token and nothing but rounds, so every microsecond of tracing shows,
+and what is lost there is more than any real pair loses. Then the shipped pair, as users run it, with one stream and
+with 32: these have bars. What a round costs the coordinator is timed alone too. At last generations of several lengths
+are counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
+import random
+import secrets
 import statistics
 import sys
 import tempfile
@@ -47,14 +48,12 @@ from specdec.bench.trace_counts import (
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
-SAMPLERS = {
-    "1 %": {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"},
-    "100 %": {"OTEL_TRACES_SAMPLER": "parentbased_always_on"},
-}
-OFF = "off"
+OFF, ALL = "off", "100 %"
+SHARES = {OFF: 0.0, "1 %": 0.01, ALL: 1.0}  # of requests that are sampled
 PAIR_STREAMS = {1: 128, 32: 48}  # tokens of a request, by number of streams
 SPEED_MIN, WORK_MAX = 0.95, 1.10
-FIXED = {"speculation_policy": "fixed"}  # one that learns would end up elsewhere in each of the three
+COORDINATOR = {"speculation_policy": "fixed", "trace_parent_sampling": True}  # one that learns drifts between blocks
+EXPORT_MS, SETTLE_S = 200, 0.6  # spans leave soon, so that their cost falls into their own block
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ class Block:
     cpu_per_1000: float
 
 
-async def run_streams(address: str, load: Load) -> int:
-    """One stream per prompt, all at once; returns the tokens of all."""
+async def run_streams(address: str, load: Load, share: float) -> int:
+    """One stream per prompt, all at once, a `share` of the requests sampled; returns the tokens of all."""
 
     async def read(stub: pb_grpc.CoordinatorServiceStub, prompt: str) -> int:
         request = pb.GenerateRequest(text=prompt)
@@ -87,7 +86,9 @@ async def run_streams(address: str, load: Load) -> int:
         request.sampling.ignore_eos = True
         count = 0
         for _ in range(load.requests_per_stream):
-            async for response in stub.Generate(request, timeout=600):
+            flag = int(random.random() < share)
+            caller = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flag:02x}"
+            async for response in stub.Generate(request, metadata=(("traceparent", caller),), timeout=600):
                 count += len(response.delta.token_ids)
         return count
 
@@ -96,32 +97,29 @@ async def run_streams(address: str, load: Load) -> int:
         return sum(await asyncio.gather(*(read(stub, prompt) for prompt in load.prompts)))
 
 
-def measure(services: harness.Services, load: Load) -> Block:
+def measure(services: harness.Services, load: Load, share: float) -> Block:
     """Runs one block. Raises grpc.RpcError."""
     pids = [child.process.pid for child in (services.coordinator, services.target, services.draft) if child is not None]
     before_s, began_s = sum(map(cpu_seconds, pids)), time.perf_counter()
-    token_count = asyncio.run(run_streams(services.coordinator.address, load))
-    took_s, spent_s = time.perf_counter() - began_s, sum(map(cpu_seconds, pids)) - before_s
+    token_count = asyncio.run(run_streams(services.coordinator.address, load, share))
+    took_s = time.perf_counter() - began_s
+    time.sleep(SETTLE_S)
+    spent_s = sum(map(cpu_seconds, pids)) - before_s
     return Block(token_count / took_s, 1000 * spent_s / token_count)
 
 
-def cost(load: Load, block_count: int, samplers: Mapping[str, dict[str, str]] = SAMPLERS) -> dict[str, list[Block]]:
-    """Blocks of every way of sampling, as many of each, in turns."""
-    blocks: dict[str, list[Block]] = {name: [] for name in (OFF, *samplers)}
-    begin = harness.running
-    models = load.target, load.draft
-    with collector() as endpoint, contextlib.ExitStack() as stack:
-        running = {OFF: stack.enter_context(begin(*models, coordinator=FIXED, threads=1))}
+def cost(load: Load, block_count: int, ways: Sequence[str] = tuple(SHARES)) -> dict[str, list[Block]]:
+    """Blocks of each way of sampling, as many of each, in turns."""
+    blocks: dict[str, list[Block]] = {name: [] for name in ways}
+    with collector() as endpoint, variables({"OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_MS)}):
         told: dict[str, Any] = {"otlp_traces_endpoint": endpoint}
-        for name, sampler in samplers.items():
-            with variables(sampler):
-                running[name] = stack.enter_context(begin(*models, coordinator={**FIXED, **told}, threads=1, **told))
-        for services in running.values():
-            measure(services, load)
-        orders = itertools.islice(itertools.cycle(itertools.permutations(running)), block_count)
-        for order in track(list(orders), description=f"turns, {load.name}"):
-            for name in order:
-                blocks[name].append(measure(running[name], load))
+        with harness.running(load.target, load.draft, {**COORDINATOR, **told}, threads=1, **told) as services:
+            for name in ways:
+                measure(services, load, SHARES[name])
+            orders = itertools.islice(itertools.cycle(itertools.permutations(ways)), block_count)
+            for order in track(list(orders), description=f"turns, {load.name}"):
+                for name in order:
+                    blocks[name].append(measure(services, load, SHARES[name]))
     return blocks
 
 
@@ -132,7 +130,7 @@ def ratios_of(own: Sequence[Block], off: Sequence[Block], measurement: str) -> R
 
 def bars_of(found: Mapping[str, dict[str, list[Block]]]) -> list[Bar]:
     """The bars over the loads on the shipped pair, every request sampled."""
-    every = {name: (blocks["100 %"], blocks[OFF]) for name, blocks in found.items()}
+    every = {name: (blocks[ALL], blocks[OFF]) for name, blocks in found.items()}
     speed = {name: ratios_of(*pair, "tokens_per_s").median for name, pair in every.items()}
     work = {name: ratios_of(*pair, "cpu_per_1000").median for name, pair in every.items()}
     return [
@@ -179,13 +177,12 @@ def main() -> int:
             empty = Load("a table model", target, None, ["<1><2><3>"] * 4, 8, 32)
             report_cost(empty.name, cost(empty, asked.turns), console)
         count_spans(console)
-    every = {"100 %": SAMPLERS["100 %"]}
     prompts = [prompt[:200] for prompt in harness.heldout_prompts().values()][: max(PAIR_STREAMS)]
     found = {}
     for stream_count, token_count in PAIR_STREAMS.items():
         name = f"{stream_count} streams"
         load = Load(name, harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts[:stream_count], 1, token_count)
-        found[name] = cost(load, asked.pair_turns, every)
+        found[name] = cost(load, asked.pair_turns, (OFF, ALL))
         report_cost(f"the shipped pair, {name}", found[name], console)
     bars = bars_of(found)
     asked.json.parent.mkdir(parents=True, exist_ok=True)
