@@ -15,7 +15,7 @@ from specdec.telemetry.trace_reader import Line, ReadSpan, TraceTree
 
 FOLD_FROM = 3  # spans of one name below one line share a line, without --all
 BAR_WIDTH_MIN, BAR_WIDTH_MAX = 8, 80
-COLUMNS_WIDTH = 66  # of all columns except the bars
+HEADINGS = ("span", "service", "start ms", "ms", "p99")
 SHARE_BAR_WIDTH = 10
 COLORS = {"coordinator": "cyan", "target": "green", "draft": "yellow"}
 EIGHTHS = "▏▎▍▌▋▊▉█"
@@ -57,34 +57,33 @@ def largest_sentence(facts: Facts) -> str:
 def waterfall(tree: TraceTree, root: ReadSpan, width: int, is_all: bool) -> Table:
     """Returns one line per span, or per FOLD_FROM and more of one name: name below its parent, service, start, median
     and 99th percentile of the durations, and a bar. Nothing is cut at 80 columns."""
-    bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - COLUMNS_WIDTH))
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("span", "service"):
-        table.add_column(name, no_wrap=True)
-    for name in ("start ms", "ms", "p99"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
     total_ms = max(root.duration_ms, 1e-9)
-    for line in tree.lines(root, math.inf if is_all else FOLD_FROM):
-        table.add_row(*cells(line, total_ms, bar_width))
+    lines = list(tree.lines(root, math.inf if is_all else FOLD_FROM))
+    rows = [cells(line) for line in lines]
+    columns_width = sum(1 + max(map(len, column)) for column in zip(HEADINGS, *rows))
+    bar_width = min(BAR_WIDTH_MAX, max(BAR_WIDTH_MIN, width - columns_width - 1))
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in HEADINGS:
+        table.add_column(name, justify="left" if name in ("span", "service") else "right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for line, row in zip(lines, rows):
+        spans = zip(line.starts_ms, line.spans)
+        bar = bar_of([(start_ms / total_ms, span.duration_ms / total_ms) for start_ms, span in spans], bar_width)
+        table.add_row(*row, Text(bar, row[0].style))
     if not is_all:
         table.caption, table.caption_justify = "×: spans on one line, with their median; --all shows each", "left"
     return table
 
 
-def cells(line: Line, total_ms: float, bar_width: int) -> tuple[Text, Text, str, str, str, Text]:
-    """Returns one row of the waterfall."""
+def cells(line: Line) -> tuple[Text, Text, str, str, str]:
+    """Returns one row of the waterfall, without its bar."""
     service = line.span.service.removeprefix("specdec-")
     color = "red" if any(span.is_failed for span in line.spans) else COLORS.get(service, "white")
     count = len(line.spans)
     name = Text(" " * line.depth + line.span.name + (f" ×{count}" if count > 1 else ""), style=color)
     durations_ms = sorted(span.duration_ms for span in line.spans)
     p99 = number(durations_ms[math.ceil(0.99 * count) - 1]) if count > 1 else ""
-    bar = bar_of(
-        [(start / total_ms, span.duration_ms / total_ms) for start, span in zip(line.starts_ms, line.spans)], bar_width
-    )
-    service_name = Text(service, style="dim")
-    return name, service_name, number(line.start_ms), number(statistics.median(durations_ms)), p99, Text(bar, color)
+    return name, Text(service, style="dim"), number(line.start_ms), number(statistics.median(durations_ms)), p99
 
 
 def number(ms: float) -> str:

@@ -48,7 +48,7 @@ def products(folder: Path) -> int:
 
 
 def test_it_costs_more(deepened: Path) -> None:
-    """Claim: the extra layers are computed, not skipped: half as many layers again are at least a third more operations.
+    """Claim: the extra layers are computed, not skipped: half as many again are a third more operations at least.
 
     Conclusive: counted, not timed.
     """

@@ -15,7 +15,7 @@ START_NS = 1_700_000_000_000_000_000
 
 
 def exported(count: int) -> dict:
-    """A trace with a root and `count` rounds, a millisecond each."""
+    """A trace with a root and `count` spans below it, a millisecond each, of names that share no line."""
 
     def span(number: int, name: str, parent: str, start_ms: int, end_ms: int) -> dict:
         times = {
@@ -24,9 +24,9 @@ def exported(count: int) -> dict:
         }
         return {"traceId": "ab" * 16, "spanId": f"{number:016x}", "parentSpanId": parent, "name": name, **times}
 
-    rounds = [span(2 + at, "round", f"{1:016x}", at, at + 1) for at in range(count)]
+    parts = [span(2 + at, f"part {at}", f"{1:016x}", at, at + 1) for at in range(count)]
     about = {"attributes": [{"key": "service.name", "value": {"stringValue": "specdec-coordinator"}}]}
-    spans = [span(1, "Generate", "", 0, count), *rounds]
+    spans = [span(1, "Generate", "", 0, count), *parts]
     return {"resourceSpans": [{"resource": about, "scopeSpans": [{"spans": spans}]}]}
 
 
@@ -38,7 +38,7 @@ def test_a_picture_is_drawn_up_to_its_end(tmp_path: Path, capsys: pytest.Capture
     lines = lines_until(TraceTree(spans_of(content["resourceSpans"])), 3.0)
     assert [(line.span.name, line.depth, line.start_ms) for line in lines] == [
         ("Generate", 0, 0.0),
-        *(("round", 1, float(at)) for at in range(3)),
+        *((f"part {at}", 1, float(at)) for at in range(3)),
     ]
     file, drawn = tmp_path / "trace.json", tmp_path / "trace.png"
     file.write_text(json.dumps(content), encoding="utf-8")
