@@ -193,7 +193,8 @@ class RequestTrace(RequestStatistics):
                 self._record_round(self._round_id, group, record, links)
         if session.policy.is_speculating != self._was_speculating:
             self._was_speculating = session.policy.is_speculating
-            self.note(POLICY_SWITCHED, speculating=self._was_speculating, why=session.policy.prediction.reason)
+            why, from_round = session.policy.prediction.reason, record.round_index + 1
+            self.note(POLICY_SWITCHED, speculating=self._was_speculating, why=why, round=from_round)
         self._sent_s, self._round_began_s = None, record.end_s
         if session.finished:
             self._round_id = b""

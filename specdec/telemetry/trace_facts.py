@@ -11,9 +11,10 @@ from specdec.telemetry.trace_reader import ReadEvent, ReadSpan, TraceTree
 
 UNAVAILABLE = "draft unavailable"
 EACH_MAX = 3  # events of one name with a sentence each; more are counted in one
+WAIT_MS_MIN = 100.0  # before the first token: shorter waits are not told
 LAST_S = 0.01  # a draft that returns so shortly before the end was not used again
 SENTENCES = {
-    "policy switched": "speculation {switched}: {why}",
+    "policy switched": "speculation {switched} from round {round}: {why}",
     "preempted by the target": "preempted by the target, times: {times}",
     "draft refused": "the draft refused the session: {reason}",
     "wait expired": "waited for draft tokens until the limit",
@@ -100,6 +101,8 @@ def _happened(tree: TraceTree) -> Iterator[Happening]:
     for span in own:
         if span.name == UNAVAILABLE:
             yield _loss(root, span)
+        elif span.name == "prefill":
+            yield from _waits(root, span)
     by_name: dict[str, list[ReadEvent]] = defaultdict(list)
     for span in own:
         for event in span.events:
@@ -117,6 +120,14 @@ def _happened(tree: TraceTree) -> Iterator[Happening]:
 
 def _ms(root: ReadSpan, at_ns: int) -> float:
     return (at_ns - root.start_ns) / 1e6
+
+
+def _waits(root: ReadSpan, prefill: ReadSpan) -> Iterator[Happening]:
+    at_ms, queue_ms = _ms(root, prefill.start_ns), float(prefill.attributes.get("specdec.queue_ms", 0.0))
+    if at_ms > WAIT_MS_MIN:
+        yield Happening(0.0, f"waited {at_ms / 1000:.2f} s at the coordinator before it began")
+    if queue_ms > WAIT_MS_MIN:
+        yield Happening(at_ms, f"waited {queue_ms / 1000:.2f} s in the target's queue")
 
 
 def _loss(root: ReadSpan, span: ReadSpan) -> Happening:

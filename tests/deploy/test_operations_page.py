@@ -18,7 +18,17 @@ TEXT = PAGE.read_text(encoding="utf-8")
 VALUES = re.compile(r"…|; |\S*\d\S*|'\w+'|\(…\)|SPECDEC_\w+\??|--port\b|model\.safetensors:")  # or chosen
 WORD_COUNT_MIN = 3  # of a piece of a sentence, so that it is found for what it says
 OTHERS_FLAGS = frozenset(  # of docker, kubectl and the rest; and ours that are no settings
-    {"--build", "--call", "--config", "--from-file", "--from-literal", "--server-side", "--strict", "--target", "--wait"}
+    {
+        "--build",
+        "--call",
+        "--config",
+        "--from-file",
+        "--from-literal",
+        "--server-side",
+        "--strict",
+        "--target",
+        "--wait",
+    }
 )
 
 

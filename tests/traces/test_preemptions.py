@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specdec.bench.otlp_receiver import Receiver
+from specdec.telemetry.trace_facts import WAIT_MS_MIN, facts_of
+from specdec.telemetry.trace_reader import TraceTree, spans_of
 from tests.support.services import running
-from tests.support.traces import SOON, ReadTrace, environment, trace_of
+from tests.support.traces import SOON, ReadTrace, attributes, environment, trace_of
 
 BLOCK_SIZE, TABLE_BYTES_PER_POSITION = 16, 8
 TOKEN_COUNT, REQUEST_COUNT, SPACE_COUNT = 237, 8, 5
@@ -17,7 +19,7 @@ TOKEN_COUNT, REQUEST_COUNT, SPACE_COUNT = 237, 8, 5
 @pytest.mark.more
 def test_preemptions_are_reported_where_they_happen(table_models, receiver: Receiver):
     """Claim: the spans of a preempted generation have events where it was preempted, as many preemptions as the
-    response's statistics count; other generations have none.
+    response's statistics count; other generations have none. In words they say so, and who waited for blocks.
 
     Conclusive: eight generations in a cache for five, so some are preempted, and one alone, which is not.
     """
@@ -33,9 +35,16 @@ def test_preemptions_are_reported_where_they_happen(table_models, receiver: Rece
                 for seed in range(1, 1 + REQUEST_COUNT)
             ]
             outcomes = [alone, *(one.result() for one in running_ones)]
-        traced_counts = [preemptions_reported(trace_of(receiver, outcome)) for outcome in outcomes]
+        traces = [trace_of(receiver, outcome) for outcome in outcomes]
+    traced_counts = list(map(preemptions_reported, traces))
     counts = [outcome.finished.statistics.preemptions for outcome in outcomes]
     assert traced_counts == counts and counts[0] == 0 and max(counts) > 0
+    for outcome, trace, count in zip(outcomes, traces, counts, strict=True):
+        found = receiver.as_json(bytes.fromhex(outcome.finished.trace_id))["resourceSpans"]
+        told = [one.sentence for one in facts_of(TraceTree(spans_of(found))).happened]
+        assert any("preempted" in sentence for sentence in told) == (count > 0)
+        queue_ms = attributes(trace.named("prefill")[0])["specdec.queue_ms"]
+        assert any("in the target's queue" in sentence for sentence in told) == (queue_ms > WAIT_MS_MIN)
 
 
 def preemptions_reported(trace: ReadTrace) -> int:
