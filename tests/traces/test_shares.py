@@ -24,7 +24,7 @@ from tests.support.traces import SOON, ReadTrace, attributes, environment, trace
 POINTS = 3.0  # of the call's time
 STEPPING_POINTS = 10.0  # what a draft's step takes beside its forward pass and sampler, which its metric times
 ONE_WAY_MS = 10.0
-PROMPT = "Once upon a time"
+PROMPT, LONG = "Once upon a time", 1900
 RULES: dict[str, dict[str, Any]] = {
     "GREEDY": {"temperature": 0.0},
     "COUPLED": {"temperature": 0.7, "seed": 5},
@@ -100,14 +100,19 @@ def machines(receiver: Receiver) -> Iterator[Machines]:
 
 def in_make_test(draft: str, rule: str, token_count: int) -> bool:
     """Whether a case runs with make test; the others are slower, or differ from one of these in the rule only."""
-    return (draft, rule) in (("near", "COUPLED"), ("off", "GREEDY")) or (draft == "far" and token_count == 10)
+    cases = (("near", "COUPLED", 120), ("off", "GREEDY", 10), ("far", "COUPLED", 10), ("far", "REJECTION", 10))
+    return (draft, rule, token_count) in cases
 
 
 @pytest.mark.parametrize(
     ("draft", "rule", "token_count"),
     [
         pytest.param(*case, marks=() if in_make_test(*case) else pytest.mark.more)
-        for case in ((draft, rule, count) for draft in DRAFTS for rule in RULES for count in (10, 120))
+        for case in [
+            *((draft, rule, count) for draft in DRAFTS for rule in RULES for count in (10, 120)),
+            ("off", "GREEDY", LONG),
+            ("near", "COUPLED", LONG),
+        ]
     ],
 )
 def test_shares_of_spans_are_the_statistics_own(
