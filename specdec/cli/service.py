@@ -12,10 +12,13 @@ from typing import Any
 from specdec.cli import events
 from specdec.cli.ranks import ranks_of_machine
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.rpc.process import postpone_collection
 
 
 def run_target(settings: TargetSettings) -> int:
     """Serves the target model, or runs ranks of it on this machine."""
+    if settings.tensor_parallel_size == 1:
+        postpone_collection()
     from specdec.target_service.service import run, run_rank
 
     if settings.tensor_parallel_size == 1:
@@ -26,6 +29,7 @@ def run_target(settings: TargetSettings) -> int:
 
 def run_draft(settings: DraftSettings) -> int:
     """Serves the draft model."""
+    postpone_collection()
     from specdec.draft_service.service import run
 
     return _serve(run(settings, on_ready("draft")))

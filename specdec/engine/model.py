@@ -6,6 +6,9 @@ have the same interface.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 from specdec.engine.devices import find_device
 from specdec.engine.interface import CausalModel
 from specdec.engine.model_folder import Progress, open_model_folder
@@ -39,9 +42,21 @@ def load_model(
         return load_table_model(folder.path, folder.digest(progress))
     if progress:
         progress("importing transformers", 0.0)
-    # Imported here so that protocol tests do not pay for loading transformers.
-    from specdec.engine.architectures import check_supported
-    from specdec.engine.transformers_model import load_transformers_model
+    is_imported = threading.Event()
 
-    check_supported(path_or_hub_id, folder.config)
-    return load_transformers_model(path_or_hub_id, folder, dtype, progress, place, enforce_eager, has_stable_rows)
+    def on_read(what: str, share: float) -> None:
+        if progress and is_imported.is_set():
+            progress(what, share)
+
+    with ThreadPoolExecutor(1, "digest") as digesting:  # beside the imports and the loading
+        digest = digesting.submit(folder.digest, on_read)
+        # Imported here so that protocol tests do not pay for loading transformers.
+        from specdec.engine.architectures import check_supported
+        from specdec.engine.transformers_model import load_transformers_model
+
+        check_supported(path_or_hub_id, folder.config)
+        is_imported.set()
+        on_read("loading weights", 0.0)
+        return load_transformers_model(
+            path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows
+        )

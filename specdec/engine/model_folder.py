@@ -75,11 +75,12 @@ class ModelFolder:
             total.update(f"{file.name} {file.stat().st_size}\n".encode())
             for chunk in _chunks(file):
                 total.update(chunk)
-                own.update(chunk)
+                if file.name in stated:
+                    own.update(chunk)
                 read += len(chunk)
                 if progress:
                     progress("loading weights", read / byte_count)
-            if stated.get(file.name, own.hexdigest()) != own.hexdigest():
+            if file.name in stated and stated[file.name] != own.hexdigest():
                 raise ModelRefused(f"{file} is not the file {MANIFEST_FILE} describes: fetch it again")
         return total.hexdigest()
 

@@ -8,8 +8,7 @@ only. The output layer and all later computation is float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, Progress
+from specdec.engine.model_folder import ModelFolder
 from specdec.engine.tiled_modules import shorten_calls
 from specdec.errors import ModelRefused
 
@@ -98,42 +97,40 @@ class TransformersModel:
 def load_transformers_model(
     name: str,
     folder: ModelFolder,
+    digest: Callable[[], str],
     dtype_name: str,
-    progress: Progress | None = None,
     device: torch.device = CPU,
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
 ) -> TransformersModel:
-    """Loads the weights of a checked folder. Raises ModelRefused if they do not fit the architecture."""
+    """Loads the weights of a checked folder; `digest` returns its digest, or raises what is wrong with its files.
+
+    Raises ModelRefused if the weights do not fit the architecture.
+    """
     dtype = dtype_of(folder.config, dtype_name, device)
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
         dtype = draft_type(folder.config, dtype)
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
-    with ThreadPoolExecutor(1, "digest") as digesting:  # beside the loading: both read the same files
-        digest = digesting.submit(folder.digest, progress)
-        try:
-            model, report = model_class.from_pretrained(
-                folder.path,
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-            digest.result()  # a file that is not the published one is the better reason
-            raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        model, report = model_class.from_pretrained(
+            folder.path,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        digest()  # a file that is not the published one is the better reason
+        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
     if report["missing_keys"]:
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     model.eval().requires_grad_(False).to(device)
-    description = describe(folder, model, dtype, digest.result(), device)
+    description = describe(folder, model, dtype, digest(), device)
     backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
-    loaded = TransformersModel(model, description, dtype, backend=backend)
-    if progress:
-        progress("loading weights", 1.0)
-    return loaded
+    return TransformersModel(model, description, dtype, backend=backend)
 
 
 def backend_for(

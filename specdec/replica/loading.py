@@ -25,7 +25,7 @@ MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, if not configured
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of the steps that are timed
 CONTEXT_LENGTH = 64
 REPEATS = 3  # the minimum counts: other work of the machine only makes a step longer
-BUDGET_S = 0.5  # spent, a row count has one repeat
+BUDGET_S = 0.25  # spent, a row count has one repeat
 
 # (table, context length, rows); no rows: the context itself
 SamplePiece = Callable[[BlockTable, int, int], Piece[Payload]]

@@ -7,6 +7,12 @@ import gc
 import signal
 
 
+def postpone_collection() -> None:
+    """Collects no garbage until `set_startup_objects_aside`: imports make few cycles, and collections take a fifth of
+    their time."""
+    gc.disable()
+
+
 def set_startup_objects_aside() -> None:
     """Excludes all current objects from garbage collection: call it once, when the process is ready to serve.
 
@@ -15,6 +21,7 @@ def set_startup_objects_aside() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 async def until_stop_requested(stopped: asyncio.Event | None = None) -> None:
