@@ -242,7 +242,7 @@ class RequestTrace(RequestStatistics):
             return
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
-        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
+        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST, "service": self._draft_service}
         self._record("draft unavailable", b"", self.context.span_id, began_s, now_s, **more)
 
     def finished(self, finished: Finished) -> None:

@@ -6,9 +6,11 @@ page.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +22,17 @@ from specdec.config import CONNECTION, OUTPUT
 from specdec.errors import ConfigError, SessionUnknown
 from specdec.settings import Settings, setting
 from specdec.telemetry.trace_facts import Facts, facts_of
-from specdec.telemetry.trace_reader import SEARCH_HOURS, TraceTree, fetch, find, resource_spans, search, spans_of
+from specdec.telemetry.trace_reader import (
+    COORDINATOR,
+    DRAFT,
+    SEARCH_HOURS,
+    TraceTree,
+    fetch,
+    find,
+    resource_spans,
+    search,
+    spans_of,
+)
 
 TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 SEARCHED_COUNT = 200  # newest traces among which the slowest and failed ones are looked for
@@ -116,10 +128,16 @@ def _read(settings: TraceSettings, trace_id: str | None) -> list[dict[str, Any]]
             raise unknown from None
 
 
-def _trees(settings: TraceSettings, attributes: dict[str, str], count: int) -> list[TraceTree]:
-    """Returns the newest generations within --hours, newest first. Raises SessionUnknown without any."""
+def _trees(
+    settings: TraceSettings, attributes: dict[str, str], count: int, services: Sequence[str] = (COORDINATOR,)
+) -> list[TraceTree]:
+    """Returns the newest generations within --hours that have a span of one of the services with these attributes,
+    newest first. Raises SessionUnknown without any."""
     now = datetime.now(UTC)
-    found = search(settings.jaeger, attributes, now - timedelta(hours=settings.hours), now, count)
+    since, found = now - timedelta(hours=settings.hours), []
+    for service in services:
+        with contextlib.suppress(SessionUnknown):
+            found += search(settings.jaeger, attributes, since, now, count, service)
     by_trace = defaultdict(list)
     for span in spans_of(found):
         by_trace[span.trace_id].append(span)
@@ -140,7 +158,7 @@ def _listed(settings: TraceSettings) -> list[TraceTree]:
         found = _trees(settings, {}, SEARCHED_COUNT)
         return sorted(found, key=lambda tree: tree.root.duration_ms, reverse=True)[: settings.slowest]
     try:
-        found = _trees(settings, {"error": "true"}, SEARCHED_COUNT)
+        found = _trees(settings, {"error": "true"}, SEARCHED_COUNT, (COORDINATOR, DRAFT))
     except SessionUnknown as error:
         raise SessionUnknown(f"no failure was found: {error}") from None
     return [tree for tree in found if any(span.is_failed for span in tree.spans)]

@@ -97,14 +97,13 @@ def _happened(tree: TraceTree) -> Iterator[Happening]:
     root, said = tree.root, tree.root.attributes
     if count := said.get("specdec.resumed_tokens"):
         yield Happening(0.0, f"resumed after {count} tokens")
-    own = [span for span in tree.spans if span.service == root.service]
-    for span in own:
+    for span in tree.spans:
         if span.name == UNAVAILABLE:
             yield _loss(root, span)
         elif span.name == "prefill":
             yield from _waits(root, span)
     by_name: dict[str, list[ReadEvent]] = defaultdict(list)
-    for span in own:
+    for span in tree.spans:
         for event in span.events:
             if span.name != "round" and event.name not in UNTOLD:
                 by_name[event.name].append(event)

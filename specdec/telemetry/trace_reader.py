@@ -26,7 +26,7 @@ TIMEOUT_S = 10.0
 SERVER, CLIENT = (2, "SPAN_KIND_SERVER"), (3, "SPAN_KIND_CLIENT")
 FAILED = (2, "STATUS_CODE_ERROR")
 VALUES: dict[str, Callable[[Any], Any]] = {"stringValue": str, "boolValue": bool, "intValue": int, "doubleValue": float}
-SEARCH_SERVICE = "specdec-coordinator"
+COORDINATOR, DRAFT = "specdec-coordinator", "specdec-draft"
 SEARCH_HOURS = 24 * 14
 OFFSET, DRAFT_ARRIVED = "specdec.clock_offset_ms", "draft tokens arrived"
 # In the order of display: name, the root's attributes summed, meaning.
@@ -109,14 +109,19 @@ def find(address: str, request_id: str, since: datetime, until: datetime) -> lis
 
 
 def search(
-    address: str, attributes: Mapping[str, str], since: datetime, until: datetime, count: int
+    address: str,
+    attributes: Mapping[str, str],
+    since: datetime,
+    until: datetime,
+    count: int,
+    service: str = COORDINATOR,
 ) -> list[dict[str, Any]]:
-    """Returns the resource spans of the `count` newest traces of coordinators, begun between two times, that have a
-    span with all `attributes`, if this version of Jaeger searches by attributes.
+    """Returns the resource spans of the `count` newest traces, begun between two times, that have a span of `service`
+    with all `attributes`, if this version of Jaeger searches by attributes. Raises SessionUnknown without any.
 
     Newer versions spell parameters in another way; both spellings are sent.
     """
-    values = (SEARCH_SERVICE, json.dumps(attributes), since.isoformat(), until.isoformat(), str(count))
+    values = (service, json.dumps(attributes), since.isoformat(), until.isoformat(), str(count))
     spellings = (
         ("serviceName", "attributes", "startTimeMin", "startTimeMax", "searchDepth"),
         ("service_name", "attributes", "start_time_min", "start_time_max", "search_depth"),

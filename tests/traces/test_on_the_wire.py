@@ -37,7 +37,6 @@ SHAPE = {
     ("target", "sampling", INTERNAL): ("verify",),
     ("coordinator", "wait", INTERNAL): ("round",),
     ("draft", "draft", SERVER): ("prefill", "round group"),
-    ("coordinator", "draft unavailable", INTERNAL): ("Generate",),
     **{(service, name, INTERNAL): ("prefill", "round group") for service, name in SUMS},
 }
 
@@ -342,6 +341,7 @@ def test_a_lost_draft_is_seen_at_a_glance(table_models, receiver: Receiver):
     assert hole.name == "draft unavailable" and attributes(hole)["error.type"] == "draft lost"
     assert abs(hole.start_time_unix_nano - events[0].time_unix_nano) < 1e6
     root = trace.named("Generate")[0]
+    assert trace.services[hole.span_id] == "specdec-draft"  # its absence is no time of the coordinator
     assert trace.parent(hole) is root and hole.end_time_unix_nano <= root.end_time_unix_nano
     assert attributes(root)["specdec.draft_lost"] == 1
     length_ms = (hole.end_time_unix_nano - hole.start_time_unix_nano) / 1e6
