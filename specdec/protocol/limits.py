@@ -1,7 +1,7 @@
 """The limit of every field of the wire: one table, by message and field.
 
 A repeated field has two limits: of its entries, and, under its name with `[]`, of each entry (messages have fields of
-their own). Strings are counted in characters unless the reason says bytes. `Limit.fields` is written in groups:
+their own). Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields` is written in groups:
 `A,B.x,y` are the fields x and y of the messages A and B. Sizes of what a peer sends are checked before it is read.
 """
 
@@ -25,6 +25,7 @@ class Limit:
     reason: str
     fields: str
     low: float = 0
+    is_bytes: bool = False
 
     def field_names(self) -> Iterator[str]:
         """Yields `Message.field` for each field."""
@@ -108,8 +109,9 @@ SAMPLING = (
     Limit(
         "STOP_STRING_BYTES_MAX",
         request.STOP_STRING_BYTES_MAX,
-        "as much text is held back; in bytes",
+        "as much text is held back",
         "SamplingParams.stop[] Finished.stop_string",
+        is_bytes=True,
     ),
     Limit(
         "STOP_TOKEN_COUNT_MAX",
@@ -155,8 +157,8 @@ NAMES = (
         VerifyItem,VerificationResultItem.round_index NodesItem.epoch TreeNode.node_id,parent_back
         LinkStamp.sequence,echo_sequence""",
     ),
-    Limit("trace id", 16, "W3C trace context; bytes", "TraceContext.trace_id"),
-    Limit("span id", 8, "W3C trace context; bytes", "TraceContext.span_id"),
+    Limit("trace id", 16, "W3C trace context", "TraceContext.trace_id", is_bytes=True),
+    Limit("span id", 8, "W3C trace context", "TraceContext.span_id", is_bytes=True),
     Limit("hexadecimal id", 32, "16 bytes in hexadecimal digits", "Started.request_id Finished.trace_id"),
     Limit(
         "DIGEST_LENGTH_MAX",
@@ -202,14 +204,16 @@ SPECULATION = (
     Limit(
         "target probabilities",
         8 * types.DRAFT_LENGTH_LIMIT,
-        "bytes: a float64 for each draft token",
+        "a float64 for each draft token",
         "VerificationResultItem.target_probs",
+        is_bytes=True,
     ),
     Limit(
         "log-probabilities of a round",
         4 * (types.DRAFT_LENGTH_LIMIT + 1),
-        "bytes: a float32 for each position",
+        "a float32 for each position",
         "Logprobs.draft,recovered",
+        is_bytes=True,
     ),
     Limit(
         "likeliest tokens of a round",
@@ -220,8 +224,9 @@ SPECULATION = (
     Limit(
         "their log-probabilities",
         4 * types.LOGPROBS_MAX * (types.DRAFT_LENGTH_LIMIT + 1),
-        "bytes: a float32 for each of the likeliest tokens",
+        "a float32 for each of the likeliest tokens",
         "Logprobs.top",
+        is_bytes=True,
     ),
     Limit(
         "DRAFT_PROBS_TOKEN_COUNT_MAX",
@@ -229,6 +234,7 @@ SPECULATION = (
         "the draft draws from its likeliest tokens only; the codes are bytes",
         "DraftProbs.token_id_steps,weight_codes",
         low=1,
+        is_bytes=True,
     ),
     Limit(
         "NODES_PER_STEP_LIMIT",

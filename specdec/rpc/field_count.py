@@ -16,13 +16,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.limits import LIMITS
+from specdec.protocol.limits import LIMITS, Limit
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
 _SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-_BYTES_MAX = {name: 4 * limit.high for limit in LIMITS for name in limit.field_names()}  # a character has at most four
+_SIZES = {name: limit for limit in LIMITS for name in limit.field_names()}
+_UNLIMITED = Limit("", math.inf, "of another protocol", "", is_bytes=True)
+_CHARACTER_BYTES = 4  # at most, in UTF-8
 
 
 def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, float] | None = None) -> None:
@@ -41,12 +43,14 @@ def check_large(message_class: type[Message], data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field as the walk needs it. `part`: its message; `key`, `bytes_max`: of a string; neither: numbers."""
+    """A field as the walk needs it. `part`: its message; `key`, `bytes_max` and `limit` (in words): of a string;
+    neither: numbers."""
 
     name: str
     part: Descriptor | None
     key: str
     bytes_max: float | None
+    limit: str
 
 
 @cache
@@ -60,7 +64,12 @@ def _field(message: Descriptor, field: FieldDescriptor) -> _Field:
     is_of_request = choice is not None and len(choice.fields) > 1 and message.name == "GenerateRequest"
     name = f"{choice.name}.{field.name}" if is_of_request else field.name
     key = f"{message.name}.{field.name}" + "[]" * field.is_repeated
-    return _Field(name, field.message_type, key, _BYTES_MAX.get(key, math.inf) if field.type in _SIZED else None)
+    if field.type not in _SIZED:
+        return _Field(name, field.message_type, key, None, "")
+    size = _SIZES.get(key, _UNLIMITED)
+    if size.is_bytes:
+        return _Field(name, None, key, size.high, f"at most {size.high} bytes")
+    return _Field(name, None, key, _CHARACTER_BYTES * size.high, f"at most {size.high} characters")
 
 
 class _Walk:
@@ -97,12 +106,15 @@ class _Walk:
     def _check_size(self, field: _Field, size: int, path: str) -> None:
         """Checks the size of a string, or counts one of packed numbers."""
         if field.bytes_max is not None:
-            high, limit = self._bytes_max.get(field.key, field.bytes_max), "at most {} bytes"
+            high, limit = field.bytes_max, field.limit
+            if field.key in self._bytes_max:
+                high = self._bytes_max[field.key]
+                limit = f"at most {high} bytes"
         else:
             self._bytes_left -= size
             high, limit = size + self._bytes_left, f"at most {PACKED_BYTES_MAX} bytes with the other lists of numbers"
         if size > high:
-            raise InvalidRequest(path + field.name, f"{size} bytes", limit.format(high))
+            raise InvalidRequest(path + field.name, f"{size} bytes", limit)
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:

@@ -246,12 +246,17 @@ def test_the_largest_request_passes_the_count_of_its_fields() -> None:
 
 @pytest.mark.parametrize("name", ["cache_salt", "label", "prompt.text", "sampling.stop"])
 def test_a_string_far_beyond_its_limit_is_refused_before_it_is_parsed(name: str) -> None:
-    """Claim: a string of more bytes than the characters of its limit take is refused by its name, as is a text beyond
-    the limit of the served model; one within them passes. Conclusive: only its length differs."""
+    """Claim: a string of more bytes than its limit, or than the characters of its limit take, is refused by its name
+    and limit, as is a text beyond the limit of the served model; one within them passes. Conclusive: only its length
+    differs."""
     field = {"prompt.text": "GenerateRequest.text", "sampling.stop": "SamplingParams.stop[]"}.get(
         name, f"GenerateRequest.{name}"
     )
-    high = 1000 if name == "prompt.text" else 4 * int(BY_FIELD[field].high)
+    high, limit = 1000, "1000 bytes"
+    if name != "prompt.text":
+        size = BY_FIELD[field]
+        high = int(size.high) * (1 if size.is_bytes else 4)
+        limit = f"{size.high} {'bytes' if size.is_bytes else 'characters'}"
 
     def check(size: int) -> None:
         message = coordinator_pb.GenerateRequest(text="x")
@@ -262,7 +267,7 @@ def test_a_string_far_beyond_its_limit_is_refused_before_it_is_parsed(name: str)
         check_field_count(message.DESCRIPTOR, message.SerializeToString(), {"GenerateRequest.text": 1000})
 
     check(high)
-    with pytest.raises(InvalidRequest, match=rf"^{name} is '{high + 1} bytes'; it must be at most {high} bytes"):
+    with pytest.raises(InvalidRequest, match=rf"^{name} is '{high + 1} bytes'; it must be at most {limit}"):
         check(high + 1)
 
 
