@@ -53,7 +53,7 @@ SHARES = {OFF: 0.0, "1 %": 0.01, ALL: 1.0}  # of requests that are sampled
 PAIR_STREAMS = {1: 128, 32: 48}  # tokens of a request, by number of streams
 SPEED_MIN, WORK_MAX = 0.95, 1.10
 COORDINATOR = {"speculation_policy": "fixed", "trace_parent_sampling": True}  # one that learns drifts between blocks
-EXPORT_MS, SETTLE_S = 200, 0.6  # spans leave soon, so that their cost falls into their own block
+EXPORT_MS, SETTLE_S = 1000, 1.5  # spans leave soon, so that their cost falls into their own block
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def main() -> int:
     found = {}
     for stream_count, token_count in PAIR_STREAMS.items():
         name = f"{stream_count} streams"
-        load = Load(name, harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts[:stream_count], 1, token_count)
+        load = Load(name, harness.TARGET_MODEL, harness.DRAFT_MODEL, prompts[:stream_count], 2, token_count)
         found[name] = cost(load, asked.pair_turns, (OFF, ALL))
         report_cost(f"the shipped pair, {name}", found[name], console)
     bars = bars_of(found)

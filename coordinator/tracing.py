@@ -32,6 +32,7 @@ from specdec.coordinator.trace_rounds import (
     is_drafting_detailed,
     is_round_detailed,
     milliseconds,
+    parts_of,
     round_attributes,
     wasted_events,
 )
@@ -205,7 +206,8 @@ class RequestTrace(RequestStatistics):
             self._name_round(group.span_id, record.round_index + 1)
 
     def _record_round(self, span_id: bytes, group: RoundGroup, record: RoundRecord, links: Iterable[SpanLink]) -> None:
-        more = {"attributes": round_attributes(record), "events": wasted_events(record), "links": tuple(links)}
+        attributes = {**round_attributes(record), **milliseconds(parts_of(record))}
+        more = {"attributes": attributes, "events": wasted_events(record), "links": tuple(links)}
         self._record("round", span_id, group.span_id, record.start_s, record.end_s, **more)
 
     def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:

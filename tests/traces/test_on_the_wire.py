@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
 
 
 def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTrace]):
-    """Claim: rounds 0, 1, 2, … each have one event, in order, and counts add up to the round group's and the root's."""
+    """Claim: rounds 0, 1, 2, … each have one event, in order; counts and parts of the time add up to the round group's
+    and the root's."""
     outcome, trace = short
     groups = [*trace.named("prefill"), *trace.groups]
     events = [attributes(event) for group in groups for event in group.events if event.name == "round"]
@@ -133,6 +135,10 @@ def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTr
         counted = sum(event[f"specdec.{name}"] for event in events)
         assert counted == sum(attributes(group)[f"specdec.{name}"] for group in groups)
         assert counted == attributes(trace.named("Generate")[0])[f"specdec.{total}"]
+    for kind in ("network", "queue", "forward", "sampling", "rule"):
+        told_ms = [re.search(rf"{kind} ([\d.]+)", event["specdec.parts_ms"]) for event in events]
+        of_groups_ms = sum(attributes(group)[f"specdec.{kind}_ms"] for group in groups)
+        assert sum(float(one[1]) for one in told_ms if one) == pytest.approx(of_groups_ms, abs=0.005 * len(events))
     assert {event["specdec.next"] for event in events} == {"bonus", "recovered"}
     assert sum(event.get("specdec.discarded", 0) for event in events) > 0, "a weak draft's work is partly wasted"
 
