@@ -84,7 +84,7 @@ class Generation:
         self._request.began(self._session)
         self._perform(self._session.begin())
         if self._draft is not None and self._draft.is_up:
-            self._perform(self._session.on_draft_up())
+            self._on_draft_up(self._draft)
 
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""
@@ -109,7 +109,12 @@ class Generation:
         """A replica is connected, or connected again."""
         if replica is self._draft:
             self._request.note("draft connected")
-            self._perform(self._session.on_draft_up())
+            self._on_draft_up(replica)
+
+    def _on_draft_up(self, draft: Replica) -> None:
+        if draft.description is not None:
+            self._request.drafted_by(draft.description)
+        self._perform(self._session.on_draft_up())
 
     def on_down(self, replica: Replica) -> None:
         """A replica is lost: without a draft the generation continues, without a target it ends."""
@@ -154,7 +159,7 @@ class Generation:
             count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
             self._speculation.on_draft_step(item, count, session.params.rule, byte_count, network_s)
             actions = session.on_nodes(item)
-            request.nodes(session, item, draft)
+            request.nodes(session, item, draft.link)
             self._perform(actions)
         elif isinstance(item, MissingTokens):
             if actions := session.on_draft_missing(item):

@@ -8,7 +8,6 @@ loop, read from any thread.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, DraftItem, Nodes, Open, TargetItem, Trace
@@ -20,9 +19,6 @@ from specdec.rpc.link import Link
 from specdec.rpc.status import REASONS
 from specdec.telemetry.metrics import LATENCY_BOUNDS_S, TOKEN_BOUNDS_S, Histogram
 from specdec.telemetry.spans import AttributeValue
-
-if TYPE_CHECKING:
-    from specdec.coordinator.replicas import Replica
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.name.lower() for reason in FinishReason), CANCELLED, *REASONS)
@@ -98,7 +94,10 @@ class RequestStatistics:
     def sent(self, session: Session, now_s: float) -> None:
         """The verification in flight is sent; called again when it is sent again."""
 
-    def nodes(self, session: Session, nodes: Nodes, draft: Replica) -> None:
+    def drafted_by(self, draft: Description) -> None:
+        """The draft is usable: when the request begins, or later."""
+
+    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
         """The draft sent nodes, and the session has added the usable ones to its tree."""
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:

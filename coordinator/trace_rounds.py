@@ -35,6 +35,7 @@ DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, a round's draft tokens 
 SLOW_ROUND_COUNT_MAX = 8  # events of slow rounds in one trace
 SLOW_FACTOR = 3.0  # times the group's mean, above which its slowest round has an event
 SUM_SHARE_MIN = 0.001  # of the summed rounds: smaller parts have no span
+ARRIVAL_COUNT_MAX = 16  # events of draft tokens in one group; a draft decides how many it marks
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
 DRAFT_ARRIVED = "draft tokens arrived"
@@ -76,9 +77,11 @@ def parts_of(record: RoundRecord) -> tuple[float, ...]:
     Network time is (t3 - t0) - (t2 - t1), the round trip by this clock less the time at the target by its own clock; it
     includes the handling of the messages by both processes.
     """
-    network_s = record.round_trip_s - record.server_share_s
+    server_s = record.server_share_s
+    forward_s = min(record.forward_s, server_s)  # whatever the target says
+    sampling_s = min(record.sampling_s, server_s - forward_s)
     rule_s = max(0.0, record.round_s - record.wait_s - record.round_trip_s)
-    return record.wait_s, network_s, record.server_wait_s, record.forward_s, record.sampling_s, rule_s
+    return record.wait_s, record.round_trip_s - server_s, record.server_wait_s, forward_s, sampling_s, rule_s
 
 
 def branch_of(record: RoundRecord) -> str:
@@ -160,6 +163,7 @@ class RoundGroup:
     start_s: float
     span_id: bytes = field(default_factory=lambda: os.urandom(SPAN_ID_BYTES))
     draft_message_count: int = 0
+    arrival_count: int = 0
     drafting_s: float = 0.0  # of the draft's steps without spans of their own
     records: list[RoundRecord] = field(default_factory=list)
     _notes: list[SpanEvent] = field(default_factory=list)

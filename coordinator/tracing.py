@@ -17,10 +17,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.trace_rounds import (
+    ARRIVAL_COUNT_MAX,
     PARTS,
     ROUND_GROUP,
     SLOW_ROUND_COUNT_MAX,
@@ -57,9 +58,7 @@ from specdec.telemetry.spans import (
 )
 from specdec.telemetry.tracing import Tracing
 
-if TYPE_CHECKING:
-    from specdec.coordinator.replicas import Replica
-
+DRAFT_SERVICE = "specdec-draft"  # the name of a draft whose own is unknown
 DRAFT_LOST, DRAFT_CONNECTED, POLICY_SWITCHED = "draft lost", "draft connected", "policy switched"  # events
 # Codes that are this side's failure, not a refusal, as OpenTelemetry defines for servers.
 FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
@@ -163,18 +162,20 @@ class RequestTrace(RequestStatistics):
         if self._round_id and session.in_flight is not None:
             self._drafting.offer(session.tree.proposal_path(len(session.in_flight.draft_token_ids)), now_s)
 
-    def nodes(self, session: Session, nodes: Nodes, draft: Replica) -> None:
+    def drafted_by(self, draft: Description) -> None:
+        self._draft_service = draft.trace_service
+
+    def nodes(self, session: Session, nodes: Nodes, link: Link) -> None:
         group = self._group
         if group is None:
             return
-        if draft.description is not None:
-            self._draft_service = draft.description.trace_service
         group.draft_message_count += 1
         worked_s = nodes.worked_us / 1e6
         self._drafting_s += worked_s
-        if nodes.is_detailed and nodes.nodes:
+        if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
+            group.arrival_count += 1
             worked_s -= nodes.step_us / 1e6
-            group.note(self._drafting.arrived(session, nodes, draft.link.stamps, self.context.span_id))
+            group.note(self._drafting.arrived(session, nodes, link.stamps, self.context.span_id))
         group.drafting_s += max(0.0, worked_s)
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
@@ -211,11 +212,12 @@ class RequestTrace(RequestStatistics):
         self._record("round", span_id, group.span_id, record.start_s, record.end_s, **more)
 
     def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:
-        """Records this side's span of the verification of the current round, which is detailed."""
+        """Records this side's span of the verification of the current round: a detailed one, or one without answer."""
         assert self._sent_s is not None
-        span_id = derived_span_id(self._round_id, "verify")
+        span_id = derived_span_id(self._round_id, "verify") if self._round_id else b""
         more = {"kind": SpanKind.CLIENT, "attributes": attributes, "error": error}
-        self._record("verify", span_id, self._round_id, self._sent_s, end_s, **more)
+        parent_id = self._round_id or self._round_context.span_id
+        self._record("verify", span_id, parent_id, self._sent_s, end_s, **more)
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
         self._totals = tuple(map(sum, zip(self._totals, group.parts())))
@@ -244,7 +246,8 @@ class RequestTrace(RequestStatistics):
             return
         began_s, self._draft_lost_s = self._draft_lost_s, None
         self._draft_unavailable_s += now_s - began_s
-        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST, "service": self._draft_service}
+        more = {"attributes": {"error.type": DRAFT_LOST}, "error": DRAFT_LOST}
+        more |= {"service": self._draft_service or DRAFT_SERVICE}
         self._record("draft unavailable", b"", self.context.span_id, began_s, now_s, **more)
 
     def finished(self, finished: Finished) -> None:
@@ -285,9 +288,9 @@ class RequestTrace(RequestStatistics):
         self._end_draft_loss(now_s)
         if group is None:
             return
-        if self._sent_s is not None and self._round_id:
+        if self._sent_s is not None:
             self._record_verification(now_s, {"specdec.unanswered": True, **self._error_type()}, self._error)
-            if self._round_id != group.span_id:
+            if self._round_id and self._round_id != group.span_id:
                 self._record("round", self._round_id, group.span_id, self._round_began_s, now_s)
         self._end_group(group, max(now_s, self._round_began_s))
 
@@ -303,7 +306,7 @@ class RequestTrace(RequestStatistics):
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""
         troubles: dict[str, AttributeValue] = {
-            "specdec.draft_ms": round(1000 * self._drafting_s, 3),
+            "specdec.draft_ms": round(1000 * min(self._drafting_s, time.monotonic() - self._began_s), 3),
             "specdec.draft_lost": self._note_counts[DRAFT_LOST],
             "specdec.draft_unavailable_ms": round(1000 * self._draft_unavailable_s, 3),
             "specdec.policy_switches": self._note_counts[POLICY_SWITCHED],

@@ -14,7 +14,7 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.model_folder import Progress, open_model_folder
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.engine.table_model import load_table_model
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ModelRefused
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -42,21 +42,27 @@ def load_model(
         return load_table_model(folder.path, folder.digest(progress))
     if progress:
         progress("importing transformers", 0.0)
-    is_imported = threading.Event()
+    is_imported, is_over = threading.Event(), threading.Event()
 
     def on_read(what: str, share: float) -> None:
+        if is_over.is_set():  # refused for another reason: the rest is not read
+            raise ModelRefused(f"{path_or_hub_id} is not loaded")
         if progress and is_imported.is_set():
             progress(what, share)
 
     with ThreadPoolExecutor(1, "digest") as digesting:  # beside the imports and the loading
         digest = digesting.submit(folder.digest, on_read)
-        # Imported here so that protocol tests do not pay for loading transformers.
-        from specdec.engine.architectures import check_supported
-        from specdec.engine.transformers_model import load_transformers_model
+        try:
+            # Imported here so that protocol tests do not pay for loading transformers.
+            from specdec.engine.architectures import check_supported
+            from specdec.engine.transformers_model import load_transformers_model
 
-        check_supported(path_or_hub_id, folder.config)
-        is_imported.set()
-        on_read("loading weights", 0.0)
-        return load_transformers_model(
-            path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows
-        )
+            check_supported(path_or_hub_id, folder.config)
+            if progress:
+                progress("loading weights", 0.0)
+            is_imported.set()
+            return load_transformers_model(
+                path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows
+            )
+        finally:
+            is_over.set()

@@ -49,7 +49,7 @@ class SdkTracing(Tracing):
         sdk_log.propagate, sdk_log.handlers = False, [_SdkLog()]
         about: dict[str, AttributeValue] = {"service.name": f"specdec-{service}", "host.name": socket.gethostname()}
         about |= {"process.pid": os.getpid(), "service.version": __version__}
-        self._resource = OwnResource(about)
+        self._resource = own_resource(about)
         self.service = str(self._resource.attributes["service.name"])
         # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless a caller that is followed says no
         self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
@@ -124,23 +124,27 @@ class LateExporter(OTLPSpanExporter):
         return super().export([waiting.readable() for waiting in spans])
 
 
-class OwnResource(Resource):
-    """The resource of a service: `attributes`, overridden and extended by OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES. Its hash is computed once: the exporter needs it for every span."""
+class KeptResource(Resource):
+    """A resource whose hash is computed once: the exporter needs it for every span."""
 
-    def __init__(self, attributes: Mapping[str, AttributeValue]) -> None:
-        said = Resource.create(attributes).merge(OTELResourceDetector().detect())
-        super().__init__(said.attributes, said.schema_url)
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(resource.attributes, resource.schema_url)
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
         return self._hash
 
 
+def own_resource(attributes: Mapping[str, AttributeValue]) -> Resource:
+    """Returns the resource of this service: `attributes`, overridden and extended by OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES."""
+    return KeptResource(Resource.create(attributes).merge(OTELResourceDetector().detect()))
+
+
 @functools.lru_cache(RESOURCE_COUNT_MAX)
 def resource_of(service: str) -> Resource:
     """Returns the resource of spans that this process records of the work of another service."""
-    return Resource({"service.name": service})
+    return KeptResource(Resource({"service.name": service}))
 
 
 class _SdkLog(logging.Handler):

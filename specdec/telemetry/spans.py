@@ -77,5 +77,5 @@ def derived_span_id(span_id: bytes, *names: str | int) -> bytes:
 
 
 def draft_span_id(request_span_id: bytes, nodes: Nodes) -> bytes:
-    """Returns the id of the coordinator's span of one draft message; `request_span_id` is sent with Open."""
+    """Returns the id of the draft's span of one message in detail; `request_span_id` is sent with Open."""
     return derived_span_id(request_span_id, "draft", nodes.incarnation, nodes.epoch, nodes.nodes[0].node_id)

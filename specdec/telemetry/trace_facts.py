@@ -97,13 +97,14 @@ def _happened(tree: TraceTree) -> Iterator[Happening]:
     root, said = tree.root, tree.root.attributes
     if count := said.get("specdec.resumed_tokens"):
         yield Happening(0.0, f"resumed after {count} tokens")
-    for span in tree.spans:
+    own = list(tree.below_root())
+    for span in own:
         if span.name == UNAVAILABLE:
             yield _loss(root, span)
         elif span.name == "prefill":
             yield from _waits(root, span)
     by_name: dict[str, list[ReadEvent]] = defaultdict(list)
-    for span in tree.spans:
+    for span in own:
         for event in span.events:
             if span.name != "round" and event.name not in UNTOLD:
                 by_name[event.name].append(event)
@@ -140,6 +141,6 @@ def _sentence(event: ReadEvent) -> str:
     said["switched"] = "on" if said.get("speculating") else "off"
     said["why"] = str(said.get("why", "")).removeprefix("off: ")
     try:
-        return SENTENCES.get(event.name, event.name).format(**said)
-    except KeyError:
+        return SENTENCES[event.name].format(**said)
+    except KeyError:  # an event without a sentence, or without what it says
         return event.name

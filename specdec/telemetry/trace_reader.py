@@ -231,6 +231,14 @@ class TraceTree:
         arrived = [event for span in self.spans for event in span.events if event.name == DRAFT_ARRIVED]
         self._draft_offset_ms = float(arrived[-1].attributes.get(OFFSET, 0.0)) if arrived else 0.0
 
+    def below_root(self) -> Iterator[ReadSpan]:
+        """Yields the first root and all spans below it; a trace may hold those of its caller too."""
+        found = [self.root]
+        while found:
+            span = found.pop()
+            yield span
+            found += self._children[span.span_id]
+
     def lines(self, root: ReadSpan, fold_from: float = math.inf) -> Iterator[Line]:
         """Yields the tree in order, parents before children, each machine's times moved to the coordinator's clock.
         `fold_from`: from this number on, spans of one name below one line are one line, at the place of the first."""

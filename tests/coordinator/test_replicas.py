@@ -41,6 +41,7 @@ class Recorder:
     """A replica that answers nothing: items are recorded."""
 
     is_up = True
+    description = None
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

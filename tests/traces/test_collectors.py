@@ -113,11 +113,11 @@ def test_settings_of_the_environment():
 def test_a_service_names_itself_unless_the_environment_does(monkeypatch: pytest.MonkeyPatch):
     """Claim: the resource is the service with its host and process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say
     otherwise, or more."""
-    from specdec.telemetry.sdk_spans import OwnResource
+    from specdec.telemetry.sdk_spans import own_resource
 
     ours = {"service.name": "specdec-target", "host.name": "node-1"}
-    assert OwnResource(ours).attributes["service.name"] == "specdec-target"
+    assert own_resource(ours).attributes["service.name"] == "specdec-target"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "host.name=pod-7,deployment.environment=test")
-    said = OwnResource(ours).attributes
+    said = own_resource(ours).attributes
     assert (said["service.name"], said["host.name"], said["deployment.environment"]) == ("mine", "pod-7", "test")

@@ -30,7 +30,7 @@ SHAPE = {
     ("coordinator", "prefill", INTERNAL): ("Generate",),
     ("coordinator", "round group", INTERNAL): ("Generate",),
     ("coordinator", "round", INTERNAL): ("round group",),
-    ("coordinator", "verify", CLIENT): ("prefill", "round"),
+    ("coordinator", "verify", CLIENT): ("prefill", "round", "round group"),  # there, one without answer
     ("target", "verify", SERVER): ("verify",),
     ("target", "queue", INTERNAL): ("verify",),
     ("target", "chunks", INTERNAL): ("verify",),
