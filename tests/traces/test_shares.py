@@ -24,7 +24,7 @@ from tests.support.traces import SOON, ReadTrace, attributes, environment, trace
 POINTS = 3.0  # of the call's time
 STEPPING_POINTS = 10.0  # what a draft's step takes beside its forward pass and sampler, which its metric times
 ONE_WAY_MS = 10.0
-PROMPT, LONG = "Once upon a time", 1900
+PROMPT, FEW, LONG = "Once upon a time", 10, 1900
 RULES: dict[str, dict[str, Any]] = {
     "GREEDY": {"temperature": 0.0},
     "COUPLED": {"temperature": 0.7, "seed": 5},
@@ -100,7 +100,7 @@ def machines(receiver: Receiver) -> Iterator[Machines]:
 
 def in_make_test(draft: str, rule: str, token_count: int) -> bool:
     """Whether a case runs with make test; the others are slower, or differ from one of these in the rule only."""
-    cases = (("near", "COUPLED", 120), ("off", "GREEDY", 10), ("far", "COUPLED", 10), ("far", "REJECTION", 10))
+    cases = (("near", "COUPLED", 120), ("off", "GREEDY", FEW), ("far", "COUPLED", FEW), ("far", "REJECTION", FEW))
     return (draft, rule, token_count) in cases
 
 
@@ -109,7 +109,7 @@ def in_make_test(draft: str, rule: str, token_count: int) -> bool:
     [
         pytest.param(*case, marks=() if in_make_test(*case) else pytest.mark.more)
         for case in [
-            *((draft, rule, count) for draft in DRAFTS for rule in RULES for count in (10, 120)),
+            *((draft, rule, count) for draft in DRAFTS for rule in RULES for count in (FEW, 120)),
             ("off", "GREEDY", LONG),
             ("near", "COUPLED", LONG),
         ]
@@ -144,7 +144,8 @@ def test_shares_of_spans_are_the_statistics_own(
     }
     for part, told in told_ms.items():
         assert abs(spent_ms[part] - told) < POINTS / 100 * total_ms, part
-    assert abs(spent_ms["draft"] - stepped_ms) < STEPPING_POINTS / 100 * total_ms
+    if token_count > FEW:  # the steps that the draft began before it heard of the end are in its metric only
+        assert abs(spent_ms["draft"] - stepped_ms) < STEPPING_POINTS / 100 * total_ms
     assert spent_ms["draft"] == pytest.approx(attributes(root).get("specdec.draft_ms", 0.0), abs=0.02 * total_ms)
     by_service: Counter[str] = Counter()
     for (service, _), ms in sums.items():
