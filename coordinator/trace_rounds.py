@@ -202,16 +202,16 @@ class RoundGroup:
         self.note(SpanEvent("slow round", slowest.end_s, said))
         return True
 
-    def sums(self, end_s: float) -> Iterator[tuple[str, float, float, int]]:
+    def sums(self) -> Iterator[tuple[str, float, float, int]]:
         """Yields the summed parts of the rounds without spans of their own: name, start, end, number of rounds.
 
         The parts of the rounds lie end to end from the end of the detailed round, in the order of PARTS; the draft's
-        steps run beside them, from the same start, and end with the group at `end_s` at the latest.
+        steps run beside them, from the same start, and may end after the group: some began in the one before.
         """
         summed = [record for record in self.records if not is_round_detailed(record.round_index)]
         start_s = summed[0].start_s if summed else self.start_s
         if self.drafting_s:
-            yield "draft", start_s, min(end_s, start_s + self.drafting_s), len(self.records)
+            yield "draft", start_s, start_s + self.drafting_s, len(self.records)
         spent = list(zip(PARTS, map(sum, zip(*map(parts_of, summed)))))
         for part, part_s in spent:
             if part_s > SUM_SHARE_MIN * sum(each_s for _, each_s in spent):

@@ -170,7 +170,7 @@ class RequestTrace(RequestStatistics):
         if group is None:
             return
         group.draft_message_count += 1
-        worked_s = nodes.worked_us / 1e6
+        worked_s = min(nodes.worked_us / 1e6, time.monotonic() - self._began_s - self._drafting_s)  # whatever it says
         self._drafting_s += worked_s
         if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
             group.arrival_count += 1
@@ -223,7 +223,7 @@ class RequestTrace(RequestStatistics):
         self._totals = tuple(map(sum, zip(self._totals, group.parts())))
         if self._slow_count < SLOW_ROUND_COUNT_MAX:
             self._slow_count += group.note_slow_round()
-        for part, part_start_s, part_end_s, round_count in group.sums(end_s):
+        for part, part_start_s, part_end_s, round_count in group.sums():
             service = self._target_service if part in TARGET_PARTS else self._draft_service if part == "draft" else ""
             said = {"attributes": {"specdec.rounds": round_count}, "service": service}
             self._record(f"{part}, summed", b"", group.span_id, part_start_s, part_end_s, **said)
@@ -306,7 +306,7 @@ class RequestTrace(RequestStatistics):
     def _troubles(self) -> dict[str, AttributeValue]:
         """Returns attributes to search for: what happened to this request, where it did."""
         troubles: dict[str, AttributeValue] = {
-            "specdec.draft_ms": round(1000 * min(self._drafting_s, time.monotonic() - self._began_s), 3),
+            "specdec.draft_ms": round(1000 * self._drafting_s, 3),
             "specdec.draft_lost": self._note_counts[DRAFT_LOST],
             "specdec.draft_unavailable_ms": round(1000 * self._draft_unavailable_s, 3),
             "specdec.policy_switches": self._note_counts[POLICY_SWITCHED],
