@@ -143,6 +143,7 @@ class SimulatedReplica:
     stream: Stream | None = None
     blocked_until_s: float = 0.0
     listeners: dict[int, Any] = field(default_factory=dict)
+    description: None = None  # read for traces only
 
     @property
     def link(self) -> SimpleNamespace:
