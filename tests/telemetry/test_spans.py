@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
+from opentelemetry import trace as otel
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from specdec.telemetry.clock import wall_offset_ns
-from specdec.telemetry.sdk_spans import Waiting
-from specdec.telemetry.spans import Span, SpanEvent, SpanKind, SpanLink, derived_span_id
+from specdec.telemetry.sdk_spans import Waiting, export_request
+from specdec.telemetry.spans import AttributeValue, Span, SpanEvent, SpanKind, SpanLink, derived_span_id
 from specdec.telemetry.tracing import caller_trace
 
 
@@ -30,25 +34,51 @@ def test_derived_ids_tell_everything_apart():
     assert derived_span_id(b"x" * 8, "verify") == derived_span_id(b"x" * 8, "verify")
 
 
-def test_a_span_is_exported_with_all_its_fields():
-    """Claim: name, ids, kind, wall times, attributes, events, links and failure arrive in the SDK's span as they were;
-    an end before the start is no negative duration."""
-    moment = SpanEvent("wait expired", 2.5, {"specdec.count": 3})
-    link = SpanLink(b"\x07" * 16, b"\x08" * 8, {"specdec.round": 4})
+def sdk_span_of(span: Span, resource: Resource, offset_ns: int) -> ReadableSpan:
+    """The same span in the SDK's own form: what its own exporter would encode."""
+
+    def context_of(trace_id: bytes, span_id: bytes) -> otel.SpanContext:
+        return otel.SpanContext(int.from_bytes(trace_id), int.from_bytes(span_id), is_remote=False)
+
+    def wall_ns(time_s: float) -> int:
+        return round(time_s * 1e9) + offset_ns
+
+    return ReadableSpan(
+        name=span.name,
+        context=context_of(span.trace_id, span.span_id),
+        parent=context_of(span.trace_id, span.parent_id) if span.parent_id else None,
+        resource=resource,
+        attributes=span.attributes,
+        events=[Event(event.name, event.attributes, wall_ns(event.time_s)) for event in span.events],
+        links=[otel.Link(context_of(link.trace_id, link.span_id), link.attributes) for link in span.links],
+        kind=otel.SpanKind[span.kind.name],
+        status=otel.Status(otel.StatusCode.ERROR, span.error) if span.error else otel.Status(otel.StatusCode.UNSET),
+        start_time=wall_ns(span.start_s),
+        end_time=wall_ns(max(span.start_s, span.end_s)),
+        instrumentation_scope=InstrumentationScope("specdec"),
+    )
+
+
+def test_an_export_request_is_the_sdks_own():
+    """Claim: the request has all fields of all spans, by resource, as the SDK's own encoding of the same spans has
+    them: kinds, wall times, attributes of every type, events, links, failure, no parent; an end before the start is no
+    negative duration. Compared as messages, so a field that one of the two lacks, or a wrong one, shows."""
+    attributes: dict[str, AttributeValue] = {"text": "é", "flag": True, "count": 3, "time_ms": 0.5, "names": ("a", "b")}
+    moments = (SpanEvent("wait expired", 2.5, attributes), SpanEvent("round", 2.75))
+    links = (SpanLink(b"\x07" * 16, b"\x08" * 8, {"specdec.round": 4}), SpanLink(b"\x09" * 16, b"\x0a" * 8))
     ids = (b"\x01" * 16, b"\x02" * 8, b"\x03" * 8)
-    span = Span("verify", *ids, 2.0, 1.0, SpanKind.CLIENT, {"specdec.round": 1}, (moment,), (link,), "TARGET_LOST")
-    made = Waiting(span, Resource.get_empty(), 10**18).readable()
-    assert made.name == "verify" and made.kind.name == "CLIENT"
-    assert made.start_time == made.end_time == 10**18 + 2 * 10**9
-    context = made.get_span_context()
-    assert context is not None and made.parent is not None
-    assert (context.trace_id, context.span_id) == (int.from_bytes(b"\x01" * 16), int.from_bytes(b"\x02" * 8))
-    assert made.parent.span_id == int.from_bytes(b"\x03" * 8)
-    assert [(event.name, event.timestamp, dict(event.attributes)) for event in made.events] == [
-        ("wait expired", 10**18 + 2_500_000_000, {"specdec.count": 3})
+    spans = [
+        Span("verify", *ids, 2.0, 1.0, SpanKind.CLIENT, attributes, moments, links, "TARGET_LOST"),
+        Span("Generate", *ids[:2], b"", 1.0, 3.25, SpanKind.SERVER, {"count": -1, "flag": False}),
+        Span("forward", *ids, 1.0, 2.0),
     ]
-    assert made.links[0].context.span_id == int.from_bytes(b"\x08" * 8)
-    assert not made.status.is_ok and made.status.description == "TARGET_LOST"
+    ours, others = Resource({"service.name": "specdec-target", "process.pid": 7}), Resource({"service.name": "b"}, "u")
+    offset_ns, recorded = 10**18 + 1, list(zip(spans, (ours, others, ours)))
+    made = export_request(Waiting(span, resource, offset_ns) for span, resource in recorded)
+    assert made == encode_spans([sdk_span_of(span, resource, offset_ns) for span, resource in recorded])
+    assert [len(group.scope_spans[0].spans) for group in made.resource_spans] == [2, 1]
+    first = made.resource_spans[0].scope_spans[0].spans[0]
+    assert first.start_time_unix_nano == first.end_time_unix_nano == offset_ns + 2 * 10**9
 
 
 def test_wall_time_is_the_monotonic_clock_and_an_offset():
