@@ -9,12 +9,12 @@ that sends it.
 
 from __future__ import annotations
 
-import os
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from specdec.protocol.items import Nodes
 from specdec.protocol.report import RoundRecord
@@ -22,9 +22,9 @@ from specdec.protocol.session import Session
 from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import TokenKind
 from specdec.rpc.stamps import Stamps
-from specdec.telemetry.spans import SPAN_ID_BYTES, AttributeValue, SpanEvent, SpanLink, draft_span_id
+from specdec.telemetry.spans import AttributeValue, SpanEvent, SpanLink, draft_span_id, drawn_span_id
 
-FIRST_ROUND_COUNT = 4  # round 0, which is the prefill, and the group of the three after it: all in detail
+FIRST_ROUND_COUNT = 3  # round 0, which is the prefill, and the group of the two after it: all in detail
 GROUP_ROUND_COUNT = 32
 SHORT_GROUP_COUNT = 10  # the groups after these have twice the rounds
 LONG_GROUPS_BEGIN = FIRST_ROUND_COUNT + SHORT_GROUP_COUNT * GROUP_ROUND_COUNT
@@ -39,8 +39,10 @@ ARRIVAL_COUNT_MAX = 16  # events of draft tokens in one group; a draft decides h
 NOTE_COUNT_MAX = 64  # of one group: of an unstable link the first changes are recorded
 MESSAGE_COUNT_MAX = 32  # messages whose tokens a round may still offer
 DRAFT_ARRIVED = "draft tokens arrived"
+KEPT_ROUND_COUNT = 4096  # of the choices by round index, which every request asks for again
 PARTS = ("wait", "network", "queue", "forward", "sampling", "rule")
 TARGET_PARTS = ("queue", "forward", "sampling")
+Parts: TypeAlias = tuple[float, ...]  # seconds, by PARTS
 
 
 def round_group_of(round_index: int) -> int:
@@ -52,11 +54,13 @@ def round_group_of(round_index: int) -> int:
     return 2 + SHORT_GROUP_COUNT + (round_index - LONG_GROUPS_BEGIN) // (2 * GROUP_ROUND_COUNT)
 
 
+@functools.lru_cache(KEPT_ROUND_COUNT)
 def begins_group(round_index: int) -> bool:
     """Whether a round is the first of its group."""
     return round_index == 0 or round_group_of(round_index) != round_group_of(round_index - 1)
 
 
+@functools.lru_cache(KEPT_ROUND_COUNT)
 def is_round_detailed(round_index: int) -> bool:
     """Whether a round's verification is recorded in detail, by the target too."""
     if round_index < FIRST_ROUND_COUNT:
@@ -65,12 +69,13 @@ def is_round_detailed(round_index: int) -> bool:
     return (group in DETAILED_GROUPS or group % GROUP_INTERVAL == 0) and begins_group(round_index)
 
 
+@functools.lru_cache(KEPT_ROUND_COUNT)
 def is_drafting_detailed(round_index: int) -> bool:
     """Whether the first draft steps after the commit before a round are recorded in detail."""
     return any(is_round_detailed(round_index + later) for later in range(DRAFT_ROUNDS_BEFORE + 1))
 
 
-def parts_of(record: RoundRecord) -> tuple[float, ...]:
+def parts_of(record: RoundRecord) -> Parts:
     """The parts of a round's time, by PARTS; their sum is the round's time: wait for draft tokens, network both ways,
     the target's queue, forward pass and sampler, and this process's own work.
 
@@ -91,7 +96,7 @@ def branch_of(record: RoundRecord) -> str:
     return "hit" if record.was_found else "missed"
 
 
-def milliseconds(parts: tuple[float, ...]) -> dict[str, AttributeValue]:
+def milliseconds(parts: Parts) -> dict[str, AttributeValue]:
     """Returns times by PARTS as attributes in milliseconds."""
     return {f"specdec.{name}_ms": round(1000 * value, 4) for name, value in zip(PARTS, parts)}
 
@@ -111,11 +116,11 @@ def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
     return attributes
 
 
-def round_event(record: RoundRecord) -> SpanEvent:
+def round_event(record: RoundRecord, parts: Parts) -> SpanEvent:
     """Returns the event of a round. The parts of its time are one attribute in words: six would cost as much to send as
     all the rest."""
-    parts = ", ".join(f"{name} {1000 * part_s:.2f}" for name, part_s in zip(PARTS, parts_of(record)) if part_s)
-    return SpanEvent("round", record.end_s, {**round_attributes(record), "specdec.parts_ms": parts})
+    in_words = ", ".join(f"{name} {1000 * part_s:.2f}" for name, part_s in zip(PARTS, parts) if part_s)
+    return SpanEvent("round", record.end_s, {**round_attributes(record), "specdec.parts_ms": in_words})
 
 
 def link_attributes(stamps: Stamps) -> dict[str, AttributeValue]:
@@ -161,11 +166,12 @@ class RoundGroup:
 
     name: str
     start_s: float
-    span_id: bytes = field(default_factory=lambda: os.urandom(SPAN_ID_BYTES))
+    span_id: bytes = field(default_factory=drawn_span_id)
     draft_message_count: int = 0
     arrival_count: int = 0
     drafting_s: float = 0.0  # of the draft's steps without spans of their own
     records: list[RoundRecord] = field(default_factory=list)
+    _parts: list[Parts] = field(default_factory=list)  # of each record
     _notes: list[SpanEvent] = field(default_factory=list)
     _note_count: int = 0
 
@@ -177,6 +183,11 @@ class RoundGroup:
         if not any(record.offered_count for record in self.records):
             return f"{self.name}, plain"
         return f"{self.name}, {'speculative' if all(record.is_speculating for record in self.records) else 'mixed'}"
+
+    def add(self, record: RoundRecord) -> None:
+        """Adds a round that ended."""
+        self.records.append(record)
+        self._parts.append(parts_of(record))
 
     def note(self, event: SpanEvent) -> None:
         """Records an event outside the rounds; beyond NOTE_COUNT_MAX only counted."""
@@ -208,11 +219,11 @@ class RoundGroup:
         The parts of the rounds lie end to end from the end of the detailed round, in the order of PARTS; the draft's
         steps run beside them, from the same start, and may end after the group: some began in the one before.
         """
-        summed = [record for record in self.records if not is_round_detailed(record.round_index)]
-        start_s = summed[0].start_s if summed else self.start_s
+        summed = [pair for pair in zip(self.records, self._parts) if not is_round_detailed(pair[0].round_index)]
+        start_s = summed[0][0].start_s if summed else self.start_s
         if self.drafting_s:
             yield "draft", start_s, start_s + self.drafting_s, len(self.records)
-        spent = list(zip(PARTS, map(sum, zip(*map(parts_of, summed)))))
+        spent = list(zip(PARTS, map(sum, zip(*(parts for _, parts in summed)))))
         for part, part_s in spent:
             if part_s > SUM_SHARE_MIN * sum(each_s for _, each_s in spent):
                 yield part, start_s, start_s + part_s, len(summed)
@@ -220,11 +231,13 @@ class RoundGroup:
 
     def __iter__(self) -> Iterator[SpanEvent]:
         """Yields its events in order of time: one per round, at the verdict, and the notes."""
-        return iter(sorted([*map(round_event, self.records), *self._notes], key=lambda event: event.time_s))
+        return iter(
+            sorted([*map(round_event, self.records, self._parts), *self._notes], key=lambda event: event.time_s)
+        )
 
-    def parts(self) -> tuple[float, ...]:
-        """Returns the sums of the rounds' times, by PARTS."""
-        return tuple(map(sum, zip(*map(parts_of, self.records)))) if self.records else (0.0,) * len(PARTS)
+    def parts(self) -> Parts:
+        """Returns the sums of the rounds' times."""
+        return tuple(map(sum, zip(*self._parts))) if self._parts else (0.0,) * len(PARTS)
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Returns the totals over its rounds as attributes."""

@@ -12,7 +12,6 @@ strings, labels.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections import Counter
@@ -48,13 +47,13 @@ from specdec.rpc.status import code_of
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.metrics import Histogram
 from specdec.telemetry.spans import (
-    SPAN_ID_BYTES,
     AttributeValue,
     Span,
     SpanEvent,
     SpanKind,
     SpanLink,
     derived_span_id,
+    drawn_span_id,
 )
 from specdec.telemetry.tracing import Tracing
 
@@ -77,9 +76,9 @@ def open_request(
     request_id = trace_id.hex() if caller is None else secrets.token_hex(16)
     parent_id = b"" if caller is None else caller.span_id
     if tracing.samples(trace_id, caller) if follows_caller else tracing.samples(drawn_id, None):
-        context = Trace(trace_id, os.urandom(SPAN_ID_BYTES), sampled=True)
+        context = Trace(trace_id, drawn_span_id(), sampled=True)
         return RequestTrace(metrics, context, request_id, tracing, parent_id)
-    return RequestStatistics(metrics, Trace(trace_id, parent_id or secrets.token_bytes(SPAN_ID_BYTES)), request_id)
+    return RequestStatistics(metrics, Trace(trace_id, parent_id or drawn_span_id()), request_id)
 
 
 class RequestTrace(RequestStatistics):
@@ -148,7 +147,7 @@ class RequestTrace(RequestStatistics):
     def _name_round(self, group_id: bytes, round_index: int) -> None:
         """Sets the trace contexts of a round's verification and commit; the prefill is its own round."""
         trace_id, is_detailed = self.context.trace_id, is_round_detailed(round_index)
-        self._round_id = b"" if not is_detailed else os.urandom(SPAN_ID_BYTES) if round_index else group_id
+        self._round_id = b"" if not is_detailed else drawn_span_id() if round_index else group_id
         if is_detailed or self._round_context.span_id != group_id:
             self._round_context = Trace(trace_id, self._round_id or group_id, True, is_detailed)
         is_drafted = is_drafting_detailed(round_index)
@@ -184,7 +183,7 @@ class RequestTrace(RequestStatistics):
         assert group is not None
         if record.preemptions:
             self.note("preempted by the target", times=record.preemptions)
-        group.records.append(record)
+        group.add(record)
         if self._round_id:
             assert self._sent_s is not None
             if record.wait_s:
@@ -319,6 +318,6 @@ class RequestTrace(RequestStatistics):
 
     def _record(self, name: str, span_id: bytes, parent_id: bytes, start_s: float, end_s: float, **more: Any) -> None:
         """Records a span; an empty `span_id` is drawn."""
-        span_id = span_id or os.urandom(SPAN_ID_BYTES)
+        span_id = span_id or drawn_span_id()
         span = Span(name, self.context.trace_id, span_id, parent_id, start_s, end_s, **more)
         self._tracing.record((span,), self._offset_ns)

@@ -7,13 +7,12 @@ detailed round has a link to every round; those of the others link to it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdec.engine.feed import StepTiming
 from specdec.protocol.items import Verification
-from specdec.telemetry.spans import SPAN_ID_BYTES, Attributes, Span, SpanKind, SpanLink, derived_span_id
+from specdec.telemetry.spans import Attributes, Span, SpanKind, SpanLink, derived_span_id, drawn_span_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Served:
 
     def below(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> Span:
         """Returns a span below its `verify`."""
-        ids = self.item.trace.trace_id, os.urandom(SPAN_ID_BYTES), self.span_id
+        ids = self.item.trace.trace_id, drawn_span_id(), self.span_id
         return Span(name, *ids, start_s, end_s, attributes=attributes)
 
 

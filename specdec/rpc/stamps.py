@@ -53,6 +53,7 @@ class Stamps:
         self._is_forced = False
         self._sent_ns: dict[int, int] = {}
         self._exchanges: deque[Exchange] = deque(maxlen=WINDOW_LENGTH)
+        self._best_exchange: Exchange | None = None
 
     def force(self) -> None:
         """Stamps the next message regardless of the last stamp's age, because an item in it is to be timed."""
@@ -107,6 +108,7 @@ class Stamps:
             return None
         self.network_s = network_ns / 1e9
         self._exchanges.append(Exchange(1000 * stamp.sent_time_us, now_ns, network_ns))
+        self._best_exchange = None
         return self.network_s
 
     def _forget_before(self, sequence: int) -> None:
@@ -116,10 +118,11 @@ class Stamps:
 
     def _best(self) -> Exchange | None:
         """The quickest exchange of the last few seconds: the best estimate of the clock offset."""
-        if not self._exchanges:
-            return None
-        since_ns = self._exchanges[-1].own_ns - OFFSET_AGE_NS
-        return min((one for one in self._exchanges if one.own_ns >= since_ns), key=lambda one: one.network_ns)
+        if self._best_exchange is None and self._exchanges:
+            since_ns = self._exchanges[-1].own_ns - OFFSET_AGE_NS
+            recent = (one for one in self._exchanges if one.own_ns >= since_ns)
+            self._best_exchange = min(recent, key=lambda one: one.network_ns)
+        return self._best_exchange
 
     @property
     def clock_offset_s(self) -> float | None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import os
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.protocol.items import Nodes
 
 SPAN_ID_BYTES = 8
+_ids = random.Random()  # seeded by the system once: ids must differ, not be secret, and a system call each costs more
+os.register_at_fork(after_in_child=_ids.seed)
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
@@ -69,11 +73,15 @@ class Span:
     service: str = ""
 
 
+def drawn_span_id() -> bytes:
+    """Returns a random span id; never all zeros. From any thread."""
+    return _ids.randrange(1, 1 << 8 * SPAN_ID_BYTES).to_bytes(SPAN_ID_BYTES)
+
+
 def derived_span_id(span_id: bytes, *names: str | int) -> bytes:
     """Returns the id of the span with `names` below the given one: the same on every machine, never all zeros."""
-    text = "/".join(map(str, names)).encode()
-    digest = hashlib.sha256(span_id + text).digest()
-    return next(digest[start : start + SPAN_ID_BYTES] for start in range(24) if any(digest[start : start + 8]))
+    digest = hashlib.sha256(span_id + "/".join(map(str, names)).encode()).digest()
+    return digest[:SPAN_ID_BYTES] if any(digest[:SPAN_ID_BYTES]) else digest[SPAN_ID_BYTES : 2 * SPAN_ID_BYTES]
 
 
 def draft_span_id(request_span_id: bytes, nodes: Nodes) -> bytes:
