@@ -1,7 +1,7 @@
 """Rounds and draft messages in a trace: the choice of detailed ones, their attributes, and the round groups.
 
-A detailed round is up to seven spans in two services, and the draft steps before it one each: the first rounds, then
-the first round of some groups. All others are events of their group and, summed, one span for each part of their time
+A detailed round is up to seven spans in two services, and the draft steps before it one each: the prefill, then the
+first round of some groups. All others are events of their group and, summed, one span for each part of their time
 (`sums`), laid end to end behind the detailed round: the spans of a group cover its time once, so views that add up
 spans give the shares of the statistics. Records are kept, and become events only when the span is sent, by the thread
 that sends it.
@@ -24,12 +24,11 @@ from specdec.protocol.types import TokenKind
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.spans import AttributeValue, SpanEvent, SpanLink, draft_span_id, drawn_span_id
 
-FIRST_ROUND_COUNT = 3  # round 0, which is the prefill, and the group of the two after it: all in detail
 GROUP_ROUND_COUNT = 32
 SHORT_GROUP_COUNT = 10  # the groups after these have twice the rounds
-LONG_GROUPS_BEGIN = FIRST_ROUND_COUNT + SHORT_GROUP_COUNT * GROUP_ROUND_COUNT
+LONG_GROUPS_BEGIN = 1 + SHORT_GROUP_COUNT * GROUP_ROUND_COUNT
 ROUND_GROUP = "round group"
-DETAILED_GROUPS = (2, 4)  # and every eighth: their first round is in detail
+DETAILED_GROUPS = (1, 2, 4)  # and every eighth: their first round is in detail
 GROUP_INTERVAL = 8
 DRAFT_ROUNDS_BEFORE = 2  # with a window of some rounds, a round's draft tokens come from the rounds before it
 SLOW_ROUND_COUNT_MAX = 8  # events of slow rounds in one trace
@@ -46,12 +45,10 @@ Parts: TypeAlias = tuple[float, ...]  # seconds, by PARTS
 
 
 def round_group_of(round_index: int) -> int:
-    """The index of the group a round belongs to: 0 for the prefill, 1 for the first rounds."""
-    if round_index < FIRST_ROUND_COUNT:
-        return min(round_index, 1)
+    """The index of the group a round belongs to: 0 for the prefill, which is round 0."""
     if round_index < LONG_GROUPS_BEGIN:
-        return 2 + (round_index - FIRST_ROUND_COUNT) // GROUP_ROUND_COUNT
-    return 2 + SHORT_GROUP_COUNT + (round_index - LONG_GROUPS_BEGIN) // (2 * GROUP_ROUND_COUNT)
+        return -(-round_index // GROUP_ROUND_COUNT)
+    return 1 + SHORT_GROUP_COUNT + (round_index - LONG_GROUPS_BEGIN) // (2 * GROUP_ROUND_COUNT)
 
 
 @functools.lru_cache(KEPT_ROUND_COUNT)
@@ -63,8 +60,6 @@ def begins_group(round_index: int) -> bool:
 @functools.lru_cache(KEPT_ROUND_COUNT)
 def is_round_detailed(round_index: int) -> bool:
     """Whether a round's verification is recorded in detail, by the target too."""
-    if round_index < FIRST_ROUND_COUNT:
-        return True
     group = round_group_of(round_index)
     return (group in DETAILED_GROUPS or group % GROUP_INTERVAL == 0) and begins_group(round_index)
 
@@ -169,7 +164,9 @@ class RoundGroup:
     span_id: bytes = field(default_factory=drawn_span_id)
     draft_message_count: int = 0
     arrival_count: int = 0
-    drafting_s: float = 0.0  # of the draft's steps without spans of their own
+    drafting_us: int = 0  # of the draft's steps, by the draft; those with spans of their own among them
+    detailed_drafting_us: int = 0
+    drafting_s: float = 0.0  # of the steps without spans, once it ended
     records: list[RoundRecord] = field(default_factory=list)
     _parts: list[Parts] = field(default_factory=list)  # of each record
     _notes: list[SpanEvent] = field(default_factory=list)
@@ -194,6 +191,12 @@ class RoundGroup:
         self._note_count += 1
         if len(self._notes) < NOTE_COUNT_MAX:
             self._notes.append(event)
+
+    def end_drafting(self, most_s: float) -> float:
+        """Returns the time of the draft's steps, at most `most_s`, whatever the draft says."""
+        total_s = min(self.drafting_us / 1e6, most_s)
+        self.drafting_s = max(0.0, total_s - self.detailed_drafting_us / 1e6)
+        return total_s
 
     def note_slow_round(self) -> bool:
         """Records an event for the slowest round if it took more than SLOW_FACTOR times the mean of all, with the

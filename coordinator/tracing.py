@@ -169,13 +169,11 @@ class RequestTrace(RequestStatistics):
         if group is None:
             return
         group.draft_message_count += 1
-        worked_s = min(nodes.worked_us / 1e6, time.monotonic() - self._began_s - self._drafting_s)  # whatever it says
-        self._drafting_s += worked_s
+        group.drafting_us += nodes.worked_us
         if nodes.is_detailed and nodes.nodes and group.arrival_count < ARRIVAL_COUNT_MAX:
             group.arrival_count += 1
-            worked_s -= nodes.step_us / 1e6
+            group.detailed_drafting_us += nodes.step_us
             group.note(self._drafting.arrived(session, nodes, link.stamps, self.context.span_id))
-        group.drafting_s += max(0.0, worked_s)
 
     def on_round(self, session: Session, record: RoundRecord, link: Link) -> None:
         super().on_round(session, record, link)
@@ -220,6 +218,7 @@ class RequestTrace(RequestStatistics):
 
     def _end_group(self, group: RoundGroup, end_s: float) -> None:
         self._totals = tuple(map(sum, zip(self._totals, group.parts())))
+        self._drafting_s += group.end_drafting(end_s - self._began_s - self._drafting_s)
         if self._slow_count < SLOW_ROUND_COUNT_MAX:
             self._slow_count += group.note_slow_round()
         for part, part_start_s, part_end_s, round_count in group.sums():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specdec.coordinator.trace_rounds import (
-    FIRST_ROUND_COUNT,
     GROUP_ROUND_COUNT,
     PARTS,
     ROUND_GROUP,
@@ -35,7 +34,7 @@ def most_spans(round_count: int) -> int:
     return 1 + PREFILL_SPANS + len(groups) + SUM_SPANS * len(summed) + rounds + drafting + 2  # the draft's first sums
 
 
-@pytest.mark.parametrize(("round_count", "count"), [(10, 48), (100, 85), (300, 146), (2000, 401)])
+@pytest.mark.parametrize(("round_count", "count"), [(10, 29), (100, 79), (300, 140), (2000, 395)])
 def test_a_generation_makes_few_spans_at_worst(round_count: int, count: int):
     """Claim: however many messages a draft sends, 300 rounds make at most 160 spans and 2,000 at most 550, in fact as
     many as docs/tracing.md says; counted, not sampled."""
@@ -43,11 +42,11 @@ def test_a_generation_makes_few_spans_at_worst(round_count: int, count: int):
 
 
 def test_the_first_rounds_and_a_sample_are_in_detail():
-    """Claim: the first rounds, then the first of some groups for ever; the tokens offered by a sampled round were
+    """Claim: the first two rounds, then the first of some groups for ever; the tokens offered by a sampled round were
     drafted under commits in detail."""
     detailed = [index for index in range(2000) if is_round_detailed(index)]
-    assert detailed[:FIRST_ROUND_COUNT] == list(range(FIRST_ROUND_COUNT))
-    sampled = detailed[FIRST_ROUND_COUNT:]
+    assert detailed[:3] == [0, 1, 1 + GROUP_ROUND_COUNT]
+    sampled = detailed[2:]
     assert len(sampled) == 6 and all(map(begins_group, sampled))
     assert any(is_round_detailed(index) for index in range(100_000, 100_000 + 16 * GROUP_ROUND_COUNT))
     for index in sampled:
@@ -56,12 +55,12 @@ def test_the_first_rounds_and_a_sample_are_in_detail():
 
 
 def test_groups_follow_each_other():
-    """Claim: the prefill, two rounds, ten groups of 32, then groups of 64; every round belongs to one."""
+    """Claim: the prefill, ten groups of 32, then groups of 64; every round belongs to one."""
     sizes = [0] * (round_group_of(2000) + 1)
     for index in range(2000):
         sizes[round_group_of(index)] += 1
         assert index == 0 or round_group_of(index) - round_group_of(index - 1) == begins_group(index)
-    assert sizes[:13] == [1, 2, *[32] * 10, 64] and set(sizes[12:-1]) == {64}
+    assert sizes[:12] == [1, *[32] * 10, 64] and set(sizes[11:-1]) == {64}
 
 
 def record(index: int, start_s: float, round_s: float) -> RoundRecord:
@@ -91,7 +90,7 @@ def record(index: int, start_s: float, round_s: float) -> RoundRecord:
 def test_the_sums_fill_a_group_from_its_detailed_round_to_its_end():
     """Claim: the summed parts lie end to end from the end of the detailed round to the group's end, and each is the sum
     of its rounds' parts; the draft's run beside them. Conclusive: times are exact halves."""
-    first = GROUP_ROUND_COUNT + FIRST_ROUND_COUNT  # of a group that is not in detail, or is: both are tried
+    first = 1 + 2 * GROUP_ROUND_COUNT  # of a group that is not in detail, or is: both are tried
     for begin in (first, first + GROUP_ROUND_COUNT):
         group = RoundGroup(ROUND_GROUP, 1.0, drafting_s=10.0)
         for place in range(GROUP_ROUND_COUNT):

@@ -26,7 +26,7 @@ from tests.support.traces import ReadTrace, trace_of
 def outcome(services: Services, receiver: Receiver) -> Outcome:
     """A generation whose trace has arrived."""
     asked = {"temperature": 0.7, "seed": 2, "ignore_eos": True, "speculative": fixed(3, draft_wait_ms=50)}
-    generated = services.client.generate([1, 2, 3], max_tokens=60, **asked)
+    generated = services.client.generate([1, 2, 3], max_tokens=400, **asked)
     trace_of(receiver, generated)
     return generated
 
@@ -54,7 +54,7 @@ def test_a_trace_is_shown_with_where_its_time_went(outcome: Outcome, jaeger: str
         for span in ("Generate", "prefill", "round group, \\w+", "round", "verify", "queue", "forward", "draft"):
             assert re.search(rf"^\s*{span}\s", done.stdout, re.MULTILINE), span
         assert max(map(len, done.stdout.splitlines())) <= 80 and "…" not in done.stdout
-        assert "60 tokens in" in done.stdout
+        assert "400 tokens in" in done.stdout
         shares = {
             kind: float(share) for kind, share in re.findall(r"^(\w+) +[\d.]+ +([\d.]+)%", done.stdout, re.MULTILINE)
         }
@@ -102,7 +102,7 @@ def test_the_facts_are_json_too(outcome: Outcome, jaeger: str):
     found = json.loads(run(outcome.finished.trace_id, "--jaeger", jaeger, "--json").stdout)
     statistics_ = outcome.finished.statistics
     assert found["trace_id"] == outcome.finished.trace_id
-    assert (found["output_tokens"], found["rounds"]) == (60, statistics_.rounds)
+    assert (found["output_tokens"], found["rounds"]) == (400, statistics_.rounds)
     assert found["acceptance"] == pytest.approx(statistics_.draft_acceptance_rate, abs=1e-3)
     assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["total_ms"], rel=1e-3)
     assert found["largest"] == max(found["parts"], key=lambda part: part["ms"])["name"]

@@ -175,7 +175,7 @@ def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace])
     hand the messages on; the stay is that of the target's span; and the clocks, which are one, are found close."""
     _, trace = short
     clients = trace.named("verify", CLIENT)
-    assert len(clients) >= 4
+    assert len(clients) >= 2
     for client in clients:
         said = attributes(client)
         server = next(span for span in trace.children[client.span_id] if span.kind == SERVER)
@@ -189,7 +189,7 @@ def test_hops_are_timed_by_each_side_own_clock(short: tuple[Outcome, ReadTrace])
 
 @pytest.mark.parametrize("round_count", [10, 300, pytest.param(2000, marks=pytest.mark.more)])
 def test_a_long_generation_stays_readable(services: Services, receiver: Receiver, round_count: int):
-    """Claim: at most 160 spans in all services for 300 rounds and 550 for 2,000, in round groups of 3, 32 and 64; no
+    """Claim: at most 160 spans in all services for 300 rounds and 550 for 2,000, in round groups of 32 and 64; no
     span lacks its parent, and every span that sums says over how many rounds."""
     outcome = generate(services, round_count, speculative={"policy": "POLICY_OFF"})
     trace = trace_of(receiver, outcome)
@@ -199,7 +199,7 @@ def test_a_long_generation_stays_readable(services: Services, receiver: Receiver
     assert len(trace.spans) <= ROW_COUNTS_MAX[round_count]
     counts = [attributes(group)["specdec.rounds"] for group in trace.groups]
     assert sum(counts) == rounds - 1
-    assert counts[:-1] == [3, *[32] * 10, *[64] * len(counts)][: len(counts) - 1]
+    assert counts[:-1] == [*[32] * 10, *[64] * len(counts)][: len(counts) - 1]
     summed = [span for _, span in trace.spans if span.name == "forward, summed"]
     in_detail = len(trace.named("round"))
     assert sum(attributes(span)["specdec.rounds"] for span in summed) == rounds - 1 - in_detail
