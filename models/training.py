@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -23,15 +21,11 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from specdec.distill.training import GRADIENT_NORM_MAX, learning_rate_share, make_optimizer
 from specdec.errors import ConfigError
 from specdec.models.console import progress_bar
 from specdec.models.sizes import SIZES, Size
 from specdec.models.tokenizer import END_TOKEN_ID
-
-WARMUP_SHARE = 0.03  # of the run, in which the learning rate rises from 0
-LEARNING_RATE_LAST = 0.1  # share of the peak at the end of the cosine
-GRADIENT_NORM_MAX = 1.0
-ADAM_BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +116,6 @@ def build_model(size: Size, layer_count: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def learning_rate_share(share: float) -> float:
-    """The learning rate as a share of its peak: linear rise, then half a cosine."""
-    if share < WARMUP_SHARE:
-        return max(share, 1e-4) / WARMUP_SHARE
-    done = min((share - WARMUP_SHARE) / (1 - WARMUP_SHARE), 1.0)
-    return LEARNING_RATE_LAST + (1 - LEARNING_RATE_LAST) * (1 + math.cos(math.pi * done)) / 2
-
-
 def token_loss(model: LlamaForCausalLM, sequences: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in nats.  # scalar float32"""
     logits = model(input_ids=sequences[:, :-1], use_cache=False).logits.float()  # [batch, length, vocab] float32
@@ -160,10 +146,7 @@ def run_steps(
 ) -> int:
     """Trains the model in place until the budget is used; returns the number of steps."""
     model.train()
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # norms: decay would shrink them
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=size.learning_rate, betas=ADAM_BETAS, weight_decay=size.weight_decay)
+    optimizer = make_optimizer(model, size.learning_rate, size.weight_decay)
     begin_s, step, share = clock(), 0, 0.0
     with progress_bar() as bar:
         task = bar.add_task("training", total=settings.budget.steps, note="")

@@ -20,6 +20,7 @@ from specdec.cli.demo import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
+from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
 
 
@@ -62,6 +63,11 @@ COMMANDS = {
         "Streams three texts of the embedded pair with speculation and without, and compares them.",
         DemoSettings,
         "specdec.cli.demo:demo",
+    ),
+    "distill": Command(
+        "Makes a small draft that imitates a target, from the target's own texts.",
+        DistillSettings,
+        "specdec.distill.command:distill",
     ),
     "trace": Command("Shows the times of a generation from its trace.", TraceSettings, "specdec.cli.trace:trace"),
 }

@@ -23,6 +23,7 @@ from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder
 from specdec.engine.tiled_modules import shorten_calls
+from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ REPEATS = 3
 class TransformersModel:
     """A CausalModel over a supported `transformers` class, or one rank's share of it. One thread at a time.
 
-    `backend`: of its device; absent: a CPU's.
+    `backend`: of its device; absent: a CPU's. `vocabulary`: of a draft that does not have all of the target's tokens.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class TransformersModel:
         dtype: torch.dtype,
         share: JoinedShare | None = None,
         backend: Backend | None = None,
+        vocabulary: VocabularyMap | None = None,
     ):
         self.description = description
         self._base = model.base_model
+        self._vocabulary = vocabulary
         self.backend = backend or CpuBackend(dtype, description.positions_max, share.agree if share else None)
-        output = _output_layer(model, share.vocabulary_part if share else description.vocabulary_size, self.backend)
+        width = vocabulary.own_size if vocabulary else description.vocabulary_size
+        output = _output_layer(model, share.vocabulary_part if share else width, self.backend)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
         if share:
@@ -80,14 +84,17 @@ class TransformersModel:
         return self.backend.run(batch, self._compute)
 
     def _compute(self, step: StepInput) -> StepResult:
+        input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
         hidden = self._base(
-            input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
+            input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
         ).last_hidden_state[0]  # [rows, hidden]
         if len(step.logit_rows):
             logits = self._output(hidden.index_select(0, step.logit_rows))
         else:
-            logits = hidden.new_empty(0, self.description.vocabulary_size, dtype=torch.float32)
-        return StepResult(logits, self.backend.finite(hidden, logits))
+            width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
+            logits = hidden.new_empty(0, width, dtype=torch.float32)
+        is_finite = self.backend.finite(hidden, logits)
+        return StepResult(self._vocabulary.spread(logits) if self._vocabulary else logits, is_finite)
 
     def counters(self) -> dict[str, float]:
         """Device statistics for the log when serving ends; may wait for the device."""
@@ -128,9 +135,14 @@ def load_transformers_model(
     if report["missing_keys"]:
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     model.eval().requires_grad_(False).to(device)
-    description = describe(folder, model, dtype, digest(), device)
+    vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
+    if vocabulary and has_stable_rows:
+        raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
+    description = describe(folder, model, dtype, digest(), device, vocabulary)
     backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
-    return TransformersModel(model, description, dtype, backend=backend)
+    return TransformersModel(
+        model, description, dtype, backend=backend, vocabulary=vocabulary and vocabulary.to(device)
+    )
 
 
 def backend_for(
@@ -209,15 +221,21 @@ def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, bac
     return backend.output_layer(weight, bias, scale, value(architecture.logit_softcap_key, None))
 
 
+def _output_width(model: transformers.PreTrainedModel) -> int:
+    width: int = model.get_output_embeddings().weight.shape[0]
+    return width
+
+
 def describe(
     folder: ModelFolder,
     model: transformers.PreTrainedModel,
     dtype: torch.dtype,
     digest: str,
     device: torch.device = CPU,
+    vocabulary: VocabularyMap | None = None,
 ) -> ModelDescription:
     """Describes a model in a folder; reads only the configuration and shapes of the model."""
-    output_width = model.get_output_embeddings().weight.shape[0]
+    output_width = vocabulary.size if vocabulary else _output_width(model)
     return ModelDescription(
         model_digest=digest,
         model_name=folder.path.resolve().name,

@@ -105,6 +105,7 @@ TABLE = (
             "specdec.telemetry",
             "specdec.v1",
             "specdec.settings",
+            "specdec.distill.settings",
             "specdec.engine.parallel.place",
             "specdec.coordinator.service",
             "specdec.draft_service.service",
@@ -112,6 +113,12 @@ TABLE = (
             *VALUES,
         ),
         MODEL_LIBRARIES,
+    ),
+    Imports("specdec.chat", ("specdec.errors", "specdec.engine.model_folder"), NETWORK_LIBRARIES),
+    Imports(
+        "specdec.distill",
+        ("specdec.errors", "specdec.settings", "specdec.chat", "specdec.decoding", "specdec.engine", *VALUES),
+        NETWORK_LIBRARIES + ("asyncio",),
     ),
     Imports(
         "specdec.ray",

@@ -1,0 +1,1 @@
+"""Chats: the template of a model folder."""

@@ -1,0 +1,72 @@
+"""A model's own chat template: messages to the prompt's text, as `transformers` renders it.
+
+Templates come with model folders and are not trusted: they run in jinja's sandbox, without access to anything but their
+messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specdec.engine.model_folder import read_json
+from specdec.errors import ConfigError
+
+TEMPLATE_FILE = "chat_template.jinja"
+Message = Mapping[str, str]  # role and content
+
+
+class ChatTemplate:
+    """The template of a model folder. Raises ConfigError if it has none, or jinja2 is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        source = config.get("chat_template")
+        if (folder / TEMPLATE_FILE).is_file():
+            source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        if not isinstance(source, str):
+            raise ConfigError(f"{folder} has no chat template")
+        self._tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        self._template = compiled(source)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Returns the prompt for the next answer. Raises ConfigError for messages the template refuses."""
+        try:
+            return str(
+                self._template.render(
+                    messages=list(messages), add_generation_prompt=add_generation_prompt, **self._tokens
+                )
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ConfigError(f"the chat template of {self._folder} refuses these messages: {error}") from None
+
+
+def token_text(token: Any) -> str:
+    """The text of a special token, given as such or with its properties; empty if there is none."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
+
+
+def compiled(source: str) -> Any:
+    """Returns a jinja template with the settings and functions that templates of `transformers` expect."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ConfigError("chat templates need jinja2: pip install jinja2") from None
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template is not valid: {error}") from None

@@ -1,0 +1,47 @@
+"""The settings of `specdec distill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
+
+
+class DistillSettings(Settings):
+    """The target, the texts, the student, and the length of the training."""
+
+    target: str = setting(..., MODEL, "Target model: folder or hub id.", min_length=1)
+    out: Path = setting(..., OUTPUT, "Folder of the draft; its texts and checkpoint lie in it too.")
+    device: str = setting("auto", MODEL, "Device: cpu, cuda or cuda:1; auto selects a GPU if there is one.")
+    threads: int = setting(0, MODEL, "CPU threads; 0: one per core.", ge=0, le=1024)
+    prompts: Path | None = setting(
+        None,
+        PROMPT,
+        "Prompts, one a line, or .jsonl with `prompt`; absent: the target asks itself, as in a chat.",
+    )
+    texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
+    text_count: int = setting(2048, PROMPT, "Texts the target writes, those in the folder included.", ge=1, le=1 << 24)
+    text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)
+    text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures of the texts, in turn.")
+    layers: int = setting(1, MODEL, "Layers of the draft.", ge=1, le=256)
+    hidden_size: int = setting(0, MODEL, "Hidden size of the draft; 0: the target's, and its weights.", ge=0)
+    target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first and last.")
+    draft_vocabulary: int = setting(0, MODEL, "Tokens of the draft, those the target uses most; 0: all.", ge=0)
+    loss: Literal["kl", "tv", "nla"] = setting("kl", MODEL, "kl: forward KL; tv: total variation; nla: log acceptance.")
+    loss_temperatures: str = setting("1", MODEL, "Temperatures of the loss.")
+    learning_rate: float = setting(1e-3, MODEL, "Peak learning rate of AdamW.", gt=0, le=1)
+    batch_tokens: int = setting(4096, LIMITS, "Tokens of an optimiser step.", ge=16, le=1 << 24)
+    tokens: int = setting(0, LIMITS, "Tokens to train on; 0: see --minutes.", ge=0)
+    minutes: float = setting(0.0, LIMITS, "Minutes to train instead, evaluation excluded; not repeatable.", ge=0)
+    evaluate_tokens: int = setting(200_000, LIMITS, "Tokens between evaluations, each with a checkpoint.", ge=1)
+    patience: int = setting(4, LIMITS, "Evaluations in a row without a better acceptance that end the training.", ge=1)
+    seed: int = setting(0, LIMITS, "Seed of texts, new weights and order.", ge=0, le=1 << 32)
+
+    @model_validator(mode="after")
+    def _check(self) -> DistillSettings:
+        if (self.tokens > 0) == (self.minutes > 0):
+            raise ValueError("give either --tokens or --minutes")
+        return self

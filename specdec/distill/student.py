@@ -1,0 +1,160 @@
+"""A student: a small model of the target's architecture, started from chosen layers and the embeddings of the target.
+
+With `draft_vocabulary_size` it knows only the tokens that the target uses most: token i of the student is token
+`target_token_ids[i]` of the target, and all others are one more token, which it reads and never proposes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from specdec.distill.texts import LabelledTexts
+from specdec.engine.architectures import architecture_of
+from specdec.engine.model_folder import ModelFolder
+from specdec.engine.vocabulary_map import VOCABULARY_FILE
+from specdec.errors import ConfigError
+
+LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.)(\d+)(\..*)")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+PER_LAYER = ("layer_types", "no_rope_layers")  # entries of a configuration with one value a layer
+MLP_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StudentShape:
+    """`hidden_size` 0: the target's. `target_layers`: those a student of the target's hidden size starts from; empty:
+    the first ones and the last. `draft_vocabulary_size` 0: the whole vocabulary."""
+
+    layer_count: int
+    hidden_size: int = 0
+    target_layers: tuple[int, ...] = ()
+    draft_vocabulary_size: int = 0
+
+
+def most_used(texts: LabelledTexts, count: int, always: Sequence[int] = ()) -> Tensor:
+    """Returns the ids the target uses most, by its probability along the texts, ascending.  # [count] int64
+
+    `always` are among them. Fewer than `count` if the texts show fewer.
+    """
+    size = 1 + max(int(texts.likeliest_ids.max()), int(texts.token_ids.max()), *always)
+    used = torch.zeros(size, dtype=torch.float64)
+    used.index_add_(0, texts.likeliest_ids.flatten().long(), texts.log_probs.flatten().double().exp())
+    used[list(always)] = torch.inf
+    ids = used.topk(min(count, int((used > 0).sum()))).indices
+    return ids.sort().values
+
+
+def student_config(target: Any, shape: StudentShape, vocabulary_size: int) -> Any:
+    """Returns the target's configuration with the student's sizes. Raises ConfigError for impossible ones."""
+    config = copy.deepcopy(target)
+    config.num_hidden_layers, config.vocab_size = shape.layer_count, vocabulary_size
+    for name in PER_LAYER:
+        if isinstance(values := getattr(config, name, None), list):
+            setattr(config, name, [values[layer] for layer in chosen_layers(target.num_hidden_layers, shape)])
+    if shape.hidden_size and shape.hidden_size != target.hidden_size:
+        for name, value in _narrowed(target, shape.hidden_size).items():
+            setattr(config, name, value)
+    return config
+
+
+def _narrowed(target: Any, hidden_size: int) -> dict[str, Any]:
+    """Returns the sizes of a narrower model with heads of the same size, as many fewer as it is narrower."""
+    head_size = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    kv_heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
+    groups = target.num_attention_heads // kv_heads
+    share = hidden_size / target.hidden_size
+    heads = groups * max(1, round(kv_heads * share))
+    values = {"hidden_size": hidden_size, "num_attention_heads": heads}
+    if hasattr(target, "head_dim"):
+        values["head_dim"] = head_size
+    elif heads * head_size != hidden_size:
+        limit = f"it must be a multiple of the target's heads that share keys, {groups * head_size}"
+        raise ConfigError(f"--hidden-size is {hidden_size}; {limit}")
+    if hasattr(target, "num_key_value_heads"):
+        values["num_key_value_heads"] = heads // groups
+    if wide := getattr(target, "intermediate_size", None):
+        values["intermediate_size"] = max(1, round(wide * share / MLP_MULTIPLE)) * MLP_MULTIPLE
+    return values
+
+
+def build_student(folder: ModelFolder, shape: StudentShape, token_ids: Tensor | None, seed: int) -> Any:
+    """Returns a `transformers` model in float32 that starts from the target in `folder`.
+
+    `token_ids`: the target's ids of the student's tokens, [tokens] int64; None: all. Raises ConfigError.
+    """
+    architecture_of(str(folder.path), folder.config)
+    model_class = getattr(transformers, folder.config["architectures"][0])
+    target = model_class.from_pretrained(folder.path, dtype=torch.float32, local_files_only=True)
+    size = target.config.vocab_size if token_ids is None else len(token_ids) + 1
+    torch.manual_seed(seed)
+    student = model_class(student_config(target.config, shape, size)).float()
+    rows = torch.arange(size) if token_ids is None else torch.cat([token_ids, token_ids[:1]])
+    with torch.no_grad():
+        if student.config.hidden_size == target.config.hidden_size:
+            _copy_weights(target, student, chosen_layers(target.config.num_hidden_layers, shape), rows)
+        else:
+            _copy_projected_embeddings(target, student, rows)
+        if token_ids is not None:  # the token for all others begins as their mean
+            own = student.get_input_embeddings().weight
+            own[-1] = own[:-1].mean(0)
+    return student.eval()  # for good: without dropout a run depends on its seed alone
+
+
+def chosen_layers(layer_count: int, shape: StudentShape) -> tuple[int, ...]:
+    """Returns the target's layers that a student starts from. Raises ConfigError for layers it does not have."""
+    if shape.layer_count > layer_count:
+        raise ConfigError(f"--layers is {shape.layer_count}; the target has {layer_count}")
+    chosen = shape.target_layers or (*range(shape.layer_count - 1), layer_count - 1)
+    if len(chosen) != shape.layer_count or not all(0 <= layer < layer_count for layer in chosen):
+        raise ConfigError(
+            f"--target-layers is {list(chosen)}; it must name {shape.layer_count} of 0 to {layer_count - 1}"
+        )
+    return chosen
+
+
+def _copy_weights(target: Any, student: Any, layers: Sequence[int], rows: Tensor) -> None:
+    """Copies everything but the layers that the student lacks; of embeddings and output layer the given rows."""
+    source = target.state_dict()
+    for name, own in student.state_dict().items():
+        match = LAYER_INDEX.fullmatch(name)
+        weight = source[f"{match[1]}{layers[int(match[2])]}{match[3]}" if match else name]
+        own.copy_(weight if weight.shape == own.shape else weight[rows])
+
+
+def _copy_projected_embeddings(target: Any, student: Any, rows: Tensor) -> None:
+    """Starts the embeddings as the target's, projected onto their principal directions."""
+    table = target.get_input_embeddings().weight[rows]
+    width = student.config.hidden_size
+    _, _, directions = torch.pca_lowrank(table, q=width, center=False)
+    projected = table @ directions
+    own = student.get_input_embeddings().weight
+    own.copy_(projected * (own.std() / projected.std()))
+
+
+def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, out: Path, facts: dict[str, Any]) -> None:
+    """Writes a model folder: bf16 weights, the target's tokenizer, the vocabulary map, and the facts of the run."""
+    state = {name: weight.to(torch.bfloat16) for name, weight in student.state_dict().items()}
+    student.save_pretrained(out, state_dict=state)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = "bfloat16"
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (out / "model.safetensors").chmod(0o644)  # written readable by its owner alone
+    for name in TOKENIZER_FILES:
+        if (target.path / name).is_file():
+            shutil.copyfile(target.path / name, out / name)
+    if token_ids is not None:
+        (out / VOCABULARY_FILE).write_text(
+            json.dumps({"target_token_ids": token_ids.tolist()}) + "\n", encoding="utf-8"
+        )
+    (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

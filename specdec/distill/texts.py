@@ -1,0 +1,82 @@
+"""Texts with the target's distribution at every position: everything that a student learns from, in files.
+
+A distribution is stored as the log-probabilities of its likeliest tokens at temperature 1; the rest is one number, what
+they leave of 1. So a text costs the target one pass, when it is written, and may be learned from many times.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec.errors import ConfigError
+
+LIKELIEST_COUNT = 32  # of a chat model at temperature 1 they have some 0.97 of the probability
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Texts one after another. Position i of the labels predicts the token after token i.
+
+    `lengths`: tokens of each text. `learned_from`: of each text, the first position that is learned; before it lies
+    what every text begins with. `temperatures`: at which each text was written.
+    """
+
+    token_ids: Tensor  # [tokens] int32
+    likeliest_ids: Tensor  # [tokens, LIKELIEST_COUNT] int32, likeliest first
+    log_probs: Tensor  # [tokens, LIKELIEST_COUNT] float16, natural
+    lengths: Tensor  # [texts] int32
+    learned_from: Tensor  # [texts] int32
+    temperatures: Tensor  # [texts] float32
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def save(self, file: Path) -> None:
+        """Writes one file, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        save_file({own.name: getattr(self, own.name).contiguous() for own in fields(self)}, unfinished)
+        os.replace(unfinished, file)
+
+    @classmethod
+    def load(cls, file: Path) -> LabelledTexts:
+        """Reads one file. Raises ConfigError for any other file."""
+        try:
+            return cls(**load_file(file))
+        except (OSError, TypeError, SafetensorError) as error:
+            raise ConfigError(f"{file} has no labelled texts: {error}") from None
+
+    @classmethod
+    def joined(cls, parts: Sequence[LabelledTexts]) -> LabelledTexts:
+        """Returns the texts of all parts, in order."""
+        return cls(**{own.name: torch.cat([getattr(part, own.name) for part in parts]) for own in fields(cls)})
+
+
+def label(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the likeliest ids and their log-probabilities of rows of logits.  # [n, k] int32, [n, k] float16
+
+    logits: [n, vocabulary] float32
+    """
+    values, ids = logits.topk(min(LIKELIEST_COUNT, logits.shape[1]), dim=1)
+    return ids.to(torch.int32), (values - logits.logsumexp(dim=1, keepdim=True)).to(torch.float16)
+
+
+def text_files(folder: Path, split: str) -> list[Path]:
+    """Returns the files of a split that exist, in the order they were written."""
+    return sorted(folder.glob(f"{split}-*.safetensors"))
+
+
+def load_texts(files: Iterable[Path]) -> LabelledTexts:
+    """Reads files into one. Raises ConfigError."""
+    parts = [LabelledTexts.load(file) for file in files]
+    if not parts:
+        raise ConfigError("there are no labelled texts to learn from")
+    return LabelledTexts.joined(parts)

@@ -1,0 +1,289 @@
+"""The training of a student: batches, schedule, checkpoints, held-out acceptance, and the end.
+
+Everything that is random comes from the seed, the epoch and the step alone, so a run continues from a checkpoint as if
+it had not stopped, bit for bit on one machine with the same libraries and threads, unless its budget is in minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdec.distill.losses import (
+    LOSSES,
+    Labels,
+    coupled_acceptance,
+    greedy_acceptance,
+    probabilities,
+    rejection_acceptance,
+)
+from specdec.distill.texts import LabelledTexts
+
+POOL_BATCHES = 32  # sorted by length together, so that texts of a batch are about as long
+ADAM_BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+WARMUP_SHARE = 0.03  # of the run, in which the learning rate rises from 0
+LEARNING_RATE_LAST = 0.1  # share of the peak at the end of the cosine
+GRADIENT_NORM_MAX = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The settings of a run. Exactly one of `token_budget` and `minutes` is above 0. `patience`: evaluations in a row
+    without a better acceptance, after which it ends."""
+
+    loss: str
+    temperatures: tuple[float, ...]
+    learning_rate: float
+    batch_tokens: int
+    token_budget: int
+    minutes: float
+    evaluate_tokens: int
+    patience: int
+    seed: int
+    device: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a checkpoint holds beside weights and optimiser."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # of the epoch
+    tokens: int = 0
+    seconds: float = 0.0
+    best: float = 0.0  # held-out acceptance, mean over rules and temperatures
+    unimproved: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts side by side, shorter ones filled up; the learned positions and their labels."""
+
+    inputs: Tensor  # [texts, length] int64, the student's ids
+    learned: Tensor  # [texts, length] bool
+    labels: Labels
+    temperatures: Tensor  # [learned positions] float32, of their texts
+
+    @property
+    def token_count(self) -> int:
+        return int(self.learned.sum())
+
+
+class Data:
+    """Labelled texts in the student's ids. `own_ids`: [target's ids] int64, the student's id of each; None: the same.
+    `unknown`: the id that stands for all others, which has no label."""
+
+    def __init__(self, texts: LabelledTexts, own_ids: Tensor | None, unknown: int = -1) -> None:
+        self.texts = texts
+        self._starts = [0, *texts.lengths.cumsum(0).tolist()]
+        ids, likeliest = texts.token_ids.long(), texts.likeliest_ids.long()
+        self._inputs = ids if own_ids is None else own_ids[ids]
+        self._own = likeliest if own_ids is None else own_ids[likeliest]
+        self._own = torch.where(self._own == unknown, -1, self._own)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Returns these texts as one batch."""
+        texts, count = self.texts, int(self.texts.lengths[list(indices)].max())
+        inputs = torch.zeros(len(indices), count, dtype=torch.int64)
+        learned = torch.zeros(len(indices), count, dtype=torch.bool)
+        chosen, temperatures = [], []
+        for row, index in enumerate(indices):
+            start, end, begin = self._starts[index], self._starts[index + 1], int(texts.learned_from[index])
+            inputs[row, : end - start] = self._inputs[start:end]
+            learned[row, begin : end - start] = True
+            chosen.append(torch.arange(start + begin, end))
+            temperatures.append(texts.temperatures[index].expand(len(chosen[-1])))
+        at = torch.cat(chosen)
+        labels = Labels(self._own[at], texts.log_probs[at].float())
+        return Batch(inputs, learned, labels, torch.cat(temperatures))
+
+    def epoch(self, seed: int, epoch: int, batch_tokens: int) -> list[list[int]]:
+        """Returns the batches of an epoch, as indices of texts: the same for the same seed and epoch."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        lengths = self.texts.lengths.tolist()
+        order = torch.randperm(len(lengths), generator=generator).tolist()
+        mean = sum(lengths) / len(lengths)
+        pool = max(1, int(POOL_BATCHES * batch_tokens / mean))
+        batches: list[list[int]] = []
+        for first in range(0, len(order), pool):
+            batches += packed(sorted(order[first : first + pool], key=lengths.__getitem__), lengths, batch_tokens)
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        return [batches[index] for index in shuffled]
+
+
+def packed(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yields neighbours whose longest, times their number, is at most `batch_tokens`."""
+    batch: list[int] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, lengths[index])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch, longest = [], lengths[index]
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def learning_rate_share(share: float) -> float:
+    """The learning rate as a share of its peak: linear rise, then half a cosine."""
+    if share < WARMUP_SHARE:
+        return max(share, 1e-4) / WARMUP_SHARE
+    done = min((share - WARMUP_SHARE) / (1 - WARMUP_SHARE), 1.0)
+    return LEARNING_RATE_LAST + (1 - LEARNING_RATE_LAST) * (1 + math.cos(math.pi * done)) / 2
+
+
+def make_optimizer(
+    model: torch.nn.Module, learning_rate: float, weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.AdamW:
+    """Returns AdamW with weight decay for matrices only: it would shrink norms."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay)
+
+
+class Trainer:
+    """A run of one student. `own_size`: its tokens that are proposed, without the one for all others."""
+
+    def __init__(self, student: Any, own_size: int, plan: Plan, data: Data, heldout: Data, checkpoint: Path) -> None:
+        self._student = student.to(plan.device)
+        self._own_size = own_size
+        self._plan = plan
+        self._data, self._heldout = data, heldout
+        self._optimizer = make_optimizer(student, plan.learning_rate)
+        self._checkpoint = checkpoint
+        self.progress = Progress()
+        self.best_state: dict[str, Tensor] = {}
+
+    def resume(self) -> bool:
+        """Continues from the checkpoint, if there is one; returns whether there is."""
+        if not self._checkpoint.is_file():
+            return False
+        with safe_open(self._checkpoint, "pt", device=self._plan.device) as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            self.progress = Progress(**json.loads(file.metadata()["progress"]))
+        parts: dict[str, dict[str, Tensor]] = {"student": {}, "best": {}, "optimizer": {}}
+        for name, tensor in saved.items():
+            part, _, own = name.partition("/")
+            parts[part][own] = tensor
+        self._student.load_state_dict(parts["student"])
+        self.best_state = parts["best"]
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in parts["optimizer"].items():
+            index, _, own = name.partition("/")
+            states.setdefault(int(index), {})[own] = tensor
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": states})
+        return True
+
+    def save(self) -> None:
+        """Writes the checkpoint, whole or not at all."""
+        saved = {f"student/{name}": tensor.clone() for name, tensor in self._student.state_dict().items()}
+        saved |= {f"best/{name}": tensor for name, tensor in self.best_state.items()}
+        for index, state in self._optimizer.state_dict()["state"].items():
+            saved |= {f"optimizer/{index}/{name}": tensor for name, tensor in state.items()}
+        unfinished = self._checkpoint.with_suffix(".unfinished")
+        save_file(saved, unfinished, metadata={"progress": json.dumps(asdict(self.progress))})
+        os.replace(unfinished, self._checkpoint)
+
+    def share(self) -> float:
+        """The finished share of the budget."""
+        if self._plan.minutes:
+            return self.progress.seconds / (60 * self._plan.minutes)
+        return self.progress.tokens / self._plan.token_budget
+
+    def run(self, told: Callable[[float, Progress], None] = lambda loss, progress: None) -> None:
+        """Trains until the budget is used or acceptance no longer improves; then the student has its best weights."""
+        own, plan = self.progress, self._plan
+        if not own.history:
+            self._evaluate()
+        next_tokens = own.history[-1]["tokens"] + plan.evaluate_tokens
+        while self.share() < 1 and own.unimproved < plan.patience:
+            batches = self._data.epoch(plan.seed, own.epoch, plan.batch_tokens)
+            for indices in batches[own.batch :]:
+                began_s = time.monotonic()
+                loss = self._step(self._data.batch(indices))
+                own.step, own.batch = own.step + 1, own.batch + 1
+                own.seconds += time.monotonic() - began_s
+                told(loss, own)
+                if own.tokens >= next_tokens or self.share() >= 1:
+                    self._evaluate()
+                    self.save()
+                    next_tokens = own.tokens + plan.evaluate_tokens
+                    if self.share() >= 1 or own.unimproved >= plan.patience:
+                        break
+            else:
+                own.epoch, own.batch = own.epoch + 1, 0
+        self._student.load_state_dict(self.best_state)
+
+    def _step(self, batch: Batch) -> float:
+        """One forward, backward and update; returns the loss before the update."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.learning_rate * learning_rate_share(self.share())
+        labels, logits = self._logits(batch)
+        pairs = [probabilities(labels, logits, temperature) for temperature in self._plan.temperatures]
+        loss = torch.stack([LOSSES[self._plan.loss](*pair).mean() for pair in pairs]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._student.parameters(), GRADIENT_NORM_MAX)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.progress.tokens += batch.token_count
+        return loss.item()
+
+    def _logits(self, batch: Batch) -> tuple[Labels, Tensor]:
+        """Returns the labels on the device, and the student's logits at the learned positions."""
+        device = self._plan.device
+        hidden = self._student(input_ids=batch.inputs.to(device), use_cache=False).logits
+        logits = hidden[batch.learned.to(device)][:, : self._own_size].float()
+        return Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device)), logits
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Measures held-out acceptance by rule and temperature, and keeps the best weights."""
+        sums: dict[str, list[float]] = {}
+        everything = packed(
+            range(len(self._heldout.texts)), self._heldout.texts.lengths.tolist(), self._plan.batch_tokens
+        )
+        for indices in everything:
+            batch = self._heldout.batch(indices)
+            labels, logits = self._logits(batch)
+            for name, values in acceptances(labels, logits, batch.temperatures.to(logits.device)).items():
+                entry = sums.setdefault(name, [0.0, 0.0])
+                entry[0] += float(values.sum())
+                entry[1] += len(values)
+        found = {name: total / count for name, (total, count) in sorted(sums.items()) if count}
+        own = self.progress
+        mean = sum(found.values()) / len(found)
+        own.history.append({"tokens": own.tokens, "seconds": round(own.seconds, 1), "acceptance": found})
+        own.unimproved = 0 if mean > own.best else own.unimproved + 1
+        if mean > own.best or not self.best_state:
+            own.best = mean
+            self.best_state = {name: weight.detach().clone() for name, weight in self._student.state_dict().items()}
+
+
+def acceptances(labels: Labels, logits: Tensor, temperatures: Tensor) -> dict[str, Tensor]:
+    """Returns acceptance by position, by rule and temperature of the text, such as "COUPLED 0.7"."""
+    found = {}
+    for temperature in temperatures.unique().tolist():
+        at = temperatures == temperature
+        own, rows = Labels(labels.own_ids[at], labels.log_probs[at]), logits[at]
+        if temperature == 0:
+            found["GREEDY 0"] = greedy_acceptance(own, rows)
+            continue
+        found[f"REJECTION {temperature:g}"] = rejection_acceptance(own, rows, temperature)
+        found[f"COUPLED {temperature:g}"] = coupled_acceptance(own, rows, temperature)
+    return found

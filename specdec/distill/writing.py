@@ -1,0 +1,194 @@
+"""The target writes texts and its distributions along them: many at a time, on the engine that serves it.
+
+A text is made of passages: given tokens, then tokens that the target writes. A chat text is the template's beginning,
+a question the target makes up as the user, the template's middle, and its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.distill.texts import LabelledTexts, label
+from specdec.engine.devices import default_block_size, find_device
+from specdec.engine.interface import CausalModel
+from specdec.engine.kv_cache import BlockTable
+from specdec.engine.runner import Piece
+from specdec.engine.scheduler import Engine
+from specdec.errors import SpecdecError
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+
+ROWS_MAX = 512  # of a step: its logits take vocabulary x 4 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Given tokens, then at most `max_tokens` of the target's at a temperature; an end token ends a passage."""
+
+    given: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlan:
+    """The passages of one text, the position it is learned from, and the seed of its draws."""
+
+    passages: tuple[Passage, ...]
+    learned_from: int
+    seed: int
+
+    @property
+    def length_max(self) -> int:
+        """The most tokens it can have."""
+        return sum(len(passage.given) + passage.max_tokens for passage in self.passages)
+
+
+@dataclass(eq=False)
+class _Writing:
+    """A text being written: the tokens so far, and the labels of those that were fed."""
+
+    plan: TextPlan
+    table: BlockTable
+    tokens: list[int] = field(default_factory=list)
+    fed_count: int = 0
+    passage_index: int = -1
+    written_count: int = 0  # in this passage
+    ids: list[Tensor] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def passage(self) -> Passage:
+        return self.plan.passages[self.passage_index]
+
+    def begin_passage(self) -> bool:
+        """Goes to the next passage; returns whether there is one."""
+        self.passage_index, self.written_count = self.passage_index + 1, 0
+        if self.passage_index == len(self.plan.passages):
+            return False
+        self.tokens += self.passage.given
+        return True
+
+    def add(self, token_id: int, end_token_ids: Sequence[int]) -> bool:
+        """Takes the target's next token; returns whether the text goes on. The end token of a text is kept, that of a
+        passage before is not: what follows has its own."""
+        is_last = self.passage_index == len(self.plan.passages) - 1
+        is_end = token_id in end_token_ids
+        if not is_end or is_last:
+            self.tokens.append(token_id)
+        self.written_count += 1
+        if is_end or self.written_count == self.passage.max_tokens:
+            return self.begin_passage()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The sampler's input for one piece: the request for the token after its last row."""
+
+    request: ProposalRequest
+
+
+Written = tuple[int, Tensor, Tensor]  # token, likeliest ids and log-probabilities of all rows
+
+
+def _sample(payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor) -> list[Written]:
+    """Labels all rows, and draws the token after the last row of each piece."""
+    ids, log_probs = label(logits)
+    ends = torch.tensor(row_counts).cumsum(0) - 1
+    drawn = propose([payload.request for payload in payloads], logits[ends])
+    parts = zip(drawn, ids.cpu().split(list(row_counts)), log_probs.cpu().split(list(row_counts)))
+    return [(proposal.token_id, its_ids, its_probs) for proposal, its_ids, its_probs in parts]
+
+
+class TextWriter:
+    """Writes texts with a model; at most `text_count` at a time, of at most `length_max` tokens."""
+
+    def __init__(self, model: CausalModel, text_count: int, length_max: int, device: str = "cpu") -> None:
+        self._model = model
+        self._end_token_ids = model.description.end_token_ids
+        block_size = default_block_size(find_device(device))
+        block_count = 1 + text_count * -(-length_max // block_size)  # one more: the zero block
+        self._text_count = text_count
+        self._engine: Engine[_Row, Written] = Engine(model, block_count, block_size, _sample)
+
+    def __enter__(self) -> TextWriter:
+        self._engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.stop()
+
+    def write(self, plans: Sequence[TextPlan], told: Callable[[int], None] = lambda count: None) -> LabelledTexts:
+        """Returns the texts in the order of their plans; `told(n)` after each step of n written tokens.
+
+        Raises SpecdecError if the model fails. A plan's text does not depend on the others, but for rounding.
+        """
+        waiting = iter(enumerate(plans))
+        done: dict[int, _Writing] = {}
+        running: dict[int, _Writing] = {}
+        while True:
+            self._admit(waiting, running)
+            if not running:
+                return _joined([done[index] for index in sorted(done)])
+            chosen = self._chosen(running)
+            report = self._engine.call(partial(self._engine.run, [piece for _, piece in chosen]))
+            for (index, piece), outcome in zip(chosen, report.outcomes):
+                if isinstance(outcome, SpecdecError) or outcome is None:
+                    raise outcome or SpecdecError("a step of the target gave no token")
+                own = running[index]
+                own.fed_count += len(piece.token_ids)
+                own.ids.append(outcome[1])
+                own.log_probs.append(outcome[2])
+                if own.fed_count == len(own.tokens) and not own.add(outcome[0], self._end_token_ids):
+                    done[index] = running.pop(index)
+                    self._engine.call(partial(self._engine.cache.release, own.table))
+            told(len(chosen))
+
+    def _admit(self, waiting: Iterator[tuple[int, TextPlan]], running: dict[int, _Writing]) -> None:
+        while len(running) < self._text_count and (following := next(waiting, None)) is not None:
+            index, plan = following
+            table = self._engine.call(partial(self._engine.cache.reserve, plan.length_max))
+            running[index] = _Writing(plan, table)
+            running[index].begin_passage()
+
+    def _chosen(self, running: dict[int, _Writing]) -> list[tuple[int, Piece[_Row]]]:
+        """Returns a step: of every text its tokens not fed yet, as far as they fit."""
+        chosen, left = [], ROWS_MAX
+        for index, own in running.items():
+            token_ids = own.tokens[own.fed_count : own.fed_count + left]
+            if not token_ids:
+                break
+            left -= len(token_ids)
+            request = ProposalRequest(_params(own), own.tokens[: own.fed_count + len(token_ids)], self._vocabulary_size)
+            piece = Piece(own.table, own.fed_count, token_ids, len(token_ids), _Row(request))
+            chosen.append((index, piece))
+        return chosen
+
+    @property
+    def _vocabulary_size(self) -> int:
+        return self._model.description.vocabulary_size
+
+
+def _params(own: _Writing) -> ResolvedSamplingParams:
+    temperature = own.passage.temperature
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    return ResolvedSamplingParams(rule=rule, seed=own.plan.seed, prompt_length=1, temperature=temperature)
+
+
+def _joined(texts: Sequence[_Writing]) -> LabelledTexts:
+    """Returns finished texts, without their last token: it was not fed."""
+    lengths = [own.fed_count for own in texts]
+    return LabelledTexts(
+        token_ids=torch.tensor([token for own in texts for token in own.tokens[: own.fed_count]], dtype=torch.int32),
+        likeliest_ids=torch.cat([part for own in texts for part in own.ids]),
+        log_probs=torch.cat([part for own in texts for part in own.log_probs]),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        learned_from=torch.tensor([own.plan.learned_from for own in texts], dtype=torch.int32),
+        temperatures=torch.tensor([own.plan.passages[-1].temperature for own in texts], dtype=torch.float32),
+    )

@@ -1,0 +1,149 @@
+"""`specdec distill` as a user runs it: it learns, continues after SIGKILL bit for bit, and its drafts are served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from specdec.distill.student import StudentShape, build_student, save_student
+from specdec.engine.architectures import SUPPORTED
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
+from specdec.engine.vocabulary_map import VOCABULARY_FILE
+from specdec.errors import ModelRefused
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
+from tests.support.services import MODELS, SHAPES, fixed, running
+
+PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
+PROMPTS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text().splitlines()[:4]]
+DRAFT_VOCABULARY = 1500  # of 4,096 tokens
+
+
+def command(out: Path, texts: Path, *more: str) -> list[str]:
+    told = {
+        "--target": MODELS / "target",
+        "--out": out,
+        "--texts": texts,
+        "--prompts": PROMPTS_FILE,
+        "--text-count": 64,
+        "--text-tokens": 24,
+        "--draft-vocabulary": DRAFT_VOCABULARY,
+        "--tokens": 12_000,
+        "--evaluate-tokens": 2_000,
+        "--batch-tokens": 1024,
+        "--patience": 100,
+        "--threads": 1,
+        "--device": "cpu",
+    }
+    flags = [str(part) for pair in told.items() for part in pair]
+    return [sys.executable, "-m", "specdec.cli", "distill", *flags, *more]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("texts")
+
+
+@pytest.fixture(scope="module")
+def draft(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with a part of the vocabulary, from a run that was not disturbed."""
+    out = tmp_path_factory.mktemp("draft")
+    done = subprocess.run(command(out, texts), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "specdec draft --model" in done.stderr and "GREEDY 0" in done.stderr
+    return out
+
+
+def test_it_learns(draft: Path):
+    """Claim: held-out acceptance under every rule and temperature rises far above that of the untrained student, which
+    starts from the target's embeddings and first and last layer."""
+    history = json.loads((draft / "training.json").read_text())["history"]
+    first, last = history[0]["acceptance"], history[-1]["acceptance"]
+    assert set(last) == {"GREEDY 0", "COUPLED 0.7", "REJECTION 0.7", "COUPLED 1", "REJECTION 1"}
+    assert all(last[name] > first[name] + 0.05 for name in last), (first, last)
+
+
+def test_it_continues_after_a_kill_bit_for_bit(draft: Path, texts: Path, tmp_path: Path):
+    """Claim: a run killed with SIGKILL after a checkpoint, and started again, ends with the bits of the undisturbed
+    run; the texts are not written again."""
+    before = {file.name: file.stat().st_mtime_ns for file in texts.iterdir()}
+    process = subprocess.Popen(command(tmp_path, texts), stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 120
+    while not (tmp_path / "checkpoint.safetensors").is_file():
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "model.safetensors").is_file(), "it was killed before the end"
+    done = subprocess.run(command(tmp_path, texts), capture_output=True, text=True)
+    assert done.returncode == 0 and "continuing after" in done.stderr, done.stderr
+    whole, continued = (load_file(folder / "model.safetensors") for folder in (draft, tmp_path))
+    assert whole.keys() == continued.keys() and all(torch.equal(whole[name], continued[name]) for name in whole)
+    assert before == {file.name: file.stat().st_mtime_ns for file in texts.iterdir()}
+
+
+def test_its_draft_is_served_and_changes_no_text(draft: Path):
+    """Claim: a draft that knows a third of the vocabulary is served beside the whole target; texts with it are those
+    without, greedy and sampled, in every shape of speculation, and some of its tokens are accepted."""
+    asks = [
+        {"prompt": prompt, "max_tokens": 32, "ignore_eos": True, "temperature": temperature, "seed": 5}
+        for prompt in PROMPTS
+        for temperature in (0.0, 0.9)
+    ]
+    with running(MODELS / "target", draft, threads=1) as services:
+        plain = services.client.generate_all([ask | {"speculative": SHAPES["off"]} for ask in asks], 4)
+        for shape in ("chain", "tree", "synchronous"):  # the last waits for its draft tokens
+            found = services.client.generate_all([ask | {"speculative": SHAPES[shape]} for ask in asks], 4)
+            assert [own.comparable for own in found] == [own.comparable for own in plain], shape
+        accepted = sum(own.finished.statistics.num_accepted_draft_tokens for own in found)
+        drawn = services.client.generate(
+            PROMPTS[0], max_tokens=32, temperature=1.0, speculative=fixed(3, rule="RULE_REJECTION")
+        )
+    assert accepted > 0 and len(drawn.token_ids) > 0
+
+
+def test_tokens_it_lacks_are_never_proposed(draft: Path):
+    """Claim: the draft's logits are minus infinity at every id outside its map, finite at all others, for contexts of
+    tokens that it knows and that it does not; such a folder is refused as a target."""
+    known = json.loads((draft / VOCABULARY_FILE).read_text())["target_token_ids"]
+    assert len(known) == DRAFT_VOCABULARY == len(set(known))
+    model = load_model(str(draft), has_stable_rows=False)
+    assert model.description.vocabulary_size == 4096
+    driver = Driver(model)
+    unknown = next(token for token in range(4096) if token not in known)
+    logits = driver.step([(driver.open(), [known[0], unknown, known[1]], 3)]).logits
+    is_known = torch.zeros(4096, dtype=torch.bool)
+    is_known[known] = True
+    assert bool(logits[:, is_known].isfinite().all()) and bool((logits[:, ~is_known] == -torch.inf).all())
+    with pytest.raises(ModelRefused, match="can only be a draft"):
+        load_model(str(draft))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
+    """Claim: for every supported architecture a student of one layer, of the target's size and of another, is loaded by
+    `transformers` and by the engine; with the target's size and all its layers it is the target."""
+    assert {kind for kind, _ in ARCHITECTURES.values()} == {own.class_name for own in SUPPORTED}
+    target = open_model_folder(str(make_tiny_model(tmp_path / "target", name)))
+    layer_count = 3
+    whole = build_student(target, StudentShape(layer_count, target_layers=(0, 1, 2)), None, seed=0)
+    reference = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32)
+    asked = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(whole(input_ids=asked).logits, reference(input_ids=asked).logits)
+    token_ids = torch.arange(0, 288, 2)
+    for shape in (StudentShape(1), StudentShape(1, hidden_size=32, draft_vocabulary_size=144)):
+        kept = token_ids if shape.draft_vocabulary_size else None
+        student = build_student(target, shape, kept, seed=0)
+        out = tmp_path / str(shape.hidden_size)
+        save_student(student, target, kept, out, {})
+        AutoModelForCausalLM.from_pretrained(out)
+        assert load_model(str(out), has_stable_rows=False).description.vocabulary_size == 288

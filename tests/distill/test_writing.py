@@ -1,0 +1,82 @@
+"""Texts that the target writes: its own tokens and distributions, many at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.distill.plans import Plans
+from specdec.distill.texts import LabelledTexts
+from specdec.distill.writing import Passage, TextPlan, TextWriter
+from specdec.engine.model import load_model
+from tests.support.services import MODELS
+
+PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:5]]
+ANSWER_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target() -> object:
+    return load_model(str(MODELS / "target"), dtype="float32", has_stable_rows=False)
+
+
+def written(target: object, plans: list[TextPlan], at_once: int) -> LabelledTexts:
+    with TextWriter(target, at_once, max(plan.length_max for plan in plans)) as writer:
+        return writer.write(plans)
+
+
+def tokens_of(texts: LabelledTexts) -> list[list[int]]:
+    return [part.tolist() for part in texts.token_ids.split(texts.lengths.tolist())]
+
+
+def test_texts_and_labels_are_the_targets_own(target):
+    """Claim: a greedy text is the one `transformers` generates, whatever is written beside it, and the labels at every
+    position, the prompt's too, are its likeliest tokens with their log-probabilities."""
+    plans = Plans(MODELS / "target", (0.0,), ANSWER_TOKENS, PROMPTS).make(0, len(PROMPTS), seed=1)
+    texts = written(target, plans, at_once=3)
+    reference = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    start = 0
+    for plan, own in zip(plans, tokens_of(texts), strict=True):
+        prompt = list(plan.passages[0].given)
+        with torch.no_grad():
+            expected = reference.generate(torch.tensor([prompt]), max_new_tokens=ANSWER_TOKENS, do_sample=False)[0]
+            rows = reference(torch.tensor([own])).logits[0].log_softmax(-1)
+        assert own == expected.tolist()[: len(own)] and len(own) >= len(prompt)
+        found = texts.log_probs[start : start + len(own)].float()
+        assert torch.allclose(found, rows.gather(1, texts.likeliest_ids[start : start + len(own)].long()), atol=0.02)
+        assert torch.equal(texts.likeliest_ids[start : start + len(own), 0].long(), rows.argmax(1))
+        start += len(own)
+
+
+def test_a_text_does_not_depend_on_its_neighbours(target):
+    """Claim: sampled texts are the same written alone and five at a time: each has its own seed."""
+    plans = Plans(MODELS / "target", (0.7, 1.0), ANSWER_TOKENS, PROMPTS).make(0, 5, seed=3)
+    assert tokens_of(written(target, plans, 5)) == [tokens_of(written(target, [plan], 1))[0] for plan in plans]
+
+
+def test_an_end_token_ends_a_passage(target):
+    """Claim: after an end token the next passage's given tokens follow, without it; after the last nothing does. Shown
+    with every token an end: each passage is what was given, and one token of the target's ends it."""
+    own = target.description
+    plan = TextPlan((Passage((5, 6), 4, 0.0), Passage((7, 8), 4, 0.0)), 0, seed=1)
+    with TextWriter(target, 1, plan.length_max) as writer:
+        writer._end_token_ids = tuple(range(own.vocabulary_size))
+        texts = writer.write([plan])
+    assert tokens_of(texts) == [[5, 6, 7, 8]]
+
+
+def test_files_hold_what_was_written(target, tmp_path: Path):
+    """Claim: saved texts are read back equal, and joined in order; another file is refused by name."""
+    plans = Plans(MODELS / "target", (1.0,), ANSWER_TOKENS, PROMPTS).make(0, 2, seed=1)
+    texts = written(target, plans, 2)
+    texts.save(tmp_path / "train-0.safetensors")
+    again = LabelledTexts.load(tmp_path / "train-0.safetensors")
+    assert tokens_of(again) == tokens_of(texts) and torch.equal(again.log_probs, texts.log_probs)
+    assert tokens_of(LabelledTexts.joined([texts, again])) == 2 * tokens_of(texts)
+    (tmp_path / "other.safetensors").write_bytes(b"nothing")
+    with pytest.raises(Exception, match="other.safetensors"):
+        LabelledTexts.load(tmp_path / "other.safetensors")
