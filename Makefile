@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
 # times must not depend on other tests.
-COMPUTING := $(addprefix tests/,coordinator cuda draft engine exactness hygiene models package policy \
+COMPUTING := $(addprefix tests/,coordinator cuda distill draft engine exactness hygiene models package policy \
   parallel/test_equality.py protocol simulation target)
 
 .PHONY: help install demo lint test test-more test-fast test-long bench bench-quick bench-engine proto clean

@@ -71,6 +71,7 @@ def test_it_learns(draft: Path):
     assert all(last[name] > first[name] + 0.05 for name in last), (first, last)
 
 
+@pytest.mark.more
 def test_it_continues_after_a_kill_bit_for_bit(draft: Path, texts: Path, tmp_path: Path):
     """Claim: a run killed with SIGKILL after a checkpoint, and started again, ends with the bits of the undisturbed
     run; the texts are not written again."""
@@ -90,6 +91,7 @@ def test_it_continues_after_a_kill_bit_for_bit(draft: Path, texts: Path, tmp_pat
     assert before == {file.name: file.stat().st_mtime_ns for file in texts.iterdir()}
 
 
+@pytest.mark.more
 def test_its_draft_is_served_and_changes_no_text(draft: Path):
     """Claim: a draft that knows a third of the vocabulary is served beside the whole target; texts with it are those
     without, greedy and sampled, in every shape of speculation, and some of its tokens are accepted."""
