@@ -20,25 +20,35 @@ Message = Mapping[str, str]  # role and content
 
 
 class ChatTemplate:
-    """The template of a model folder. Raises ConfigError if it has none, or jinja2 is not installed."""
+    """The template of a model folder: its source, and the special tokens it may name."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, source: str, tokens: Mapping[str, str]) -> None:
+        self._folder, self._tokens = folder, tokens
+        self._template = compiled(source)
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate | None:
+        """Returns the template of a folder; None without one. Raises ConfigError for one that is not valid, or without
+        jinja2."""
         config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
         source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
         if (folder / TEMPLATE_FILE).is_file():
             source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-        if not isinstance(source, str):
-            raise ConfigError(f"{folder} has no chat template")
-        self._tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
-        self._template = compiled(source)
+        tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        return cls(folder, source, tokens) if isinstance(source, str) else None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Returns the prompt for the next answer. Raises ConfigError for messages the template refuses."""
         try:
             return str(
                 self._template.render(
-                    messages=list(messages), add_generation_prompt=add_generation_prompt, **self._tokens
+                    messages=list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    **self._tokens,
                 )
             )
         except Exception as error:  # a template raises what it likes
@@ -53,8 +63,8 @@ def token_text(token: Any) -> str:
 def compiled(source: str) -> Any:
     """Returns a jinja template with the settings and functions that templates of `transformers` expect."""
     try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise ConfigError("chat templates need jinja2: pip install jinja2") from None
@@ -62,7 +72,19 @@ def compiled(source: str) -> Any:
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; here they are words like others."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)

@@ -6,6 +6,7 @@ student learns them. Both parts continue where they were stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -17,27 +18,51 @@ from rich.progress import Progress as Bars
 
 from specdec.distill.plans import Plans
 from specdec.distill.settings import DistillSettings
-from specdec.distill.student import StudentShape, build_student, most_used, save_student
-from specdec.distill.texts import LabelledTexts, load_texts
-from specdec.distill.training import Data, Plan, Progress, Trainer
+from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student
+from specdec.distill.texts import LabelledTexts
+from specdec.distill.training import Data, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.writing import TextWriter
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.model_folder import ModelFolder, open_model_folder
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
+from specdec.protocol.types import TEMPERATURE_MIN
 
-SHARD_TEXTS = 64  # of one file
-HELDOUT_TEXTS = 48
+MAY_CHANGE = {
+    "out",
+    "texts",
+    "device",
+    "threads",
+    "tokens",
+    "minutes",
+    "patience",
+    "text_count",
+}  # when a run continues
+FILE_TEXTS = 64  # of one file; the held-out texts are one
 CHECKPOINT_FILE = "checkpoint.safetensors"
+HELDOUT_PROMPTS_MAX = 16  # of given prompts, a tenth: no text of theirs is learned
 
 
-def numbers(text: str, flag: str) -> tuple[float, ...]:
-    """Returns the numbers of a list with commas. Raises ConfigError."""
+def temperatures_of(text: str, flag: str, may_be_zero: bool = True) -> tuple[float, ...]:
+    """Returns the temperatures of a list with commas. Raises ConfigError."""
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        values = tuple(map(float, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; it must be numbers with commas between them, such as 0,0.7,1") from None
+        values = ()
+    allowed = [one for one in values if TEMPERATURE_MIN <= one <= 1 or (one == 0 and may_be_zero)]
+    if not values or len(allowed) < len(values):
+        limit = f"{'0 or ' * may_be_zero}{TEMPERATURE_MIN:g} to 1"
+        raise ConfigError(f"{flag} is {text!r}; it must be temperatures, {limit}, with commas between them")
+    return values
+
+
+def layers_of(text: str) -> tuple[int, ...]:
+    """Returns the layers of a list with commas. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--target-layers is {text!r}; it must be numbers with commas between them, such as 0,29")
+    return tuple(map(int, parts))
 
 
 def prompts_of(file: Path | None) -> list[str]:
@@ -46,10 +71,14 @@ def prompts_of(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return [str(json.loads(line)["prompt"]) for line in lines] if file.suffix == ".jsonl" else lines
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        found = [json.loads(line)["prompt"] for line in lines] if file.suffix == ".jsonl" else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--prompts {file} has no prompts: {error}") from None
+    for prompt in found:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ConfigError(f"--prompts {file} has the prompt {prompt!r}; each must be a text")
+    return list(dict.fromkeys(found))
 
 
 def distill(settings: DistillSettings) -> int:
@@ -58,18 +87,24 @@ def distill(settings: DistillSettings) -> int:
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     folder = open_model_folder(settings.target)
-    texts, heldout = written_texts(settings, folder.path, device, console)
+    shape = StudentShape(
+        settings.layers, settings.hidden_size, layers_of(settings.target_layers), settings.draft_vocabulary
+    )
+    loss_temperatures = temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
+    check_shape(folder, shape)
+    kept = settings.model_dump_json(exclude=MAY_CHANGE)
+    check_checkpoint(settings.out / CHECKPOINT_FILE, kept)
+    texts, heldout = written_texts(settings, folder, device, console)
+    make_folder(settings.out, "--out")
     token_ids = own_ids = None
     if settings.draft_vocabulary:
         token_ids = most_used(texts, settings.draft_vocabulary, folder.end_token_ids)
         own_ids = VocabularyMap(token_ids, folder.token_string_count).own_ids
-    layers = tuple(int(layer) for layer in numbers(settings.target_layers, "--target-layers"))
-    shape = StudentShape(settings.layers, settings.hidden_size, layers, settings.draft_vocabulary)
     student = build_student(folder, shape, token_ids, settings.seed)
     own_size = folder.token_string_count if token_ids is None else len(token_ids)
     plan = Plan(
         settings.loss,
-        numbers(settings.loss_temperatures, "--loss-temperatures"),
+        loss_temperatures,
         settings.learning_rate,
         settings.batch_tokens,
         settings.tokens,
@@ -78,9 +113,11 @@ def distill(settings: DistillSettings) -> int:
         settings.patience,
         settings.seed,
         device,
+        kept,
+        digest_of(texts, heldout),
     )
-    settings.out.mkdir(parents=True, exist_ok=True)
-    learned, tested = (Data(own, own_ids, own_size) for own in (texts, heldout))
+    learned = Data(texts, texts.learned_from, own_ids, own_size)
+    tested = Data(heldout, heldout.answered_from, own_ids, own_size)
     trainer = Trainer(student, own_size, plan, learned, tested, settings.out / CHECKPOINT_FILE)
     if trainer.resume():
         console.print(f"continuing after {trainer.progress.tokens:,} tokens")
@@ -92,27 +129,47 @@ def distill(settings: DistillSettings) -> int:
     return 0
 
 
+def make_folder(folder: Path, flag: str) -> None:
+    """Makes a folder. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from None
+
+
+def digest_of(*parts: LabelledTexts) -> str:
+    """Returns a digest of texts: their tokens, which decide the student's vocabulary, and everything after them."""
+    whole = hashlib.sha256()
+    for part in parts:
+        for tensor in (part.token_ids, part.likeliest_ids, part.log_probs):
+            whole.update(tensor.numpy().tobytes())
+    return whole.hexdigest()
+
+
 def written_texts(
-    settings: DistillSettings, folder: Path, device: str, console: Any
+    settings: DistillSettings, folder: ModelFolder, device: str, console: Console
 ) -> tuple[LabelledTexts, LabelledTexts]:
     """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
     where = settings.texts or settings.out / "texts"
-    wanted = [("heldout", 0, HELDOUT_TEXTS)]
-    for first in range(0, settings.text_count, SHARD_TEXTS):
-        wanted.append(("train", first, min(SHARD_TEXTS, settings.text_count - first)))
-    files = [where / f"{split}-{first:07d}.safetensors" for split, first, _ in wanted]
-    missing = [(file, *own) for file, own in zip(files, wanted) if not file.is_file()]
+    plans = plans_of(settings, folder.path)
+    wanted = [("heldout", 0), *(("train", first) for first in range(0, settings.text_count, FILE_TEXTS))]
+    files = {own: where / f"{own[0]}-{own[1]:07d}.safetensors" for own in wanted}
+    digest = folder.digest()
+    origins = {own: plans[own[0]].digest(own[1], FILE_TEXTS, digest) for own in wanted}
+    missing = [own for own in wanted if not files[own].is_file()]
     if missing:
-        temperatures = numbers(settings.text_temperatures, "--text-temperatures")
-        plans = Plans(folder, temperatures, settings.text_tokens, prompts_of(settings.prompts))
-        longest = max(plan.length_max for plan in plans.make(0, 256, settings.seed))
+        longest = max(plans[split].length_max(first, FILE_TEXTS) for split, first in missing)
         model = load_model(settings.target, device=device, has_stable_rows=False)
+        if longest > model.description.positions_max:
+            limit = f"the target has {model.description.positions_max} positions"
+            raise ConfigError(f"the longest prompt with --text-tokens {settings.text_tokens} has {longest}; {limit}")
+        make_folder(where, "--texts")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with (
-            TextWriter(model, SHARD_TEXTS, longest, device) as writer,
+            TextWriter(model, FILE_TEXTS, longest, device) as writer,
             Bars(*columns, TextColumn("{task.fields[note]}"), console=console) as bar,
         ):
-            task = bar.add_task("the target writes", total=sum(count for *_, count in missing), note="")
+            task = bar.add_task("the target writes", total=len(missing) * FILE_TEXTS, note="")
             began_s, count = time.monotonic(), 0
 
             def told(token_count: int) -> None:
@@ -120,14 +177,29 @@ def written_texts(
                 count += token_count
                 bar.update(task, note=f"{count / (time.monotonic() - began_s):.0f} tokens/s")
 
-            for file, split, first, text_count in missing:
-                seed = settings.seed + (split == "heldout") * (1 << 33)
-                writer.write(plans.make(first, text_count, seed), told).save(file)
-                bar.advance(task, text_count)
-    return load_texts(files[1:]), load_texts(files[:1])
+            for own in missing:
+                split, first = own
+                writer.write(plans[split].make(first, FILE_TEXTS), told).save(files[own], origins[own])
+                bar.advance(task, FILE_TEXTS)
+    heldout, *learned = (LabelledTexts.load(files[own], origins[own]) for own in wanted)
+    return LabelledTexts.joined(learned), heldout
 
 
-def train(trainer: Trainer, console: Any) -> None:
+def plans_of(settings: DistillSettings, folder: Path) -> dict[str, Plans]:
+    """Returns the plans of the held-out texts and of those to learn from; no prompt is in both. Raises ConfigError."""
+    temperatures = temperatures_of(settings.text_temperatures, "--text-temperatures")
+    prompts = prompts_of(settings.prompts)
+    if settings.prompts and len(prompts) < 2:
+        raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
+    count = min(HELDOUT_PROMPTS_MAX, max(1, len(prompts) // 10))
+    parts = {"heldout": prompts[:count], "train": prompts[count:]}
+    return {
+        split: Plans(folder, temperatures, settings.text_tokens, f"{split}/{settings.text_seed}", own)
+        for split, own in parts.items()
+    }
+
+
+def train(trainer: Trainer, console: Console) -> None:
     """Trains with a bar, and prints a line for every evaluation."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     shown = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SMALL = 1e-9
+SMALL, LEAST = 1e-9, 1e-37
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +28,23 @@ class Labels:
 def probabilities(labels: Labels, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns p and q of the likeliest tokens and, last, of all others.  # [n, k + 1] float32 each
 
-    At a temperature below 1 the others' share is taken from that at 1, to which it is at most equal: p of the likeliest
-    is at most a little too small. logits: [n, student's vocabulary] float32
+    `temperature` is at most 1: there the others, tempered as one token, have at least their share, so p of the
+    likeliest is at most a little too small. logits: [n, student's vocabulary] float32
     """
-    likeliest = labels.log_probs.exp()
-    rest = (1 - likeliest.sum(1, keepdim=True)).clamp_min(SMALL)
-    if temperature != 1:
-        likeliest, rest = likeliest.clamp_min(SMALL) ** (1 / temperature), rest ** (1 / temperature)
-        total = likeliest.sum(1, keepdim=True) + rest
-        likeliest, rest = likeliest / total, rest / total
-    scaled = logits / temperature
+    rest = (1 - labels.log_probs.exp().sum(1, keepdim=True)).clamp_min(SMALL)
+    p = (torch.cat([labels.log_probs, rest.log()], 1) / temperature).softmax(1)
+    scaled = logits if temperature == 1 else logits / temperature
     is_known = labels.own_ids >= 0
     chosen = (scaled.gather(1, labels.own_ids.clamp_min(0)) - scaled.logsumexp(1, keepdim=True)).exp()
     chosen = torch.where(is_known, chosen, 0.0)
     others = (1 - chosen.sum(1, keepdim=True)).clamp_min(SMALL)
-    return torch.cat([likeliest, rest], 1), torch.cat([chosen, others], 1)
+    return p, torch.cat([chosen, others], 1)
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) by position, without tokens the student cannot propose.  # [n]"""
-    known = q > 0
-    return torch.where(known, p * (p.clamp_min(SMALL) / q.clamp_min(SMALL)).log(), 0.0).sum(1)
+    terms = p * (p.clamp_min(SMALL).log() - q.clamp_min(LEAST).log())  # of logs: worst misses keep their gradient
+    return torch.where(q > 0, terms, 0.0).sum(1)
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
@@ -83,9 +79,11 @@ def coupled_acceptance(labels: Labels, logits: Tensor, temperature: float) -> Te
     """The probability that both choose one token with common Gumbel noise, by position.  # [n] float32
 
     Token x wins both races with probability 1 / sum_y max(p_y / p_x, q_y / q_x): both are races of exponential times
-    with the same clock, and x must be first in each. Summed over the likeliest tokens, so at least this.
+    with the same clock, and x must be first in each. Summed over the likeliest tokens x; of all others y the sum of
+    both ratios stands for the larger ones. So it is at least this.
     """
     p, q = probabilities(labels, logits, temperature)
-    own_p, own_q = p[:, :-1, None].clamp_min(SMALL), q[:, :-1, None]
-    against = torch.maximum(p[:, None] / own_p, q[:, None] / own_q.clamp_min(SMALL)).sum(2)
+    own_p, own_q = p[:, :-1, None].clamp_min(SMALL), q[:, :-1, None].clamp_min(SMALL)
+    against = torch.maximum(p[:, None, :-1] / own_p, q[:, None, :-1] / own_q).sum(2)
+    against += (p[:, -1:, None] / own_p + q[:, -1:, None] / own_q).squeeze(2)
     return torch.where(q[:, :-1] > 0, 1 / against, 0.0).sum(1)

@@ -23,12 +23,13 @@ class DistillSettings(Settings):
         "Prompts, one a line, or .jsonl with `prompt`; absent: the target asks itself, as in a chat.",
     )
     texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
-    text_count: int = setting(2048, PROMPT, "Texts the target writes, those in the folder included.", ge=1, le=1 << 24)
+    text_count: int = setting(2048, PROMPT, "Texts the target writes, in files of 64.", ge=1, le=1 << 24)
     text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)
-    text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures of the texts, in turn.")
+    text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures of the texts, in turn; at most 1.")
+    text_seed: int = setting(0, PROMPT, "Seed of the texts.", ge=0, le=1 << 32)
     layers: int = setting(1, MODEL, "Layers of the draft.", ge=1, le=256)
     hidden_size: int = setting(0, MODEL, "Hidden size of the draft; 0: the target's, and its weights.", ge=0)
-    target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first and last.")
+    target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first ones, last.")
     draft_vocabulary: int = setting(0, MODEL, "Tokens of the draft, those the target uses most; 0: all.", ge=0)
     loss: Literal["kl", "tv", "nla"] = setting("kl", MODEL, "kl: forward KL; tv: total variation; nla: log acceptance.")
     loss_temperatures: str = setting("1", MODEL, "Temperatures of the loss.")
@@ -38,7 +39,7 @@ class DistillSettings(Settings):
     minutes: float = setting(0.0, LIMITS, "Minutes to train instead, evaluation excluded; not repeatable.", ge=0)
     evaluate_tokens: int = setting(200_000, LIMITS, "Tokens between evaluations, each with a checkpoint.", ge=1)
     patience: int = setting(4, LIMITS, "Evaluations in a row without a better acceptance that end the training.", ge=1)
-    seed: int = setting(0, LIMITS, "Seed of texts, new weights and order.", ge=0, le=1 << 32)
+    seed: int = setting(0, LIMITS, "Seed of new weights and of the order.", ge=0, le=1 << 32)
 
     @model_validator(mode="after")
     def _check(self) -> DistillSettings:

@@ -29,12 +29,13 @@ LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.)(\d+)(\..*)")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 PER_LAYER = ("layer_types", "no_rope_layers")  # entries of a configuration with one value a layer
 MLP_MULTIPLE = 64
+DRAFT_VOCABULARY_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StudentShape:
     """`hidden_size` 0: the target's. `target_layers`: those a student of the target's hidden size starts from; empty:
-    the first ones and the last. `draft_vocabulary_size` 0: the whole vocabulary."""
+    the last, and the first ones before it. `draft_vocabulary_size` 0: the whole vocabulary."""
 
     layer_count: int
     hidden_size: int = 0
@@ -59,6 +60,8 @@ def student_config(target: Any, shape: StudentShape, vocabulary_size: int) -> An
     """Returns the target's configuration with the student's sizes. Raises ConfigError for impossible ones."""
     config = copy.deepcopy(target)
     config.num_hidden_layers, config.vocab_size = shape.layer_count, vocabulary_size
+    if vocabulary_size != target.vocab_size:
+        config.pad_token_id = None  # it is the target's, and a row of the embeddings would not be learned
     for name in PER_LAYER:
         if isinstance(values := getattr(config, name, None), list):
             setattr(config, name, [values[layer] for layer in chosen_layers(target.num_hidden_layers, shape)])
@@ -78,8 +81,9 @@ def _narrowed(target: Any, hidden_size: int) -> dict[str, Any]:
     values = {"hidden_size": hidden_size, "num_attention_heads": heads}
     if hasattr(target, "head_dim"):
         values["head_dim"] = head_size
-    elif heads * head_size != hidden_size:
-        limit = f"it must be a multiple of the target's heads that share keys, {groups * head_size}"
+    multiple = heads if hasattr(target, "head_dim") else groups * head_size
+    if hidden_size % multiple or hidden_size > target.hidden_size:
+        limit = f"it must be a multiple of {multiple}, at most the target's {target.hidden_size}"
         raise ConfigError(f"--hidden-size is {hidden_size}; {limit}")
     if hasattr(target, "num_key_value_heads"):
         values["num_key_value_heads"] = heads // groups
@@ -88,14 +92,27 @@ def _narrowed(target: Any, hidden_size: int) -> dict[str, Any]:
     return values
 
 
+def check_shape(folder: ModelFolder, shape: StudentShape) -> None:
+    """Raises ConfigError for a shape that a student of this target cannot have, before anything is computed."""
+    architecture_of(str(folder.path), folder.config)
+    if (folder.path / VOCABULARY_FILE).is_file():
+        raise ConfigError(f"--target {folder.path} has a part of its tokenizer's tokens: it can only be a draft")
+    config_class = getattr(transformers, folder.config["architectures"][0]).config_class
+    target = config_class.from_pretrained(folder.path, local_files_only=True)
+    chosen_layers(target.num_hidden_layers, shape)
+    student_config(target, shape, shape.draft_vocabulary_size or target.vocab_size)
+    if 0 < shape.draft_vocabulary_size < DRAFT_VOCABULARY_MIN:
+        limit = f"it must be 0, for all tokens, or at least {DRAFT_VOCABULARY_MIN}"
+        raise ConfigError(f"--draft-vocabulary is {shape.draft_vocabulary_size}; {limit}")
+
+
 def build_student(folder: ModelFolder, shape: StudentShape, token_ids: Tensor | None, seed: int) -> Any:
     """Returns a `transformers` model in float32 that starts from the target in `folder`.
 
     `token_ids`: the target's ids of the student's tokens, [tokens] int64; None: all. Raises ConfigError.
     """
-    architecture_of(str(folder.path), folder.config)
     model_class = getattr(transformers, folder.config["architectures"][0])
-    target = model_class.from_pretrained(folder.path, dtype=torch.float32, local_files_only=True)
+    target = model_class.from_pretrained(folder.path, dtype="auto", local_files_only=True)
     size = target.config.vocab_size if token_ids is None else len(token_ids) + 1
     torch.manual_seed(seed)
     student = model_class(student_config(target.config, shape, size)).float()
@@ -134,17 +151,22 @@ def _copy_weights(target: Any, student: Any, layers: Sequence[int], rows: Tensor
 
 def _copy_projected_embeddings(target: Any, student: Any, rows: Tensor) -> None:
     """Starts the embeddings as the target's, projected onto their principal directions."""
-    table = target.get_input_embeddings().weight[rows]
-    width = student.config.hidden_size
+    table = target.get_input_embeddings().weight[rows].float()
+    own = student.get_input_embeddings().weight
+    width = min(own.shape[1], *table.shape)
     _, _, directions = torch.pca_lowrank(table, q=width, center=False)
     projected = table @ directions
-    own = student.get_input_embeddings().weight
-    own.copy_(projected * (own.std() / projected.std()))
+    own[:, :width] = projected * (own.std() / projected.std())
 
 
 def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, out: Path, facts: dict[str, Any]) -> None:
     """Writes a model folder: bf16 weights, the target's tokenizer, the vocabulary map, and the facts of the run."""
-    state = {name: weight.to(torch.bfloat16) for name, weight in student.state_dict().items()}
+    places: set[int] = set()
+    state = {}
+    for name, weight in student.state_dict().items():
+        if weight.data_ptr() not in places:  # tied weights are stored once
+            state[name] = weight.to(torch.bfloat16)
+        places.add(weight.data_ptr())
     student.save_pretrained(out, state_dict=state)
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     config["dtype"] = "bfloat16"
@@ -153,8 +175,8 @@ def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, ou
     for name in TOKENIZER_FILES:
         if (target.path / name).is_file():
             shutil.copyfile(target.path / name, out / name)
+    (out / VOCABULARY_FILE).unlink(missing_ok=True)  # of an earlier draft
     if token_ids is not None:
-        (out / VOCABULARY_FILE).write_text(
-            json.dumps({"target_token_ids": token_ids.tolist()}) + "\n", encoding="utf-8"
-        )
+        known = json.dumps({"target_token_ids": token_ids.tolist()})
+        (out / VOCABULARY_FILE).write_text(known + "\n", encoding="utf-8")
     (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

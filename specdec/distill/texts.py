@@ -7,13 +7,13 @@ they leave of 1. So a text costs the target one pass, when it is written, and ma
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.errors import ConfigError
@@ -26,7 +26,8 @@ class LabelledTexts:
     """Texts one after another. Position i of the labels predicts the token after token i.
 
     `lengths`: tokens of each text. `learned_from`: of each text, the first position that is learned; before it lies
-    what every text begins with. `temperatures`: at which each text was written.
+    what every text begins with. `answered_from`: the position whose label predicts the first token of the last passage,
+    which the target wrote at the text's temperature.
     """
 
     token_ids: Tensor  # [tokens] int32
@@ -34,25 +35,32 @@ class LabelledTexts:
     log_probs: Tensor  # [tokens, LIKELIEST_COUNT] float16, natural
     lengths: Tensor  # [texts] int32
     learned_from: Tensor  # [texts] int32
+    answered_from: Tensor  # [texts] int32
     temperatures: Tensor  # [texts] float32
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def save(self, file: Path) -> None:
-        """Writes one file, whole or not at all."""
+    def save(self, file: Path, origin: str) -> None:
+        """Writes one file, whole or not at all; `origin`: a digest of everything that decides its texts."""
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
-        save_file({own.name: getattr(self, own.name).contiguous() for own in fields(self)}, unfinished)
+        tensors = {own.name: getattr(self, own.name).contiguous() for own in fields(self)}
+        save_file(tensors, unfinished, metadata={"origin": origin})
         os.replace(unfinished, file)
 
     @classmethod
-    def load(cls, file: Path) -> LabelledTexts:
-        """Reads one file. Raises ConfigError for any other file."""
+    def load(cls, file: Path, origin: str) -> LabelledTexts:
+        """Reads one file. Raises ConfigError for any other file, and for texts of another origin."""
         try:
-            return cls(**load_file(file))
+            with safe_open(file, "pt") as opened:
+                own = (opened.metadata() or {}).get("origin")
+                texts = cls(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118  # no mapping
         except (OSError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{file} has no labelled texts: {error}") from None
+        if own != origin:
+            raise ConfigError(f"{file} has texts of another target, prompts or settings: give another --texts folder")
+        return texts
 
     @classmethod
     def joined(cls, parts: Sequence[LabelledTexts]) -> LabelledTexts:
@@ -67,16 +75,3 @@ def label(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, ids = logits.topk(min(LIKELIEST_COUNT, logits.shape[1]), dim=1)
     return ids.to(torch.int32), (values - logits.logsumexp(dim=1, keepdim=True)).to(torch.float16)
-
-
-def text_files(folder: Path, split: str) -> list[Path]:
-    """Returns the files of a split that exist, in the order they were written."""
-    return sorted(folder.glob(f"{split}-*.safetensors"))
-
-
-def load_texts(files: Iterable[Path]) -> LabelledTexts:
-    """Reads files into one. Raises ConfigError."""
-    parts = [LabelledTexts.load(file) for file in files]
-    if not parts:
-        raise ConfigError("there are no labelled texts to learn from")
-    return LabelledTexts.joined(parts)

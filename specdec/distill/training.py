@@ -29,6 +29,7 @@ from specdec.distill.losses import (
     rejection_acceptance,
 )
 from specdec.distill.texts import LabelledTexts
+from specdec.errors import ConfigError
 
 POOL_BATCHES = 32  # sorted by length together, so that texts of a batch are about as long
 ADAM_BETAS = (0.9, 0.95)
@@ -53,6 +54,8 @@ class Plan:
     patience: int
     seed: int
     device: str
+    settings: str  # a checkpoint is continued with the same only, and the same texts
+    texts: str
 
 
 @dataclass(slots=True)
@@ -84,16 +87,18 @@ class Batch:
 
 
 class Data:
-    """Labelled texts in the student's ids. `own_ids`: [target's ids] int64, the student's id of each; None: the same.
-    `unknown`: the id that stands for all others, which has no label."""
+    """Labelled texts in the student's ids. `begins`: [texts], the first position of each that counts. `own_ids`:
+    [target's ids] int64, the student's id of each; None: the same. `unknown`: the id that stands for all others, which
+    has no label."""
 
-    def __init__(self, texts: LabelledTexts, own_ids: Tensor | None, unknown: int = -1) -> None:
+    def __init__(self, texts: LabelledTexts, begins: Tensor, own_ids: Tensor | None, unknown: int = -1) -> None:
         self.texts = texts
+        self._begins = begins.tolist()
         self._starts = [0, *texts.lengths.cumsum(0).tolist()]
         ids, likeliest = texts.token_ids.long(), texts.likeliest_ids.long()
         self._inputs = ids if own_ids is None else own_ids[ids]
         self._own = likeliest if own_ids is None else own_ids[likeliest]
-        self._own = torch.where(self._own == unknown, -1, self._own)
+        self._own = torch.where(self._own == unknown, -1, self._own).to(torch.int32)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Returns these texts as one batch."""
@@ -102,13 +107,13 @@ class Data:
         learned = torch.zeros(len(indices), count, dtype=torch.bool)
         chosen, temperatures = [], []
         for row, index in enumerate(indices):
-            start, end, begin = self._starts[index], self._starts[index + 1], int(texts.learned_from[index])
+            start, end, begin = self._starts[index], self._starts[index + 1], self._begins[index]
             inputs[row, : end - start] = self._inputs[start:end]
             learned[row, begin : end - start] = True
             chosen.append(torch.arange(start + begin, end))
             temperatures.append(texts.temperatures[index].expand(len(chosen[-1])))
         at = torch.cat(chosen)
-        labels = Labels(self._own[at], texts.log_probs[at].float())
+        labels = Labels(self._own[at].long(), texts.log_probs[at].float())
         return Batch(inputs, learned, labels, torch.cat(temperatures))
 
     def epoch(self, seed: int, epoch: int, batch_tokens: int) -> list[list[int]]:
@@ -157,6 +162,15 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay)
 
 
+def check_checkpoint(file: Path, settings: str) -> None:
+    """Raises ConfigError for a checkpoint of other settings."""
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as opened:
+        if opened.metadata().get("settings") != settings:
+            raise ConfigError(f"{file} is of other settings: remove it, or give another --out")
+
+
 class Trainer:
     """A run of one student. `own_size`: its tokens that are proposed, without the one for all others."""
 
@@ -171,10 +185,13 @@ class Trainer:
         self.best_state: dict[str, Tensor] = {}
 
     def resume(self) -> bool:
-        """Continues from the checkpoint, if there is one; returns whether there is."""
+        """Continues from the checkpoint, if there is one; returns whether there is. Raises ConfigError for one of other
+        texts."""
         if not self._checkpoint.is_file():
             return False
         with safe_open(self._checkpoint, "pt", device=self._plan.device) as file:
+            if file.metadata()["texts"] != self._plan.texts:
+                raise ConfigError(f"{self._checkpoint} is of other texts: remove it, or give another --out")
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             self.progress = Progress(**json.loads(file.metadata()["progress"]))
         parts: dict[str, dict[str, Tensor]] = {"student": {}, "best": {}, "optimizer": {}}
@@ -197,7 +214,9 @@ class Trainer:
         for index, state in self._optimizer.state_dict()["state"].items():
             saved |= {f"optimizer/{index}/{name}": tensor for name, tensor in state.items()}
         unfinished = self._checkpoint.with_suffix(".unfinished")
-        save_file(saved, unfinished, metadata={"progress": json.dumps(asdict(self.progress))})
+        about = {"settings": self._plan.settings, "texts": self._plan.texts}
+        about["progress"] = json.dumps(asdict(self.progress))
+        save_file(saved, unfinished, metadata=about)
         os.replace(unfinished, self._checkpoint)
 
     def share(self) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.distill.texts import LabelledTexts, label
-from specdec.engine.devices import default_block_size, find_device
+from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Piece
@@ -59,6 +59,7 @@ class _Writing:
     fed_count: int = 0
     passage_index: int = -1
     written_count: int = 0  # in this passage
+    answered_from: int = 0  # of this passage
     ids: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class _Writing:
         if self.passage_index == len(self.plan.passages):
             return False
         self.tokens += self.passage.given
+        self.answered_from = max(0, len(self.tokens) - 1)
         return True
 
     def add(self, token_id: int, end_token_ids: Sequence[int]) -> bool:
@@ -107,14 +109,17 @@ def _sample(payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor)
 
 
 class TextWriter:
-    """Writes texts with a model; at most `text_count` at a time, of at most `length_max` tokens."""
+    """Writes texts with a model; at most `text_count` at a time, of at most `length_max` tokens, as far as half of the
+    free memory has their caches."""
 
     def __init__(self, model: CausalModel, text_count: int, length_max: int, device: str = "cpu") -> None:
         self._model = model
         self._end_token_ids = model.description.end_token_ids
         block_size = default_block_size(find_device(device))
-        block_count = 1 + text_count * -(-length_max // block_size)  # one more: the zero block
-        self._text_count = text_count
+        blocks_per_text = -(-length_max // block_size)
+        text_bytes = blocks_per_text * block_size * model.cache_bytes_per_position
+        self._text_count = max(1, min(text_count, free_memory_bytes(find_device(device)) // 2 // text_bytes))
+        block_count = 1 + self._text_count * blocks_per_text  # one more: the zero block
         self._engine: Engine[_Row, Written] = Engine(model, block_count, block_size, _sample)
 
     def __enter__(self) -> TextWriter:
@@ -190,5 +195,6 @@ def _joined(texts: Sequence[_Writing]) -> LabelledTexts:
         log_probs=torch.cat([part for own in texts for part in own.log_probs]),
         lengths=torch.tensor(lengths, dtype=torch.int32),
         learned_from=torch.tensor([own.plan.learned_from for own in texts], dtype=torch.int32),
+        answered_from=torch.tensor([own.answered_from for own in texts], dtype=torch.int32),
         temperatures=torch.tensor([own.plan.passages[-1].temperature for own in texts], dtype=torch.float32),
     )

@@ -22,6 +22,8 @@ Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = [
     "config.json",
+    "chat_template.jinja",
+    "draft_vocabulary.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -13,6 +13,7 @@ from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextPlan, TextWriter
 from specdec.engine.model import load_model
+from specdec.errors import ConfigError
 from tests.support.services import MODELS
 
 PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:5]]
@@ -36,16 +37,17 @@ def tokens_of(texts: LabelledTexts) -> list[list[int]]:
 def test_texts_and_labels_are_the_targets_own(target):
     """Claim: a greedy text is the one `transformers` generates, whatever is written beside it, and the labels at every
     position, the prompt's too, are its likeliest tokens with their log-probabilities."""
-    plans = Plans(MODELS / "target", (0.0,), ANSWER_TOKENS, PROMPTS).make(0, len(PROMPTS), seed=1)
+    plans = Plans(MODELS / "target", (0.0,), ANSWER_TOKENS, "1", PROMPTS).make(0, len(PROMPTS))
     texts = written(target, plans, at_once=3)
     reference = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
     start = 0
+    assert texts.answered_from.tolist() == [len(plan.passages[0].given) - 1 for plan in plans]
     for plan, own in zip(plans, tokens_of(texts), strict=True):
         prompt = list(plan.passages[0].given)
         with torch.no_grad():
             expected = reference.generate(torch.tensor([prompt]), max_new_tokens=ANSWER_TOKENS, do_sample=False)[0]
             rows = reference(torch.tensor([own])).logits[0].log_softmax(-1)
-        assert own == expected.tolist()[: len(own)] and len(own) >= len(prompt)
+        assert own == expected.tolist()[:-1], "all but the last token, which was not fed"
         found = texts.log_probs[start : start + len(own)].float()
         assert torch.allclose(found, rows.gather(1, texts.likeliest_ids[start : start + len(own)].long()), atol=0.02)
         assert torch.equal(texts.likeliest_ids[start : start + len(own), 0].long(), rows.argmax(1))
@@ -54,7 +56,7 @@ def test_texts_and_labels_are_the_targets_own(target):
 
 def test_a_text_does_not_depend_on_its_neighbours(target):
     """Claim: sampled texts are the same written alone and five at a time: each has its own seed."""
-    plans = Plans(MODELS / "target", (0.7, 1.0), ANSWER_TOKENS, PROMPTS).make(0, 5, seed=3)
+    plans = Plans(MODELS / "target", (0.7, 1.0), ANSWER_TOKENS, "3", PROMPTS).make(0, 5)
     assert tokens_of(written(target, plans, 5)) == [tokens_of(written(target, [plan], 1))[0] for plan in plans]
 
 
@@ -70,13 +72,16 @@ def test_an_end_token_ends_a_passage(target):
 
 
 def test_files_hold_what_was_written(target, tmp_path: Path):
-    """Claim: saved texts are read back equal, and joined in order; another file is refused by name."""
-    plans = Plans(MODELS / "target", (1.0,), ANSWER_TOKENS, PROMPTS).make(0, 2, seed=1)
+    """Claim: saved texts are read back equal, and joined in order; another file, and texts of
+    another origin, are refused by name."""
+    plans = Plans(MODELS / "target", (1.0,), ANSWER_TOKENS, "1", PROMPTS).make(0, 2)
     texts = written(target, plans, 2)
-    texts.save(tmp_path / "train-0.safetensors")
-    again = LabelledTexts.load(tmp_path / "train-0.safetensors")
+    texts.save(tmp_path / "train-0.safetensors", "ours")
+    again = LabelledTexts.load(tmp_path / "train-0.safetensors", "ours")
     assert tokens_of(again) == tokens_of(texts) and torch.equal(again.log_probs, texts.log_probs)
     assert tokens_of(LabelledTexts.joined([texts, again])) == 2 * tokens_of(texts)
     (tmp_path / "other.safetensors").write_bytes(b"nothing")
-    with pytest.raises(Exception, match="other.safetensors"):
-        LabelledTexts.load(tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match="other.safetensors"):
+        LabelledTexts.load(tmp_path / "other.safetensors", "ours")
+    with pytest.raises(ConfigError, match="another target"):
+        LabelledTexts.load(tmp_path / "train-0.safetensors", "theirs")

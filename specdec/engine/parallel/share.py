@@ -21,6 +21,7 @@ from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
 from specdec.engine.parallel.weights import empty_model, fill
 from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of
+from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused
 
 PARTING_S = 2.0  # the time rank 0 waits at its end for the others to end
@@ -28,6 +29,8 @@ PARTING_S = 2.0  # the time rank 0 waits at its end for the others to end
 
 def check_split(name: str, folder: ModelFolder, rank_count: int) -> None:
     """Raises ModelRefused unless the folder's model can be split over `rank_count` ranks. Reads no weights."""
+    if (folder.path / VOCABULARY_FILE).is_file():
+        raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     plan_split(name, empty_model(name, folder, torch.float32), 0, rank_count)
 
 
