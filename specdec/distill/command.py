@@ -113,6 +113,7 @@ def distill(settings: DistillSettings) -> int:
         settings.patience,
         settings.seed,
         device,
+        settings.bf16,
         kept,
         digest_of(texts, heldout),
     )

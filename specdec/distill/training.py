@@ -54,6 +54,7 @@ class Plan:
     patience: int
     seed: int
     device: str
+    bf16: bool
     settings: str  # a checkpoint is continued with the same only, and the same texts
     texts: str
 
@@ -266,8 +267,9 @@ class Trainer:
     def _logits(self, batch: Batch) -> tuple[Labels, Tensor]:
         """Returns the labels on the device, and the student's logits at the learned positions."""
         device = self._plan.device
-        hidden = self._student(input_ids=batch.inputs.to(device), use_cache=False).logits
-        logits = hidden[batch.learned.to(device)][:, : self._own_size].float()
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
+            every = self._student(input_ids=batch.inputs.to(device), use_cache=False).logits
+        logits = every[batch.learned.to(device)][:, : self._own_size].float()
         return Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device)), logits
 
     @torch.no_grad()

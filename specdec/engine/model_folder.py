@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.config import CHAT_MODEL, local_folder
+from specdec.engine.chat_model import chat_model
 from specdec.errors import ModelRefused
 from specdec.protocol.fingerprint import vocabulary_size
 
@@ -98,10 +100,11 @@ class ModelFolder:
 
 
 def open_model_folder(path_or_hub_id: str) -> ModelFolder:
-    """Returns the named folder, or a hub repository's snapshot. Raises ModelRefused in one line."""
-    path = Path(path_or_hub_id).expanduser()
+    """Returns the named folder, a hub repository's snapshot, or CHAT_MODEL, converted at its first use. Raises
+    ModelRefused or ConfigError in one line."""
+    path = local_folder(path_or_hub_id)
     if not path.is_dir():
-        path = _download(path_or_hub_id)
+        path = chat_model() if path_or_hub_id == CHAT_MODEL else _download(path_or_hub_id)
     if not (path / "config.json").is_file():
         raise ModelRefused(f"{path_or_hub_id} has no config.json: it is no model folder")
     if not (path / "tokenizer.json").is_file():

