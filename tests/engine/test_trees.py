@@ -13,9 +13,12 @@ import numpy
 import pytest
 import torch
 
+from specdec.engine.attention import ScoreRule
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.model import load_model
+from specdec.engine.storage import DeviceStorage
 from specdec.engine.transformers_model import TransformersModel
+from specdec.engine.tree_attention import TreePlan, TreePlanner
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
 
@@ -120,3 +123,35 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]
     assert (torch.cat(found) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_sequences_of_one_row_together_attend_as_each_alone(softcap: float | None) -> None:
+    """Claim: in bfloat16 the sequences of one row are computed as a group, with the result of each one alone: of other
+    lengths, in blocks that do not follow each other, nodes of trees that do not see every cell, with a window and
+    without, beside a sequence of several rows. The reference is the fused attention of each in float32."""
+    rng, generator = random.Random(5), torch.Generator().manual_seed(3)
+    heads, kv_heads, size, windows = 6, 2, 32, (None, 7)
+    storage = DeviceStorage(1, 40, BLOCK_SIZE, kv_heads, size, torch.bfloat16, torch.device("cpu"))
+    storage.layers[0].copy_(torch.randn(storage.layers[0].shape, generator=generator))
+    trees = [Tree([9, 3, 20], random_tokens(30, 1), TREES[0], rng), Tree([1, 2], random_tokens(5, 2), TREES[1], rng)]
+    chunks = [SequenceChunk([block, block + 1], length, [7], 1) for block, length in ((4, 1), (22, 17), (30, 29))]
+    chunks += [trees[0].chunk_of([2, 5]), trees[0].chunk_of([6]), trees[1].chunk_of([4])]
+    rng.shuffle(chunks)
+    plan = TreePlanner(storage, windows).plan(RaggedBatch(tuple(chunks))).attention
+    assert plan.singles is not None and len(plan.singles.rows) == 5 and len(plan.chunks) == 1
+    row_count = len(plan.written)
+    rows = torch.randn(row_count, heads + 2 * kv_heads, size, generator=generator).bfloat16()
+    queries, keys, values = rows.split([heads, kv_heads, kv_heads], 1)
+    alone = [TreePlanner(storage, windows).plan(RaggedBatch((chunk,))).attention for chunk in chunks]
+    for window in windows:
+        rule = ScoreRule(size**-0.5, window, softcap)
+        found = plan.attend(queries, keys, values, 0, rule)
+        assert found.shape == queries.shape
+        start = 0
+        for own in alone:
+            (chunk,) = own.chunks
+            cached = tuple(part.float() for part in storage.slots[0])
+            expected = TreePlan._attend(queries[start : start + chunk.end].float(), cached, chunk, rule)
+            assert (found[start : start + chunk.end].float() - expected).abs().max() < 0.02
+            start += chunk.end
