@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec import __version__, config
+from specdec.advise.settings import AdviseSettings
 from specdec.cli import events
 from specdec.cli.chat import ChatSettings
 from specdec.cli.demo import DemoSettings
@@ -69,6 +70,11 @@ COMMANDS = {
         "Talks with a chat model in the terminal; starts the services itself, unless given an address.",
         ChatSettings,
         "specdec.cli.chat:chat",
+    ),
+    "advise": Command(
+        "Predicts how fast a target is with each of some drafts, from one pass over its own texts.",
+        AdviseSettings,
+        "specdec.advise.command:advise",
     ),
     "distill": Command(
         "Makes a small draft that imitates a target, from the target's own texts.",

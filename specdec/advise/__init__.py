@@ -1,0 +1,1 @@
+"""Advice: how well drafts would serve a target, before anything is deployed."""

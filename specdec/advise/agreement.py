@@ -1,0 +1,162 @@
+"""How a draft agrees with its target along texts of the target: one pass of each model, every rule at once.
+
+For a text drawn from the target, the draft's token at a position passes with probability min(1, q(x) / p(x)), x being
+the text's token there (Leviathan et al. 2023, given the outcome). So one text gives the law of all rounds of chains
+under REJECTION; under GREEDY and COUPLED, which need the text's seed, a token passes or does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.engine.devices import default_block_size, find_device
+from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
+from specdec.errors import NumericsError
+from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
+
+ROWS = 64  # of a forward; two distributions of each in double precision are held
+SMALL = 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Measures at the positions of one text, all [positions] float64.
+
+    `passes`: by rule, the probability that the draft's token passes, given the text; `accepted`: the same before the
+    text's token is known, which varies less. Of the distributions at the text's temperature (at 1 if it is 0):
+    `variation`, the total variation distance; `divergence`, KL(target || draft) over the tokens the draft has, in nats;
+    `entropy` of the target, in nats; `reachable`, the target's probability of the tokens the draft has. `confidence`:
+    the draft's in its likeliest token, and `is_likeliest`: whether that is the text's.
+    """
+
+    passes: dict[Rule, Tensor]
+    accepted: dict[Rule, Tensor]
+    variation: Tensor
+    divergence: Tensor
+    entropy: Tensor
+    reachable: Tensor
+    confidence: Tensor
+    is_likeliest: Tensor
+
+    def __len__(self) -> int:
+        return len(self.variation)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Agreement]) -> Agreement:
+        """Returns the positions of all parts, in order."""
+        first = parts[0]
+        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__slots__[2:]}
+        passes, accepted = (
+            {rule: torch.cat([getattr(part, name)[rule] for part in parts]) for rule in getattr(first, name)}
+            for name in ("passes", "accepted")
+        )
+        return cls(passes, accepted, **whole)
+
+
+class Reader:
+    """Runs a model along given texts of at most `length_max` tokens. It takes the model's cache storage."""
+
+    def __init__(self, model: CausalModel, length_max: int, device: str = "cpu") -> None:
+        self._model = model
+        block_size = default_block_size(find_device(device))
+        block_count = -(-length_max // block_size)
+        model.allocate(1 + block_count, block_size)
+        self._blocks = range(1, 1 + block_count)
+
+    def read(self, token_ids: Sequence[int], first: int) -> Iterator[Tensor]:
+        """Yields logits of positions first, first + 1, ..., ROWS at a time.  # [rows, vocabulary] float32
+
+        Raises NumericsError for logits that are no numbers.
+        """
+        for start in [*range(0, first, ROWS), *range(first, len(token_ids), ROWS)]:
+            end = min(start + ROWS, len(token_ids), first if start < first else len(token_ids))
+            wanted = end - start if start >= first else 0
+            chunk = SequenceChunk(self._blocks, start, token_ids[start:end], wanted)
+            output = self._model.forward(RaggedBatch((chunk,)))
+            if not all(output.is_finite):
+                raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
+            if wanted:
+                yield output.logits.float().cpu()
+
+
+def agreement_along(
+    target: Reader, draft: Reader, token_ids: Sequence[int], first: int, params: ResolvedSamplingParams
+) -> Agreement:
+    """Returns the agreement at the positions first to the last but one of a text, which the target drew with `params`
+    (GREEDY, or COUPLED with their seed). Position i predicts token i + 1."""
+    parts, start = [], first
+    for target_rows, draft_rows in zip(target.read(token_ids[:-1], first), draft.read(token_ids[:-1], first)):
+        paths = [token_ids[: start + row + 1] for row in range(len(target_rows))]
+        following = torch.tensor(token_ids[start + 1 : start + 1 + len(target_rows)])
+        parts.append(agreement_of(target_rows, draft_rows, paths, following, params))
+        start += len(target_rows)
+    return Agreement.joined(parts)
+
+
+def agreement_of(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    paths: Sequence[Sequence[int]],
+    following: Tensor,
+    params: ResolvedSamplingParams,
+) -> Agreement:
+    """Returns the agreement of rows; `paths`: the tokens before each, `following` [rows] int64: the text's next token.
+
+    target_logits, draft_logits: [rows, vocabulary] float32; -inf for tokens the draft does not have
+    """
+    size = target_logits.shape[1]
+    if draft_logits.shape[1] < size:
+        missing = draft_logits.new_full((len(draft_logits), size - draft_logits.shape[1]), -torch.inf)
+        draft_logits = torch.cat([draft_logits, missing], 1)
+    draft_logits = draft_logits[:, :size]
+    temperature = params.temperature or 1.0
+    p, q = ((rows.double() / temperature).softmax(1) for rows in (target_logits, draft_logits))
+    is_known = draft_logits > -torch.inf
+    reachable = torch.where(is_known, p, 0.0).sum(1)
+    terms = p * (p.clamp_min(SMALL).log() - q.clamp_min(SMALL).log() - reachable.clamp_min(SMALL).log()[:, None])
+    likeliest = q.max(1)
+    rule = params.rule
+    guessed = proposed(draft_logits, paths, params)
+    equal = torch.tensor([proposal == token for proposal, token in zip(guessed, following.tolist())]).double()
+    passes, accepted = {rule: equal}, {rule: equal}
+    if rule is Rule.COUPLED:
+        sent = sent_distributions(draft_logits, paths, replace(params, rule=Rule.REJECTION))
+        passes[Rule.REJECTION] = (of(sent, following) / of(p, following).clamp_min(SMALL)).clamp_max(1.0)
+        accepted[Rule.REJECTION] = torch.minimum(p, sent).sum(1)
+    return Agreement(
+        passes,
+        accepted,
+        1 - torch.minimum(p, q).sum(1),
+        torch.where(is_known, terms, 0.0).sum(1) / reachable.clamp_min(SMALL),
+        -(p * p.clamp_min(SMALL).log()).sum(1),
+        reachable,
+        likeliest.values,
+        (likeliest.indices == following).double(),
+    )
+
+
+def of(probs: Tensor, token_ids: Tensor) -> Tensor:
+    """Each row's probability of its token.  probs: [n, vocabulary]  # [n]"""
+    return probs.gather(1, token_ids[:, None])[:, 0]
+
+
+def proposed(logits: Tensor, paths: Sequence[Sequence[int]], params: ResolvedSamplingParams) -> list[int]:
+    """The tokens that a draft service proposes at these rows."""
+    requests = [ProposalRequest(params, path, logits.shape[1]) for path in paths]
+    return [proposal.token_id for proposal in propose(requests, logits)]
+
+
+def sent_distributions(logits: Tensor, paths: Sequence[Sequence[int]], params: ResolvedSamplingParams) -> Tensor:
+    """The draft distributions as they are sent under REJECTION.  # [n, vocabulary] float64"""
+    requests = [ProposalRequest(params, path, logits.shape[1]) for path in paths]
+    sent = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, proposal in enumerate(propose(requests, logits)):
+        probs = proposal.draft_probs
+        assert isinstance(probs, DraftProbs)
+        sent[row, list(probs.token_ids)] = torch.tensor(probs.weights, dtype=torch.float64) / probs.total
+    return sent

@@ -1,0 +1,122 @@
+"""From acceptance and step times to tokens per second of chains that wait for their draft. Pure.
+
+A round verifies k draft tokens and yields E of them: it takes T(k + 1) + k d + r seconds, of the target's step, the
+draft's steps, and everything else. Trees and streaming, which the policy also tries, are not predicted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+LENGTHS = tuple(range(1, 9))  # draft tokens of a round
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+RESAMPLES = 400
+INTERVAL = 0.95
+BINS = 10  # of confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def expected_rounds(passes: Sequence[float], length: int) -> float:
+    """The expected number of rounds that write a text, by the probabilities that its positions pass.
+
+    A round at position t with `length` draft tokens moves on by one more than passed. No round drafts beyond the text.
+    """
+    rounds: list[float] = [0] * (len(passes) + 1)
+    for start in reversed(range(len(passes))):
+        left, value = 1, 1  # integers, so that fractions stay exact
+        end = start + min(length, len(passes) - start - 1)
+        for position in range(start, end):
+            value += left * (1 - passes[position]) * rounds[position + 1]
+            left *= passes[position]
+        rounds[start] = value + left * rounds[end + 1]
+    return rounds[0]
+
+
+def resampled(groups: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]) -> Estimate:
+    """The value of the sums of all groups' numbers, and its interval by bootstrap over the groups, which are texts:
+    neighbouring tokens are dependent."""
+
+    def value(chosen: Sequence[Sequence[float]]) -> float:
+        return of([sum(column) for column in zip(*chosen)])
+
+    draws = random.Random(1)
+    found = sorted(value(draws.choices(groups, k=len(groups))) for _ in range(RESAMPLES))
+    beyond = int(RESAMPLES * (1 - INTERVAL) / 2)
+    return Estimate(value(groups), found[beyond], found[-1 - beyond])
+
+
+def share(sums: Sequence[float]) -> float:
+    """The first sum over the second."""
+    return sums[0] / sums[1] if sums[1] else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds: `target` by rows, `draft` by nodes of all sessions, the round trip `rtt` to the draft, and `other`, the
+    rest of a round."""
+
+    target: Callable[[float], float]
+    draft: Callable[[float], float]
+    rtt: float
+    other: float
+
+    def round_s(self, length: int, batch: int = 1) -> float:
+        """A round of `batch` sessions with `length` draft tokens each; without any there is no draft to wait for."""
+        waited_s = length * self.draft(batch) + self.rtt if length else 0.0
+        return self.target(batch * (length + 1)) + waited_s + self.other
+
+    def rate(self, tokens: float, length: int, batch: int = 1) -> float:
+        """Tokens per second of one session."""
+        return tokens / self.round_s(length, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where drafting no longer pays: by round trip, by the draft's step, by sessions in a batch (the largest of BATCHES
+    at which it pays; 0: none). Negative or 0: it does not pay here."""
+
+    rtt_s: float
+    draft_step_s: float
+    batch: int
+
+
+def break_even(tokens: Sequence[float], times: Times) -> Break:
+    """`tokens`: of a round with 1, 2, ... draft tokens."""
+    plain_s = times.round_s(0)
+    slack = {length: mean * plain_s - times.round_s(length) for length, mean in enumerate(tokens, 1)}
+    step_s = times.draft(1)
+    pays = [
+        batch
+        for batch in BATCHES
+        if any(times.rate(mean, length, batch) > 1 / times.round_s(0, batch) for length, mean in enumerate(tokens, 1))
+    ]
+    return Break(
+        times.rtt + max(slack.values()), max(step_s + slack[length] / length for length in slack), max(pays, default=0)
+    )
+
+
+def calibration_error(confidences: Sequence[float], outcomes: Sequence[float]) -> float:
+    """The expected calibration error: the mean over BINS of |confidence - share that came true|, by positions."""
+    bins: list[list[float]] = [[0.0, 0.0] for _ in range(BINS)]
+    for confidence, outcome in zip(confidences, outcomes):
+        own = bins[min(int(confidence * BINS), BINS - 1)]
+        own[0] += confidence
+        own[1] += outcome
+    return sum(abs(confident - true) for confident, true in bins) / max(1, len(confidences))
+
+
+def lorenz_share(values: Sequence[float], part: float = 0.1) -> float:
+    """The share of the sum that lies in the `part` of the values that are largest."""
+    largest = sorted(values, reverse=True)[: max(1, math.ceil(part * len(values)))]
+    return sum(largest) / sum(values) if sum(values) else 0.0

@@ -1,0 +1,128 @@
+"""Texts of the target and the agreement of every draft along them, with progress bars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from specdec.advise.agreement import Agreement, Reader, agreement_along
+from specdec.distill.command import prompts_of, temperatures_of
+from specdec.distill.plans import Plans
+from specdec.distill.texts import LabelledTexts
+from specdec.distill.writing import TextPlan, TextWriter
+from specdec.engine.interface import CausalModel
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import ModelFolder, open_model_folder, read_json
+from specdec.errors import ConfigError, Mismatch
+from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+
+TEXTS_AT_ONCE = 64
+EVERYTHING = "all"  # the class of prompts without one
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of the target: its prompt's class, how it was drawn, and its tokens. Those after position `first` are the
+    answer."""
+
+    prompt_class: str
+    params: ResolvedSamplingParams
+    token_ids: tuple[int, ...]
+    first: int
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt."""
+        return self.token_ids[: self.first + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One draft along one text."""
+
+    text: Text
+    agreement: Agreement
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that reproduces the text: GREEDY at temperature 0, else COUPLED, with its seed."""
+        return self.text.params.rule
+
+
+def classes_of(file: Path) -> dict[str, str]:
+    """Returns the prompts of a file, and the class of each. Raises ConfigError."""
+    prompts = dict.fromkeys(prompts_of(file), EVERYTHING)
+    if not prompts:
+        raise ConfigError(f"--prompts {file} has no prompts")
+    if file.suffix == ".jsonl":
+        for line in filter(str.strip, file.read_text(encoding="utf-8").split("\n")):
+            entry = json.loads(line)
+            prompts[entry["prompt"]] = str(entry.get("class", EVERYTHING))
+    return prompts
+
+
+def check_tokenizers(target: ModelFolder, drafts: Sequence[ModelFolder]) -> None:
+    """Raises Mismatch unless every draft has the target's tokenizer."""
+    own = tokenizer_fingerprint(read_json(target.path / "tokenizer.json"))
+    for draft in drafts:
+        if tokenizer_fingerprint(read_json(draft.path / "tokenizer.json")) != own:
+            raise Mismatch(f"draft {draft.path} and target {target.path} have different tokenizers")
+
+
+def written(
+    model: CausalModel, folder: ModelFolder, settings_of_texts: tuple[str, int, int], file: Path, console: Console
+) -> list[Text]:
+    """Returns the target's answers to all prompts at all temperatures. `settings_of_texts`: temperatures, most tokens,
+    seed. Raises ConfigError, SpecdecError."""
+    listed, token_count, seed = settings_of_texts
+    temperatures = temperatures_of(listed, "--text-temperatures")
+    classes = classes_of(file)
+    plans = Plans(folder.path, temperatures, token_count, f"advise/{seed}", list(classes)).make(
+        0, len(classes) * len(temperatures)
+    )
+    longest = max(plan.length_max for plan in plans)
+    if longest > model.description.positions_max:
+        limit = f"the target has {model.description.positions_max} positions"
+        raise ConfigError(f"the longest prompt with --text-tokens {token_count} has {longest}; {limit}")
+    parts: list[LabelledTexts] = []
+    at_once = range(0, len(plans), TEXTS_AT_ONCE)
+    with TextWriter(model, TEXTS_AT_ONCE, longest) as writer:
+        for first in track(at_once, "the target writes", console=console, disable=not console.is_terminal):
+            parts.append(writer.write(plans[first : first + TEXTS_AT_ONCE]))
+    texts = LabelledTexts.joined(parts)
+    tokens = texts.token_ids.split(texts.lengths.tolist())
+    names = [name for name in classes.values() for _ in temperatures]
+    made = [
+        Text(name, params_of(plan), tuple(own.tolist()), first)
+        for name, plan, own, first in zip(names, plans, tokens, texts.answered_from.tolist())
+    ]
+    return [text for text in made if len(text.token_ids) > text.first + 1]
+
+
+def params_of(plan: TextPlan) -> ResolvedSamplingParams:
+    """The sampling parameters that give a plan's answer."""
+    temperature = plan.passages[-1].temperature
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    return ResolvedSamplingParams(rule=rule, seed=plan.seed, prompt_length=1, temperature=temperature)
+
+
+def readings_of(
+    target: CausalModel, draft_name: str, texts: Sequence[Text], device: str, console: Console
+) -> list[Reading]:
+    """Returns one draft's agreement along all texts. Raises ConfigError for a draft with fewer positions than a text,
+    SpecdecError."""
+    draft = load_model(draft_name, device=device, has_stable_rows=False)
+    longest = max(len(text.token_ids) for text in texts)
+    if longest > draft.description.positions_max:
+        limit = f"the draft has {draft.description.positions_max} positions"
+        raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")
+    readers = Reader(target, longest, device), Reader(draft, longest, device)
+    name = open_model_folder(draft_name).path.name
+    shown = track(texts, f"{name} reads", console=console, disable=not console.is_terminal)
+    return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]

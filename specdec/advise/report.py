@@ -1,0 +1,191 @@
+"""What is told about a draft: acceptance by class and temperature, plans with their rates, and where drafting ends to
+pay. Plain values, for the table, the picture and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specdec.advise.forecast import (
+    LENGTHS,
+    Break,
+    Estimate,
+    Times,
+    break_even,
+    calibration_error,
+    expected_rounds,
+    lorenz_share,
+    resampled,
+    share,
+)
+from specdec.advise.measuring import Reading
+from specdec.protocol.types import Rule
+
+TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed; the
+    others are means over positions (see `Agreement`), `variation_in_tenth` the share of the total variation distance in
+    the tenth of the positions that have most."""
+
+    prompt_class: str
+    temperature: float
+    positions: int
+    acceptance: dict[str, Estimate]
+    variation: float
+    variation_in_tenth: float
+    divergence: float
+    entropy: float
+    reachable: float
+    calibration_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """Rounds of `length` draft tokens that the coordinator waits for: tokens of a round, tokens per second of one
+    stream, and its ratio to plain decoding. `accepted_per_draft_s`: accepted tokens per second of draft computation.
+    `price`: of a million tokens; 0 without prices."""
+
+    length: int
+    tokens: Estimate
+    rate: Estimate
+    ratio: Estimate
+    accepted_per_draft_s: float
+    price: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One draft. `best`: its recommended number of draft tokens; 0: plain decoding."""
+
+    draft: str
+    weight_bytes: int
+    target_step_s: float
+    draft_step_s: float
+    plain_rate: float
+    plain_price: float
+    best: int
+    cells: list[Cell]
+    plans: list[ChainPlan]
+    pays_until: Break
+
+    @property
+    def best_plan(self) -> ChainPlan | None:
+        """The recommended plan; None for plain decoding."""
+        return next((plan for plan in self.plans if plan.length == self.best), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return asdict(self)
+
+
+def cells_of(readings: Sequence[Reading]) -> list[Cell]:
+    """Returns the cells that have texts, by class and temperature; last, if there are several classes, all of them."""
+    classes = list(dict.fromkeys(reading.text.prompt_class for reading in readings))
+    temperatures = sorted({reading.text.params.temperature for reading in readings})
+    cells = []
+    for name in [*classes, *(["every class"] if len(classes) > 1 else [])]:
+        for temperature in temperatures:
+            own = [
+                reading
+                for reading in readings
+                if reading.text.params.temperature == temperature
+                and (name == reading.text.prompt_class or name not in classes)
+            ]
+            if own:
+                cells.append(cell_of(name, temperature, own))
+    return cells
+
+
+def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
+    """Returns the measures of some texts together."""
+    rules = list(readings[0].agreement.accepted)
+    acceptance = {rule.name: resampled(sums_of(readings, rule), share) for rule in rules}
+
+    def every(attribute: str) -> list[float]:
+        return [value for reading in readings for value in getattr(reading.agreement, attribute).tolist()]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    variation = every("variation")
+    return Cell(
+        name,
+        temperature,
+        len(variation),
+        acceptance,
+        mean(variation),
+        lorenz_share(variation),
+        mean(every("divergence")),
+        mean(every("entropy")),
+        mean(every("reachable")),
+        calibration_error(every("confidence"), every("is_likeliest")),
+    )
+
+
+def sums_of(readings: Iterable[Reading], rule: Rule) -> list[list[float]]:
+    """Returns, by text, accepted draft tokens and positions, if one is tested at each."""
+    return [[float(reading.agreement.accepted[rule].sum()), float(len(reading.agreement))] for reading in readings]
+
+
+def rounds_of(readings: Iterable[Reading], length: int) -> list[list[float]]:
+    """Returns, by text, its tokens and the expected rounds that write them, under the rule that reproduces it; without
+    the first, which comes with the prompt's last row."""
+    return [
+        [float(len(own.agreement) - 1), expected_rounds(own.agreement.passes[own.rule].tolist()[1:], length)]
+        for own in readings
+    ]
+
+
+def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainPlan]:
+    """Returns a plan for each number of draft tokens. `prices`: of an hour of the target's and the draft's machine."""
+    plans = []
+    plain_s = times.round_s(0)
+    for length in LENGTHS:
+        tokens = resampled(rounds_of(readings, length), share)
+        rate = scaled(tokens, lambda value, length=length: times.rate(value, length))
+        plans.append(
+            ChainPlan(
+                length,
+                tokens,
+                rate,
+                scaled(rate, lambda value: value * plain_s),
+                (tokens.value - 1) / (length * times.draft(1)),
+                price_of(sum(prices), rate.value),
+            )
+        )
+    return plans
+
+
+def scaled(estimate: Estimate, of: Callable[[float], float]) -> Estimate:
+    """Returns a rising function of an estimate."""
+    return Estimate(of(estimate.value), of(estimate.low), of(estimate.high))
+
+
+def price_of(price_an_hour: float, rate: float) -> float:
+    """The price of a million tokens."""
+    return price_an_hour / SECONDS_AN_HOUR / rate * TOKENS_A_MILLION
+
+
+def advice_of(
+    draft: str, weight_bytes: int, readings: Sequence[Reading], times: Times, prices: tuple[float, float]
+) -> Advice:
+    """Returns the advice about one draft."""
+    plans = plans_of(readings, times, prices)
+    plain_rate = 1 / times.round_s(0)
+    fastest = max(plans, key=lambda plan: plan.rate.value)
+    return Advice(
+        draft,
+        weight_bytes,
+        times.target(1),
+        times.draft(1),
+        plain_rate,
+        price_of(prices[0], plain_rate),
+        fastest.length if fastest.rate.value > plain_rate else 0,
+        cells_of(readings),
+        plans,
+        break_even([plan.tokens.value for plan in plans], times),
+    )

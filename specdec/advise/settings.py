@@ -1,0 +1,34 @@
+"""The settings of `specdec advise`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
+
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+class AdviseSettings(Settings):
+    """The target, the drafts, the prompts, and the machine to predict for."""
+
+    target: str = setting(..., MODEL, "Target model: folder or hub id.", min_length=1)
+    draft: Names = setting(..., MODEL, "Draft model: folder or hub id; may be repeated.", min_length=1)
+    device: str = setting("auto", MODEL, "Device: cpu, cuda or cuda:1; auto selects a GPU if there is one.")
+    threads: int = setting(0, MODEL, "CPU threads of this command; 0: one per core.", ge=0, le=1024)
+    prompts: Path = setting(..., PROMPT, "Prompts, one a line, or .jsonl with `prompt` and, if given, `class`.")
+    text_tokens: int = setting(96, PROMPT, "Most tokens of an answer.", ge=2, le=1 << 16)
+    text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures; each prompt is answered once at each.")
+    text_seed: int = setting(0, PROMPT, "Seed of the texts.", ge=0, le=1 << 32)
+    target_ms: float = setting(0.0, LIMITS, "Step of the target, one row; 0: measured on this machine.", ge=0)
+    draft_ms: float = setting(0.0, LIMITS, "Step of the draft, one node; 0: measured on this machine.", ge=0)
+    rtt_ms: float = setting(0.0, LIMITS, "Round trip between coordinator and draft.", ge=0, le=10_000)
+    overhead_ms: float = setting(2.0, LIMITS, "A round's time beside both models and the round trip.", ge=0)
+    target_price: float = setting(0.0, LIMITS, "Price of an hour of the target's machine.", ge=0)
+    draft_price: float = setting(0.0, LIMITS, "Price of an hour of the draft's machine.", ge=0)
+    check: bool = setting(False, OUTPUT, "Also serve each pair with the recommended plan and compare.")
+    plot: Path | None = setting(None, OUTPUT, "Picture to write: acceptance by class, tokens/s by round trip.")
+    as_json: bool = setting(False, OUTPUT, "Print only one JSON object.")

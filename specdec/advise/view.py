@@ -1,0 +1,150 @@
+"""Advice on the terminal and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from specdec.advise.forecast import LENGTHS, Estimate, Times
+from specdec.advise.report import Advice, Cell
+from specdec.errors import ConfigError
+
+RTTS_MS = (0, 1, 2, 5, 10, 20, 30, 50, 75, 100)
+
+
+def show(console: Console, advice: Advice, rtt_s: float) -> None:
+    """Prints one draft's tables and a sentence that recommends."""
+    console.rule(advice.draft, align="left")
+    steps = f"{1e3 * advice.draft_step_s:.2f} ms, of the target {1e3 * advice.target_step_s:.2f} ms"
+    console.print(f"{advice.weight_bytes / 1e6:.0f} MB of weights; a step of the draft {steps}")
+    console.print(acceptance_table(advice.cells))
+    console.print(plan_table(advice))
+    console.print(sentence(advice, rtt_s))
+
+
+def of(estimate: Estimate, digits: int = 2) -> str:
+    """A value with half the width of its interval."""
+    return f"{estimate.value:.{digits}f} ±{(estimate.high - estimate.low) / 2:.{digits}f}"
+
+
+def acceptance_table(cells: Sequence[Cell]) -> Table:
+    """A line for each class and temperature."""
+    title = "acceptance of a draft token (95 %), and how the distributions differ"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("prompts", "T", "rule", "acceptance", "TV", "in 1/10", "KL", "entropy", "ECE", "reach"):
+        table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
+    for cell in cells:
+        for index, (rule, value) in enumerate(cell.acceptance.items()):
+            own = [
+                f"{cell.variation:.2f}",
+                f"{cell.variation_in_tenth:.0%}",
+                f"{cell.divergence:.2f}",
+                f"{cell.entropy:.2f}",
+                f"{cell.calibration_error:.2f}",
+                f"{cell.reachable:.0%}",
+            ]
+            head = [cell.prompt_class, f"{cell.temperature:g}"]
+            table.add_row(*(head if not index else ["", ""]), rule, of(value), *(own if not index else [""] * 6))
+    return table
+
+
+def plan_table(advice: Advice) -> Table:
+    """A line for each number of draft tokens."""
+    table = Table(title="rounds that wait for k draft tokens; trees and streaming are not predicted")
+    for name in ("k", "tokens a round", "tokens/s", "of plain", "accepted a draft s"):
+        table.add_column(name, justify="right")
+    has_price = advice.plain_price > 0 or advice.plans[0].price > 0
+    if has_price:
+        table.add_column("price of 1M tokens", justify="right")
+    plain = ["0", "1", f"{advice.plain_rate:.1f}", "1", ""]
+    table.add_row(*plain, *([f"{advice.plain_price:.2f}"] if has_price else []))
+    for plan in advice.plans:
+        table.add_row(
+            str(plan.length),
+            of(plan.tokens),
+            of(plan.rate, 1),
+            of(plan.ratio),
+            f"{plan.accepted_per_draft_s:.0f}",
+            *([f"{plan.price:.2f}"] if has_price else []),
+            style="bold" if plan.length == advice.best else "",
+        )
+    return table
+
+
+def sentence(advice: Advice, rtt_s: float) -> str:
+    """The recommendation and its limits."""
+    plan, ends = advice.best_plan, advice.pays_until
+    if plan is None:
+        return (
+            f"Plain decoding is faster than any number of draft tokens at a round trip of {1e3 * rtt_s:g} ms. This "
+            f"draft would pay with steps below {1e3 * max(0.0, ends.draft_step_s):.2f} ms."
+        )
+    limits = f"round trip of {1e3 * ends.rtt_s:.0f} ms, a draft step of {1e3 * ends.draft_step_s:.1f} ms"
+    return (
+        f"Recommended: {plan.length} draft tokens a round, {plan.ratio.value:.2f} times plain decoding. Drafting pays "
+        f"up to a {limits}, a batch of {ends.batch} sessions. --policy auto finds such a plan by itself."
+    )
+
+
+def sweep_table(advices: Sequence[Advice]) -> Table:
+    """A line for each draft; the fastest in bold."""
+    table = Table(title="all drafts, each with its best number of draft tokens")
+    for name in ("draft", "MB", "step ms", "k", "tokens a round", "tokens/s", "of plain"):
+        table.add_column(name, justify="left" if name == "draft" else "right")
+    fastest = max(rate_of(advice) for advice in advices)
+    for advice in advices:
+        plan = advice.best_plan
+        told = [str(plan.length), of(plan.tokens), of(plan.rate, 1), of(plan.ratio)] if plan else ["0", "1", "", "1"]
+        table.add_row(
+            advice.draft,
+            f"{advice.weight_bytes / 1e6:.0f}",
+            f"{1e3 * advice.draft_step_s:.2f}",
+            *told,
+            style="bold" if rate_of(advice) == fastest else "",
+        )
+    return table
+
+
+def rate_of(advice: Advice) -> float:
+    """Tokens per second of the recommended plan."""
+    return advice.best_plan.rate.value if advice.best_plan else advice.plain_rate
+
+
+def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
+    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip. Raises
+    ConfigError without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'") from None
+    cells = advices[0].cells
+    classes = list(dict.fromkeys(cell.prompt_class for cell in cells))
+    temperatures = sorted({cell.temperature for cell in cells})
+    known = {(cell.prompt_class, cell.temperature): next(iter(cell.acceptance.values())).value for cell in cells}
+    grid = [[known.get((name, temperature), float("nan")) for temperature in temperatures] for name in classes]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.6 * max(4, len(classes))), layout="constrained")
+    left.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    left.set_xticks(range(len(temperatures)), [f"{temperature:g}" for temperature in temperatures])
+    left.set_yticks(range(len(classes)), classes)
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            left.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black")
+    left.set(xlabel="temperature", title=f"acceptance, {advices[0].draft}")
+    for advice, own in zip(advices, times):
+        rates = [
+            max(own.rate(advice.plans[length - 1].tokens.value, length) for length in LENGTHS)
+            for own in (Times(own.target, own.draft, rtt_ms / 1e3, own.other) for rtt_ms in RTTS_MS)
+        ]
+        right.plot(RTTS_MS, rates, marker="o", label=advice.draft)
+    right.axhline(advices[0].plain_rate, color="grey", linestyle="--", label="plain decoding")
+    right.set(xlabel="round trip to the draft, ms", ylabel="tokens/s, best k", ylim=(0, None), title="forecast")
+    right.legend()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,168 @@
+"""What `specdec advise` predicts is what the services then do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of
+from specdec.advise.forecast import expected_rounds
+from specdec.engine.model import load_model
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.services import MODELS, fixed, running
+
+TOKENS = 48
+PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:4]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_served_rounds_are_the_predicted_ones(temperature):
+    """Claim: along a served text the predicted coins give the accepted draft tokens of every served generation, one by
+    one: under GREEDY and, with the seed, under COUPLED, coins are 0 or 1 and rounds have no chance in them. Through
+    real services, chains of 3 that wait; float32, so that no token is decided by rounding."""
+    with running(MODELS / "target", MODELS / "draft", dtype="float32", threads=1) as services:
+        outcomes = [
+            services.client.generate(
+                prompt,
+                speculative=fixed(3, draft_window=3),
+                max_tokens=TOKENS,
+                temperature=temperature,
+                seed=7 + index if temperature else 0,
+                ignore_eos=True,
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]
+    models = [load_model(str(MODELS / name), dtype="float32", has_stable_rows=False) for name in ("target", "draft")]
+    readers = [Reader(model, 512) for model in models]
+    tokenizer = words(MODELS / "target")
+    for index, (prompt, outcome) in enumerate(zip(PROMPTS, outcomes)):
+        ids = tokenizer.encode(prompt).ids
+        assert len(ids) == outcome.finished.usage.prompt_tokens
+        rule = Rule.COUPLED if temperature else Rule.GREEDY
+        params = ResolvedSamplingParams(rule=rule, seed=7 + index, prompt_length=len(ids), temperature=temperature)
+        text = [*ids, *outcome.token_ids]
+        own = agreement_along(*readers, text, len(ids) - 1, params)
+        assert len(own) == TOKENS
+        statistics = outcome.finished.statistics
+        rounds = expected_rounds(own.passes[rule].tolist()[1:], 3)  # the first token comes with the prompt
+        assert TOKENS - 1 - rounds == statistics.num_accepted_draft_tokens
+
+
+def words(folder: Path):
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_measures_are_those_of_transformers_distributions():
+    """Claim: variation, divergence, entropy and confidence are those of the softmax of `transformers` over the same
+    text, at its temperature, in every slice that the reader takes; acceptance under REJECTION is
+    close to 1 - TV: the distribution as sent has fewer tokens and rounded weights."""
+    folders = [MODELS / "target", MODELS / "draft"]
+    readers = [Reader(load_model(str(folder), dtype="float32", has_stable_rows=False), 512) for folder in folders]
+    ids = words(folders[0]).encode("\n".join(PROMPTS)).ids[:150]
+    params = ResolvedSamplingParams(rule=Rule.COUPLED, seed=3, prompt_length=1, temperature=0.7)
+    own = agreement_along(*readers, ids, 20, params)
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    with torch.no_grad():
+        p, q = ((model(torch.tensor([ids])).logits[0, 20:-1].double() / 0.7).softmax(1) for model in models)
+    assert len(own) == len(p) == 129
+    close = {"rtol": 0, "atol": 1e-3}
+    assert torch.allclose(own.variation, (p - q).abs().sum(1) / 2, **close)
+    assert torch.allclose(own.divergence, (p * (p / q).log()).sum(1), **close)
+    assert torch.allclose(own.entropy, -(p * p.log()).sum(1), **close)
+    assert torch.allclose(own.confidence, q.max(1).values, **close)
+    assert (own.reachable > 0.999).all()
+    assert abs((1 - own.variation - own.accepted[Rule.REJECTION]).mean()) < 0.03
+
+
+def test_tokens_the_draft_lacks_never_pass():
+    """Claim: a token without a draft logit passes under no rule, its probability is not reachable, and the divergence
+    is that of the others; all by hand, for two tokens of three."""
+    target = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    draft = torch.tensor([[0.5, 0.5]]).log()
+    params = ResolvedSamplingParams(rule=Rule.COUPLED, seed=1, prompt_length=1, temperature=1.0)
+
+    def of(token: int) -> Agreement:
+        return agreement_of(target, draft, [[0]], torch.tensor([token]), params)
+
+    assert of(2).passes == {Rule.COUPLED: torch.tensor([0.0]), Rule.REJECTION: torch.tensor([0.0])}
+    assert of(1).passes[Rule.REJECTION].item() == 1 and of(0).passes[Rule.REJECTION].item() == pytest.approx(1)
+    assert of(0).reachable.item() == pytest.approx(0.75) and of(0).variation.item() == pytest.approx(0.25)
+    expected = (2 / 3) * torch.tensor(4 / 3).log() + (1 / 3) * torch.tensor(2 / 3).log()
+    assert of(0).divergence.item() == pytest.approx(expected.item())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The JSON of two drafts, the second the target itself, for prompts of two classes."""
+    folder = tmp_path_factory.mktemp("advice")
+    lines = [{"prompt": prompt, "class": "ab"[index % 2]} for index, prompt in enumerate(PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = subprocess.run(
+        [*command(folder / "prompts.jsonl"), "--json", "--check", "--draft", str(MODELS / "target")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def command(prompts: Path) -> list[str]:
+    flags = {"--target": MODELS / "target", "--draft": MODELS / "draft", "--prompts": prompts, "--text-tokens": 24}
+    told = [str(part) for pair in flags.items() for part in pair]
+    return [sys.executable, "-m", "specdec.cli", "advise", *told, "--text-temperatures", "0,1", "--threads", "1"]
+
+
+@pytest.mark.more
+def test_the_report_is_what_is_then_served(report):
+    """Claim: for the target as its own draft nearly every token passes (of a wide
+    distribution only the likeliest are sent), in the prediction and as served; for the small
+    draft the served tokens a round lie near the prediction. Cells exist for every class and temperature, and for all
+    together. No time is judged."""
+    small, same = report["drafts"]
+    cells = [(cell["prompt_class"], cell["temperature"]) for cell in small["cells"]]
+    assert cells == [(name, temperature) for name in ("a", "b", "every class") for temperature in (0.0, 1.0)]
+    assert list(small["cells"][1]["acceptance"]) == ["COUPLED", "REJECTION"]
+    for cell in same["cells"]:
+        for rule, value in cell["acceptance"].items():
+            assert value["value"] > (0.75 if rule == "REJECTION" else 0.97), (rule, value)
+    for draft, check in zip(report["drafts"], report["checks"]):
+        predicted, seen = check["values"]["tokens a round"]
+        assert abs(seen["value"] - predicted["value"]) < 0.15 * predicted["value"], draft["draft"]
+
+
+@pytest.mark.more
+def test_the_tables_fit_80_columns_and_recommend(tmp_path):
+    """Claim: on 80 columns nothing is cut, and a sentence names the plan and where it ends to pay; with a given round
+    trip of a second plain decoding is recommended."""
+    (tmp_path / "prompts.txt").write_text("\n".join(prompt.replace("\n", " ") for prompt in PROMPTS[:2]))
+    told = [*command(tmp_path / "prompts.txt"), "--rtt-ms", "1000", "--plot", str(tmp_path / "plot.png")]
+    done = subprocess.run(told, capture_output=True, text=True)
+    if "needs matplotlib" not in done.stderr:
+        assert done.returncode == 0 and (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Plain decoding is faster" in done.stdout and "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--draft", "/nonexistent"], "no such folder"),
+        (["--text-temperatures", "0,3"], "--text-temperatures is '0,3'"),
+        (["--prompts", "/dev/null"], "has no prompts"),
+        (["--text-tokens", "4000"], "the target has 2048 positions"),
+    ],
+)
+def test_bad_settings_are_refused(flags, error, tmp_path):
+    """Claim: one line on standard error, nothing on standard output."""
+    (tmp_path / "prompts.txt").write_text("def f\n")
+    done = subprocess.run([*command(tmp_path / "prompts.txt"), *flags], capture_output=True, text=True)
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert error in done.stderr and len(done.stderr.strip().splitlines()) == 1

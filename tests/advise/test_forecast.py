@@ -1,0 +1,155 @@
+"""The method of `specdec advise`, against enumeration, and its formulas, against cases with a known answer."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from functools import cache
+
+import pytest
+
+from specdec.advise.forecast import (
+    Estimate,
+    Times,
+    break_even,
+    calibration_error,
+    expected_rounds,
+    lorenz_share,
+    resampled,
+    share,
+)
+
+VOCABULARY = range(3)
+TEXT_LENGTH = 5
+Probs = tuple[Fraction, ...]
+
+
+def probs(name: str, path: tuple[int, ...]) -> Probs:
+    """A distribution after a path, of either model: rational, different at every path, with a zero now and then."""
+    salt = sum((token + 2) * (3 + place) for place, token in enumerate(path)) + (7 if name == "draft" else 0)
+    weights = [(salt * (token + 1) + token) % 5 for token in VOCABULARY]
+    weights[salt % 3] += 1
+    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+
+
+def rounds_by_enumeration(length: int) -> Fraction:
+    """The expected rounds of speculative decoding that write TEXT_LENGTH tokens: all draws of the draft, all coins,
+    all recovered and bonus tokens, as the algorithm of Leviathan et al. 2023 has them."""
+
+    @cache
+    def rounds(path: tuple[int, ...]) -> Fraction:
+        if len(path) == TEXT_LENGTH:
+            return Fraction(0)
+        return 1 + tested(path, min(length, TEXT_LENGTH - len(path) - 1))
+
+    @cache
+    def tested(path: tuple[int, ...], left: int) -> Fraction:
+        """Expected rounds after this one, of which `left` draft tokens are still to be tested."""
+        p, q = probs("target", path), probs("draft", path)
+        if left == 0:
+            return sum((p[x] * rounds((*path, x)) for x in VOCABULARY), Fraction(0))
+        value, rejected = Fraction(0), Fraction(0)
+        for x in VOCABULARY:
+            passes = min(Fraction(1), p[x] / q[x]) if q[x] else Fraction(0)
+            value += q[x] * passes * (tested((*path, x), left - 1) if q[x] * passes else 0)
+            rejected += q[x] * (1 - passes)
+        residual = [max(p[x] - q[x], Fraction(0)) for x in VOCABULARY]
+        for x in VOCABULARY:
+            if residual[x]:
+                value += rejected * residual[x] / sum(residual) * rounds((*path, x))
+        return value
+
+    return rounds(())
+
+
+def rounds_by_texts(length: int) -> Fraction:
+    """The mean of `expected_rounds` over the target's texts, each with its probability."""
+    total = Fraction(0)
+    for text in itertools.product(VOCABULARY, repeat=TEXT_LENGTH):
+        weight, passes = Fraction(1), []
+        for place, token in enumerate(text):
+            p, q = probs("target", text[:place])[token], probs("draft", text[:place])[token]
+            weight *= p
+            passes.append(min(Fraction(1), q / p) if p else Fraction(0))
+        if weight:
+            total += weight * expected_rounds(passes, length)  # type: ignore[arg-type]  # fractions: no rounding
+    return total
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+def test_replayed_texts_have_the_law_of_speculative_decoding(length: int):
+    """Claim: the coins min(1, q(x) / p(x)) along texts of the target give exactly the expected rounds of speculative
+    decoding, for chains of every length, the end of the text included. Source: libraries, "Predicting acceptance
+    without bias". Conclusive: all texts of 3 tokens and length 5 and all draws of the algorithm, in fractions; the two
+    sides share only the two distributions, and differ by 0."""
+    assert rounds_by_texts(length) == rounds_by_enumeration(length)
+
+
+@pytest.mark.parametrize("wrong", ["p over q", "one coin for all", "no end"])
+def test_wrong_coins_are_found(wrong: str, monkeypatch):
+    """Claim: the equality above fails for coins of the wrong direction, for a chain that goes on after a rejection, and
+    for rounds that draft beyond the text: it can fail."""
+    right = rounds_by_enumeration(3)
+    total = Fraction(0)
+    for text in itertools.product(VOCABULARY, repeat=TEXT_LENGTH):
+        weight, passes = Fraction(1), []
+        for place, token in enumerate(text):
+            p, q = probs("target", text[:place])[token], probs("draft", text[:place])[token]
+            weight *= p
+            ratio = (p / q if q else Fraction(0)) if wrong == "p over q" else (q / p if p else Fraction(0))
+            passes.append(min(Fraction(1), ratio))
+        if wrong == "no end":
+            passes = [*passes, Fraction(1), Fraction(1), Fraction(1)]
+        if wrong == "one coin for all":
+            passes = [sum(passes, Fraction(0)) / len(passes)] * len(passes)
+        if weight:
+            total += weight * expected_rounds(passes, 3)  # type: ignore[arg-type]
+    assert total != right
+
+
+def test_expected_rounds_at_the_ends():
+    """Claim: a draft that never passes needs a round a token; one that always passes needs a round for k + 1 tokens."""
+    assert expected_rounds([0.0] * 12, 3) == 12 and expected_rounds([1.0] * 12, 3) == 3
+    assert expected_rounds([], 3) == 0
+
+
+def test_break_even_is_where_the_rates_are_equal():
+    """Claim: at the stated round trip and draft step the best number of draft tokens is as fast as plain decoding, and
+    a little less is faster; the batch is the largest that pays. Given times, so nothing depends on the machine."""
+
+    def times(rtt_s: float = 0.0, draft_s: float = 0.002) -> Times:
+        return Times(lambda rows: 0.02 + 0.002 * rows, lambda nodes: draft_s * nodes, rtt_s, 0.001)
+
+    def best_ratio(own: Times) -> float:
+        return max(own.rate(mean, length) for length, mean in enumerate(tokens, 1)) * own.round_s(0)
+
+    tokens = [1.6, 2.0, 2.2, 2.3]
+    ends = break_even(tokens, times())
+    assert best_ratio(times(rtt_s=ends.rtt_s)) == pytest.approx(1)
+    assert best_ratio(times(draft_s=ends.draft_step_s)) == pytest.approx(1)
+    assert best_ratio(times(rtt_s=0.9 * ends.rtt_s)) > 1 > best_ratio(times(rtt_s=1.1 * ends.rtt_s))
+    assert break_even(tokens, times(rtt_s=0.004)).rtt_s == pytest.approx(ends.rtt_s)
+    paying = [
+        batch for batch in (1, 2, 4, 8, 16, 32, 64) if times().rate(1.6, 1, batch) * times().round_s(0, batch) > 1
+    ]
+    assert ends.batch >= max(paying)
+    assert break_even([1.0, 1.0], times()).batch == 0
+
+
+def test_the_interval_is_over_texts():
+    """Claim: the interval holds the value, is a point where all texts agree, and is wider where whole texts differ than
+    where tokens do: two texts of 100 tokens are two samples."""
+    assert resampled([[1.0, 2.0]] * 9, share) == Estimate(0.5, 0.5, 0.5)
+    few = resampled([[0.0, 100.0], [100.0, 100.0]], share)
+    many = resampled([[float(index % 2), 1.0] for index in range(200)], share)
+    assert few.value == many.value == 0.5
+    assert few.high - few.low > 3 * (many.high - many.low) > 0
+    assert many.low < 0.5 < many.high
+
+
+def test_calibration_and_concentration():
+    """Claim: the calibration error is 0 for confidences that come true as often as they say, and their difference else;
+    a tenth of the positions has a tenth of evenly spread disagreement, and all of what lies in one."""
+    assert calibration_error([0.75] * 4, [1, 1, 1, 0]) == pytest.approx(0)
+    assert calibration_error([0.95] * 10, [1, 0] * 5) == pytest.approx(0.45)
+    assert lorenz_share([1.0] * 50) == pytest.approx(0.1) and lorenz_share([0.0] * 19 + [3.0]) == 1
