@@ -1,8 +1,8 @@
 """How a draft agrees with its target along texts of the target: one pass of each model, every rule at once.
 
 For a text drawn from the target, the draft's token at a position passes with probability min(1, q(x) / p(x)), x being
-the text's token there (Leviathan et al. 2023, given the outcome). So one text gives the law of all rounds of chains
-under REJECTION; under GREEDY and COUPLED, which need the text's seed, a token passes or does not.
+the text's token there (Leviathan et al. 2023, given the outcome). So one text gives the distribution of all rounds of
+chains under REJECTION; under GREEDY and COUPLED, which need the text's seed, a token passes or does not.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class Estimate:
     low: float
     high: float
 
+    def times(self, factor: float) -> Estimate:
+        """Returns it in another unit."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
 
 def expected_rounds(passes: Sequence[float], length: int) -> float:
     """The expected number of rounds that write a text, by the probabilities that its positions pass.
@@ -34,7 +38,8 @@ def expected_rounds(passes: Sequence[float], length: int) -> float:
     """
     rounds: list[float] = [0] * (len(passes) + 1)
     for start in reversed(range(len(passes))):
-        left, value = 1, 1  # integers, so that fractions stay exact
+        left: float = 1
+        value: float = 1  # integers, so that fractions stay exact
         end = start + min(length, len(passes) - start - 1)
         for position in range(start, end):
             value += left * (1 - passes[position]) * rounds[position + 1]

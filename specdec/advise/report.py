@@ -3,7 +3,7 @@ pay. Plain values, for the table, the picture and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -146,23 +146,11 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
     plain_s = times.round_s(0)
     for length in LENGTHS:
         tokens = resampled(rounds_of(readings, length), share)
-        rate = scaled(tokens, lambda value, length=length: times.rate(value, length))
-        plans.append(
-            ChainPlan(
-                length,
-                tokens,
-                rate,
-                scaled(rate, lambda value: value * plain_s),
-                (tokens.value - 1) / (length * times.draft(1)),
-                price_of(sum(prices), rate.value),
-            )
-        )
+        rate = tokens.times(times.rate(1.0, length))
+        accepted_a_draft_s = (tokens.value - 1) / (length * times.draft(1))
+        price = price_of(sum(prices), rate.value)
+        plans.append(ChainPlan(length, tokens, rate, rate.times(plain_s), accepted_a_draft_s, price))
     return plans
-
-
-def scaled(estimate: Estimate, of: Callable[[float], float]) -> Estimate:
-    """Returns a rising function of an estimate."""
-    return Estimate(of(estimate.value), of(estimate.low), of(estimate.high))
 
 
 def price_of(price_an_hour: float, rate: float) -> float:

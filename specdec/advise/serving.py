@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from specdec.advise.forecast import Estimate, Times, resampled, share
 from specdec.advise.measuring import Text
+from specdec.cli.demo import Run, fill
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.policy.steps import StepCurve
 from specdec.settings import TlsSettings
 
-if TYPE_CHECKING:
-    import grpc
-
-TIMEOUT_S = 600.0
 WAIT_MS = 1000
 
 
@@ -34,19 +30,11 @@ class Served:
     def times(self, target_s: float, draft_s: float, rtt_s: float, other_s: float) -> Times:
         """Returns times for forecasts; a given step, above 0, scales the measured curve to it."""
 
-        def curve(steps: StepCurve, given_s: float) -> tuple[StepCurve, float]:
-            return steps, given_s / (steps.seconds(1) or given_s) if given_s else 1.0
+        def curve(steps: StepCurve, given_s: float) -> Callable[[float], float]:
+            scale = given_s / (steps.seconds(1) or given_s) if given_s else 1.0
+            return lambda rows: (steps.seconds(rows) or 0.0) * scale
 
-        (target, target_scale), (draft, draft_scale) = (
-            curve(self.target_steps, target_s),
-            curve(self.draft_steps, draft_s),
-        )
-        return Times(
-            lambda rows: (target.seconds(rows) or 0.0) * target_scale,
-            lambda nodes: (draft.seconds(nodes) or 0.0) * draft_scale,
-            rtt_s,
-            other_s,
-        )
+        return Times(curve(self.target_steps, target_s), curve(self.draft_steps, draft_s), rtt_s, other_s)
 
 
 @contextmanager
@@ -103,37 +91,24 @@ async def observe(address: str, texts: Sequence[Text], length: int, token_count:
     return observed
 
 
-async def _generate(channel: grpc.aio.Channel, text: Text, length: int, token_count: int, observed: Observed) -> None:
-    from specdec.cli.generate import METHOD
-    from specdec.rpc.client import call_stream
-    from specdec.v1 import coordinator_service_pb2 as coordinator_pb
-
+async def _generate(channel: Any, text: Text, length: int, token_count: int, observed: Observed) -> None:
     params = text.params
-    plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
-    plan["draft_wait_ms"] = WAIT_MS  # until all are there
+    plan: dict[str, Any] = {"policy": "off"}
+    if length:
+        plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
+        plan["draft_wait_ms"] = WAIT_MS  # until all are there
     asked = GenerateSettings(
         prompt_ids=text.prompt_ids,
         max_tokens=token_count,
         temperature=params.temperature,
         seed=params.seed if params.temperature else None,
-        **(plan if length else {"policy": "off"}),
+        **plan,
     )
-    request = build_request(asked, None)
-    first_s = last_s = 0.0
-    count = first_count = 0
-    async with aclosing(call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)) as responses:
-        async for response in responses:
-            if response.HasField("delta"):
-                last_s = time.perf_counter()
-                if not count:
-                    first_s, first_count = last_s, len(response.delta.token_ids)
-                count += len(response.delta.token_ids)
-            elif response.HasField("finished"):
-                statistics = response.finished.statistics
-                if length and statistics.num_spec_steps:
-                    observed.accepted.append(
-                        [float(statistics.num_accepted_draft_tokens), float(statistics.num_spec_steps)]
-                    )
-    sums = observed.tokens if length else observed.plain_tokens
-    if count > first_count:
-        sums.append([float(count - first_count), last_s - first_s])
+    run = Run()
+    await fill(run, channel, build_request(asked, None))
+    statistics = run.statistics
+    if length and statistics and statistics.num_spec_steps:
+        observed.accepted.append([float(statistics.num_accepted_draft_tokens), float(statistics.num_spec_steps)])
+    if (count := len(run.token_ids) - run.first_count) > 0:
+        sums = observed.tokens if length else observed.plain_tokens
+        sums.append([float(count), run.last_s - run.first_s])

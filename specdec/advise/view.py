@@ -129,7 +129,7 @@ def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
     temperatures = sorted({cell.temperature for cell in cells})
     known = {(cell.prompt_class, cell.temperature): next(iter(cell.acceptance.values())).value for cell in cells}
     grid = [[known.get((name, temperature), float("nan")) for temperature in temperatures] for name in classes]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.6 * max(4, len(classes))), layout="constrained")
+    picture, (left, right) = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.6 * max(4, len(classes))), layout="constrained")
     left.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     left.set_xticks(range(len(temperatures)), [f"{temperature:g}" for temperature in temperatures])
     left.set_yticks(range(len(classes)), classes)
@@ -146,5 +146,5 @@ def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
     right.axhline(advices[0].plain_rate, color="grey", linestyle="--", label="plain decoding")
     right.set(xlabel="round trip to the draft, ms", ylabel="tokens/s, best k", ylim=(0, None), title="forecast")
     right.legend()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    picture.savefig(file, dpi=110)
+    pyplot.close(picture)

@@ -194,14 +194,22 @@ async def measure(
 
 async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSettings, speculative: bool) -> None:
     """Runs one of the text's generations. Raises SpecdecError."""
+    own: dict[str, Any] = {
+        "max_tokens": settings.length,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "ignore_eos": not settings.chat,  # past the end of a text, so that all have the same length
+    }
+    request = build_request(GenerateSettings(**own, speculative=speculative), text.request_text)
+    await fill(text.on if speculative else text.off, channel, request)
+
+
+async def fill(run: Run, channel: grpc.aio.Channel, request: coordinator_pb.GenerateRequest) -> None:
+    """Runs a generation. Raises SpecdecError."""
     from specdec.cli.generate import METHOD
     from specdec.rpc.client import call_stream
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
-    own = {"max_tokens": settings.length, "temperature": settings.temperature, "seed": settings.seed}
-    own["ignore_eos"] = not settings.chat  # past the end of a text, so that all have the same length
-    request = build_request(GenerateSettings(**own, speculative=speculative), text.request_text)
-    run = text.on if speculative else text.off
     async with aclosing(call_stream(channel, METHOD, request, coordinator_pb.GenerateResponse, TIMEOUT_S)) as responses:
         async for response in responses:
             if response.HasField("delta"):

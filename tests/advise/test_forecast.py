@@ -77,7 +77,7 @@ def rounds_by_texts(length: int) -> Fraction:
 
 
 @pytest.mark.parametrize("length", range(1, 7))
-def test_replayed_texts_have_the_law_of_speculative_decoding(length: int):
+def test_replayed_texts_have_the_rounds_of_speculative_decoding(length: int):
     """Claim: the coins min(1, q(x) / p(x)) along texts of the target give exactly the expected rounds of speculative
     decoding, for chains of every length, the end of the text included. Source: libraries, "Predicting acceptance
     without bias". Conclusive: all texts of 3 tokens and length 5 and all draws of the algorithm, in fractions; the two
@@ -103,7 +103,7 @@ def test_wrong_coins_are_found(wrong: str, monkeypatch):
         if wrong == "one coin for all":
             passes = [sum(passes, Fraction(0)) / len(passes)] * len(passes)
         if weight:
-            total += weight * expected_rounds(passes, 3)  # type: ignore[arg-type]
+            total += weight * expected_rounds(passes, 3)  # type: ignore[arg-type]  # fractions: no rounding
     assert total != right
 
 
