@@ -10,13 +10,13 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from specdec.distill.plans import Plans
+from specdec.distill.plans import Plans, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student
 from specdec.distill.texts import LabelledTexts
@@ -41,7 +41,9 @@ MAY_CHANGE = {
 }  # when a run continues
 FILE_TEXTS = 64  # of one file; the held-out texts are one
 CHECKPOINT_FILE = "checkpoint.safetensors"
-HELDOUT_PROMPTS_MAX = 16  # of given prompts, a tenth: no text of theirs is learned
+HELDOUT_MAX = 16  # of given prompts and files, a tenth: no text of theirs is learned
+
+Item = TypeVar("Item")
 
 
 def temperatures_of(text: str, flag: str, may_be_zero: bool = True) -> tuple[float, ...]:
@@ -187,17 +189,24 @@ def written_texts(
 
 
 def plans_of(settings: DistillSettings, folder: Path) -> dict[str, Plans]:
-    """Returns the plans of the held-out texts and of those to learn from; no prompt is in both. Raises ConfigError."""
+    """Returns the plans of the held-out texts and of those to learn from; no prompt and no file is in both.
+    Raises ConfigError."""
     temperatures = temperatures_of(settings.text_temperatures, "--text-temperatures")
     prompts = prompts_of(settings.prompts)
     if settings.prompts and len(prompts) < 2:
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
-    count = min(HELDOUT_PROMPTS_MAX, max(1, len(prompts) // 10))
-    parts = {"heldout": prompts[:count], "train": prompts[count:]}
+    files = text_files(settings.corpus)
+    parts = zip(("heldout", "train"), split(prompts), split(files))
     return {
-        split: Plans(folder, temperatures, settings.text_tokens, f"{split}/{settings.text_seed}", own)
-        for split, own in parts.items()
+        name: Plans(folder, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", *own)
+        for name, *own in parts
     }
+
+
+def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Returns a tenth to test with, at least one and at most HELDOUT_MAX, and the rest."""
+    count = min(HELDOUT_MAX, max(1, len(items) // 10))
+    return items[:count], items[count:]
 
 
 def train(trainer: Trainer, console: Console) -> None:

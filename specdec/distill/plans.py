@@ -1,4 +1,5 @@
-"""Which texts the target writes: answers to given prompts, to questions of its own, or continuations of given text."""
+"""Which texts the target writes: answers to given prompts, to questions of its own, and, in turn with them, windows of
+given files, as they are and continued."""
 
 from __future__ import annotations
 
@@ -18,11 +19,16 @@ MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64
 
 
+CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
+FILE_BYTES_MAX = 1 << 26
+
+
 class Plans:
-    """The plans of a model folder: `prompts`, if given, are asked in turn; else the target asks itself.
+    """The plans of a model folder: `prompts`, if given, are asked in turn; else the target asks itself. With `files`
+    every second text is a window of one of them, in turn as it is, which the target only labels, and continued.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
-    Raises ConfigError for a template that is not valid, and without template and prompts.
+    Raises ConfigError for a template that is not valid, and without template, prompts and files.
     """
 
     def __init__(
@@ -32,6 +38,7 @@ class Plans:
         answer_tokens_max: int,
         seed: str,
         prompts: Sequence[str] = (),
+        files: Sequence[Path] = (),
     ) -> None:
         self._words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._prompts = prompts
@@ -39,13 +46,17 @@ class Plans:
         self._answer_tokens_max = answer_tokens_max
         self._seed = seed
         self._parts = turn_parts(folder)
-        if self._parts is None and not prompts:
-            raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: give --prompts")
+        self._files = files
+        self._read: dict[Path, tuple[int, ...]] = {}
+        if self._parts is None and not prompts and not files:
+            needed = "give --prompts or --corpus"
+            raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: {needed}")
 
     def digest(self, first: int, count: int, target: str) -> str:
         """Returns a digest of everything that decides the texts first to first + count of the target of that digest."""
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
-        return hashlib.sha256(json.dumps([*facts, list(self._prompts)]).encode()).hexdigest()
+        files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
+        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files]).encode()).hexdigest()
 
     def length_max(self, first: int, count: int) -> int:
         """The most tokens of any of these texts."""
@@ -57,6 +68,10 @@ class Plans:
 
     def _plan(self, index: int) -> TextPlan:
         seed = random.Random(f"{self._seed}/{index}").getrandbits(64)
+        if self._files:
+            index, is_window = divmod(index, 2)
+            if is_window or not (self._prompts or self._parts):
+                return self._window(index, seed)
         temperature = self._temperatures[index % len(self._temperatures)]
         prompt = self._prompts[index // len(self._temperatures) % len(self._prompts)] if self._prompts else None
         if self._parts is None:
@@ -72,8 +87,47 @@ class Plans:
         answer = Passage(self._encode(after), self._answer_tokens_max, temperature)
         return TextPlan((question, answer), len(begin), seed)
 
+    def _window(self, index: int, seed: int) -> TextPlan:
+        """A window of a file that is drawn by the seed: continued, or as it is and one token more."""
+        draws = random.Random(seed)
+        file = draws.choice(self._files)
+        if file not in self._read:
+            self._read[file] = self._encode(read_text(file))
+        ids, length = self._read[file], self._answer_tokens_max
+        start = draws.randrange(max(1, len(ids) - length + 1))
+        window = ids[start : start + length]
+        temperature = self._temperatures[index // 2 % len(self._temperatures)]
+        if index % 2 and len(window) > CONTINUED_PART:
+            given = window[: len(window) // CONTINUED_PART]
+            return TextPlan((Passage(given, length - len(given), temperature),), 0, seed)
+        return TextPlan((Passage(window, 1, temperature),), 0, seed)
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)
+
+
+def text_files(folder: Path | None) -> list[Path]:
+    """Returns the files below a folder, by name; none without one. Raises ConfigError for an empty folder or file, and
+    for files that are too large or not UTF-8."""
+    if folder is None:
+        return []
+    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    if len(files) < 2:
+        raise ConfigError(f"--corpus {folder} has {len(files)} files; it must have 2, one to test with")
+    for file in files:
+        if not read_text(file).strip():
+            raise ConfigError(f"--corpus: {file} has no text")
+    return files
+
+
+def read_text(file: Path) -> str:
+    """Returns the text of a file. Raises ConfigError for one that is too large or not UTF-8."""
+    try:
+        if file.stat().st_size > FILE_BYTES_MAX:
+            raise ConfigError(f"--corpus: {file} has {file.stat().st_size} bytes; at most {FILE_BYTES_MAX} are read")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--corpus: {file} cannot be read: {error}") from None
 
 
 def turn_parts(folder: Path) -> tuple[str, str] | None:

@@ -22,6 +22,9 @@ class DistillSettings(Settings):
         PROMPT,
         "Prompts, one a line, or .jsonl with `prompt`; absent: the target asks itself, as in a chat.",
     )
+    corpus: Path | None = setting(
+        None, PROMPT, "Folder of text files: every second text is a window of one, as it is or continued."
+    )
     texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
     text_count: int = setting(2048, PROMPT, "Texts the target writes, in files of 64.", ge=1, le=1 << 24)
     text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)

@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.distill.plans import Plans
+from specdec.distill.command import plans_of
+from specdec.distill.plans import Plans, text_files
+from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextPlan, TextWriter
 from specdec.engine.model import load_model
 from specdec.errors import ConfigError
 from tests.support.services import MODELS
 
-PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:5]]
+PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
+PROMPTS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text().splitlines()[:5]]
 ANSWER_TOKENS = 12
 
 
@@ -85,3 +89,44 @@ def test_files_hold_what_was_written(target, tmp_path: Path):
         LabelledTexts.load(tmp_path / "other.safetensors", "ours")
     with pytest.raises(ConfigError, match="another target"):
         LabelledTexts.load(tmp_path / "train-0.safetensors", "theirs")
+
+
+def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
+    """Claim: with --corpus every second text comes from a file of the folder: in turn a window as it is, of which the
+    target writes only one token more, and one that it continues; without prompts all do. No file is in both parts, and
+    another content of a file makes other texts."""
+    contents = {
+        f"{name}.txt": f"class {name}:\n" + f"    {name} = {name}({name})\n" * 40 for name in ("One", "Two", "Six")
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    told = {"target": str(MODELS / "target"), "out": tmp_path / "out", "tokens": 1, "text_tokens": 20}
+    plans = plans_of(DistillSettings(**told, corpus=tmp_path), MODELS / "target")
+    words = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    found = {name: set() for name in plans}
+    for split, own in plans.items():
+        for plan in own.make(0, 40):
+            (passage,) = plan.passages
+            given = words.decode(list(passage.given), skip_special_tokens=False)
+            found[split] |= {name for name, content in contents.items() if given in content and len(given) > 12}
+            assert (len(passage.given), passage.max_tokens) in ((20, 1), (5, 15))
+    assert not found["heldout"] & found["train"] and len(found["heldout"] | found["train"]) == 3
+    mixed = plans_of(DistillSettings(**told, corpus=tmp_path, prompts=PROMPTS_FILE), MODELS / "target")["train"]
+    assert [plan.passages[0].max_tokens for plan in mixed.make(0, 6)] == [20, 1, 20, 15, 20, 1]
+    before = plans["train"].digest(0, 4, "")
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content + "#")
+    assert plans["train"].digest(0, 4, "") != before
+    texts = written(target, mixed.make(0, 4), 4)
+    assert texts.lengths.tolist()[1] == 20 and tuple(tokens_of(texts)[1]) == mixed.make(1, 1)[0].passages[0].given
+
+
+@pytest.mark.parametrize(
+    "contents", [{}, {"one.txt": "x"}, {"one.txt": "x", "two.txt": " "}, {"one": "x", "two": b"\xff"}]
+)
+def test_a_corpus_that_cannot_be_used_is_refused(contents, tmp_path):
+    """Claim: fewer than two files, an empty one, and one that is not UTF-8 are refused before anything is written."""
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match="--corpus"):
+        text_files(tmp_path)
