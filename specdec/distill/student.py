@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.distill.texts import LabelledTexts
 from specdec.engine.architectures import architecture_of
-from specdec.engine.model_folder import ModelFolder
+from specdec.engine.model_folder import ModelFolder, write_manifest
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError
 
@@ -112,6 +112,7 @@ def build_student(folder: ModelFolder, shape: StudentShape, token_ids: Tensor | 
     `token_ids`: the target's ids of the student's tokens, [tokens] int64; None: all. Raises ConfigError.
     """
     model_class = getattr(transformers, folder.config["architectures"][0])
+    transformers.utils.logging.disable_progress_bar()
     target = model_class.from_pretrained(folder.path, dtype="auto", local_files_only=True)
     size = target.config.vocab_size if token_ids is None else len(token_ids) + 1
     torch.manual_seed(seed)
@@ -179,4 +180,5 @@ def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, ou
     if token_ids is not None:
         known = json.dumps({"target_token_ids": token_ids.tolist()})
         (out / VOCABULARY_FILE).write_text(known + "\n", encoding="utf-8")
+    write_manifest(out)
     (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

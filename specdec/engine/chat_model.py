@@ -77,15 +77,14 @@ def check_digest(source: Path, report: Report) -> None:
 
 
 def convert(source: Path, folder: Path, report: Report) -> None:
-    """Writes config, tokenizer, chat template and bf16 weights of a GGUF file, and the digests of config and weights
-    last."""
+    """Writes config, tokenizer, chat template and bf16 weights of a GGUF file, and last their digests."""
     report(CONVERTING, 0.0)
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from specdec.engine.model_folder import MANIFEST_FILE, WEIGHTS_FILE
+    from specdec.engine.model_folder import WEIGHTS_FILE, write_manifest
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -104,8 +103,5 @@ def convert(source: Path, folder: Path, report: Report) -> None:
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name not in tied}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(0o644)  # written readable by its owner alone
-    lines = [
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}" for name in ("config.json", WEIGHTS_FILE)
-    ]
-    (folder / MANIFEST_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_manifest(folder)
     report(CONVERTING, 1.0)

@@ -125,6 +125,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def write_manifest(folder: Path) -> None:
+    """Writes the SHA256SUMS of a folder's model files."""
+    files = [file for pattern in HUB_FILES for file in folder.glob(pattern)]
+    names = sorted({file.name for file in files if file.suffix != ".safetensors" or file.name.startswith("model")})
+    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (folder / MANIFEST_FILE).write_text("".join(lines), encoding="utf-8")
+
+
 def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
     """Returns the safetensors files to load, sorted by name. Raises ModelRefused if one is missing or none exists."""
     if (path / WEIGHTS_FILE).is_file():

@@ -1,10 +1,11 @@
-"""The shipped pair: the files are those of the manifest, and they fit together."""
+"""The shipped models: the files are those of the manifests, and they fit together."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -12,13 +13,18 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from specdec.cli.demo import CHAT_PROMPT_IDS
+from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.model import load_model
+from specdec.errors import ModelRefused
 from specdec.models.data import PROMPTS_FILE, read_prompts
 
 FOLDER = PROMPTS_FILE.parent
 MODELS = ("target", "draft")
+CHAT_DRAFT_BYTES_MAX = 40 << 20
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "smollm2-draft"])
 def test_every_shipped_file_has_the_digest_of_the_manifest(name: str) -> None:
     """Claim: no file of the pair changed or is missing from the list: measurements in the README are of these bytes."""
     lines = (FOLDER / name / "SHA256SUMS").read_text().splitlines()
@@ -31,6 +37,32 @@ def test_every_shipped_file_has_the_digest_of_the_manifest(name: str) -> None:
 def test_both_models_have_one_tokenizer() -> None:
     """Claim: equal bytes, hence equal ids for every text."""
     assert len({(FOLDER / name / "tokenizer.json").read_bytes() for name in MODELS}) == 1
+
+
+def test_the_chat_draft_is_small_and_only_a_draft() -> None:
+    """Claim: the chat model's draft has at most 40 MB, loads as a draft with the whole vocabulary of its tokenizer, of
+    which it proposes its own tokens, the end token among them, and is refused as a target."""
+    folder = FOLDER / "smollm2-draft"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= CHAT_DRAFT_BYTES_MAX
+    draft = load_model(str(folder), has_stable_rows=False)
+    known = json.loads((folder / "draft_vocabulary.json").read_text())["target_token_ids"]
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert draft.description.vocabulary_size == words.get_vocab_size() > 2 * len(known)
+    assert set(draft.description.end_token_ids) <= set(known)
+    draft.allocate(2, 64)
+    ids = words.encode("The capital of France is").ids
+    logits = draft.forward(RaggedBatch((SequenceChunk([1], 0, ids, 1),))).logits[0]
+    assert set((logits > -math.inf).nonzero().flatten().tolist()) == set(known)
+    with pytest.raises(ModelRefused, match="it can only be a draft"):
+        load_model(str(folder))
+
+
+def test_chat_prompts_are_distinct_and_of_classes() -> None:
+    """Claim: eight questions of each class, ids ascending, none twice; the demo's are among them."""
+    rows = [json.loads(line) for line in (FOLDER / "chat_prompts.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == list(range(len(rows))) and len({row["prompt"] for row in rows}) == len(rows)
+    assert set(Counter(row["class"] for row in rows).values()) == {8}
+    assert set(CHAT_PROMPT_IDS) <= set(range(len(rows)))
 
 
 @pytest.mark.parametrize("name", MODELS)
