@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import json
 import os
+import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +63,34 @@ def test_a_conversation_is_its_rendered_prompts(talker):
     assert done.returncode == 0
     assert done.stdout == "".join(f"{text}\n" for text in (first, second, first))
     assert len(done.stderr.splitlines()) == 1 and "prompt" in done.stderr and "/new begins" in done.stderr
+
+
+@pytest.mark.more
+def test_on_a_terminal_answers_are_in_colour_and_can_be_stopped(talker):
+    """Claim: on a terminal accepted tokens are green below a prompt for the next message; SIGINT ends the running
+    answer only: the conversation goes on, with what came of it, and /quit ends with 0. Conclusive: a pseudo-terminal,
+    and an answer far too long to end by itself."""
+    reading, writing = pty.openpty()
+    with running(talker, MODELS / "draft", threads=1) as services:
+        told = ["--model", talker, "--address", services.coordinator.address, "--max-tokens", 1900, "--temperature", 0]
+        with subprocess.Popen([*CHAT, *map(str, told)], stdin=writing, stdout=writing, stderr=writing) as process:
+            os.close(writing)
+            assert "/new begins anew" in read_until(reading, "> ")
+            os.write(reading, b"add two numbers\n")
+            assert "\x1b[32m" in read_until(reading, "\x1b[32m")
+            process.send_signal(signal.SIGINT)
+            read_until(reading, "\n> ")
+            os.write(reading, b"/quit\n")
+            assert process.wait(30) == 0
+    os.close(reading)
+
+
+def read_until(descriptor: int, expected: str) -> str:
+    """What a terminal shows until `expected`; the test's own time limit ends a wait for ever."""
+    shown = b""
+    while expected not in shown.decode(errors="replace").replace("\r\n", "\n"):
+        shown += os.read(descriptor, 65536)
+    return shown.decode(errors="replace")
 
 
 @pytest.mark.more
