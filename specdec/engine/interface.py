@@ -16,7 +16,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row."""
+    """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
+    `draft_vocabulary_size` those a draft proposes, 0: all."""
 
     model_digest: str
     model_name: str
@@ -27,6 +28,7 @@ class ModelDescription:
     device: str
     libraries: str
     tensor_parallel_size: int = 1
+    draft_vocabulary_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,4 +245,5 @@ def describe(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         libraries=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        draft_vocabulary_size=vocabulary.own_size if vocabulary else 0,
     )

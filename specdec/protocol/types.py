@@ -294,7 +294,7 @@ class Description:
 
     `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
-    it records, empty if it records none.
+    it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes; 0: all.
     """
 
     model_digest: str
@@ -311,3 +311,4 @@ class Description:
     cache: CacheSize | None = None
     step_times: tuple[tuple[int, float], ...] = ()
     trace_service: str = ""
+    draft_vocabulary_size: int = 0

@@ -50,6 +50,7 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         device=own.device,
         libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
         tensor_parallel_size=own.tensor_parallel_size,
+        draft_vocabulary_size=own.draft_vocabulary_size,
         cache=choose_cache_size(model, positions_max + extra_positions, settings),
     )
 

@@ -167,6 +167,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         cache=None if size is None else _cache_size_to_message(size),
         step_times=[types_pb.StepTime(rows=rows, step_us=_step_us(time_s)) for rows, time_s in description.step_times],
         trace_service=description.trace_service,
+        draft_vocabulary_size=description.draft_vocabulary_size,
     )
 
 
@@ -194,6 +195,7 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
     size, numerics = message.cache, message.numerics
     for name, low in (("vocabulary_size", 2), ("positions_max", 2)):
         check_integer(name, getattr(message, name), low, TOKENS_MAX)
+    check_integer("draft_vocabulary_size", message.draft_vocabulary_size, 0, message.vocabulary_size)
     check_integer("numerics.tensor_parallel_size", numerics.tensor_parallel_size, 1, UINT32_MAX)
     end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
     check_ascending("end_token_ids", end_token_ids)
@@ -217,4 +219,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
         step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in step_times),
         trace_service=bounded("trace_service", message.trace_service, NAME_LENGTH_MAX),
+        draft_vocabulary_size=message.draft_vocabulary_size,
     )
