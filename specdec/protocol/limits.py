@@ -42,7 +42,8 @@ TOKENS = (
         f"""TokenIds.ids,ids[] Resume.output_token_ids,output_token_ids[] {BOTH_SAMPLING}.stop_token_ids[],min_tokens
         SamplingParams,Started.max_tokens ResolvedSamplingParams,Started.prompt_length LogitBias,TreeNode.token_id
         OpenItem.length_max,vocabulary_size DescribeResponse.vocabulary_size,positions_max,end_token_ids[]
-        DescribeResponse.draft_vocabulary_size ExtendItem.start_position,token_ids[] MissingTokensItem.known_length DraftProbs.token_id_steps[]
+        DescribeResponse.draft_vocabulary_size ExtendItem.start_position,token_ids[] MissingTokensItem.known_length
+        DraftProbs.token_id_steps[]
         VerifyItem.base_position,suffix_token_ids[],draft_token_ids[] CommitItem.committed_length,suffix_token_ids[]
         VerificationResultItem.recovered_token_ids[],cached_prompt_tokens Logprobs,TokenLogprobs.top_token_ids[]
         NodesItem.root_length Delta.first_output_index,token_ids[] Finished.stop_token_id
