@@ -198,8 +198,8 @@ def plans_of(settings: DistillSettings, folder: Path) -> dict[str, Plans]:
     files = text_files(settings.corpus)
     parts = zip(("heldout", "train"), split(prompts), split(files))
     return {
-        name: Plans(folder, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", *own)
-        for name, *own in parts
+        name: Plans(folder, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", own_prompts, own_files)
+        for name, own_prompts, own_files in parts
     }
 
 
