@@ -21,7 +21,8 @@ TOKENS = 48
 PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:4]]
 
 
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(0.0, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_served_rounds_are_the_predicted_ones(temperature):
     """Claim: along a served text the predicted coins give the accepted draft tokens of every served generation, one by
     one: under GREEDY and, with the seed, under COUPLED, coins are 0 or 1 and rounds have no chance in them. Through

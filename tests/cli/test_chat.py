@@ -102,6 +102,7 @@ def test_it_starts_the_services_itself(talker):
     assert on.stdout == off.stdout
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
