@@ -11,7 +11,8 @@ from typing import Any
 from specdec.bench.network.machines import Network
 from specdec.cli.demo import heldout_prompts as heldout_prompts
 from specdec.cli.processes import Child, start, stop_all, wait_all_ready
-from specdec.config import EMBEDDED_MODELS, CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
+from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
+from specdec.folders import EMBEDDED_MODELS
 
 TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from specdec.config import local_folder
 from specdec.errors import InvalidRequest, ModelRefused
+from specdec.folders import local_folder
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 
 CONTEXT_TOKEN_COUNT = 8  # more than any character has

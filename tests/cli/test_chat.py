@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.demo import CHAT_PROMPT_IDS, heldout_prompts
-from specdec.config import CHAT_MODEL
 from specdec.engine import chat_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
+from specdec.folders import CHAT_MODEL
 from tests.support.services import MODELS, running
 
 CHAT = [sys.executable, "-m", "specdec.cli", "chat"]

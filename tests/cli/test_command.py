@@ -16,9 +16,10 @@ import pytest
 
 from specdec.cli import keeper
 from specdec.cli.processes import Child, wait_all_ready
-from specdec.config import EMBEDDED_MODELS, DraftSettings, TargetSettings
+from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ReplicaUnavailable
+from specdec.folders import EMBEDDED_MODELS
 from tests.support.services import Client, Outcome
 
 # Flags of a coordinator that starts and waits for a target that does not exist.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.config import EMBEDDED_MODELS
 from specdec.engine.parallel.place import listen
+from specdec.folders import EMBEDDED_MODELS
 
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 is_allowed = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0

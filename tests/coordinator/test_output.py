@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from specdec.config import EMBEDDED_MODELS
 from specdec.coordinator.output import OutputWalker, Walked
 from specdec.coordinator.tokenizer import Tokenizer
+from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.types import FinishReason
 
 

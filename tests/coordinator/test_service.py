@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.config import EMBEDDED_MODELS, CoordinatorSettings
+from specdec.config import CoordinatorSettings
 from specdec.coordinator import service
 from specdec.coordinator.service import Coordinator
 from specdec.coordinator.tokenizer import Tokenizer
 from specdec.errors import CacheExhausted, InvalidRequest
+from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.report import DELTA_TOKEN_COUNT_MAX, Delta, Finished, Statistics
 from specdec.protocol.types import Description, FinishReason, TokenKind
 from specdec.telemetry.tracing import Tracing

@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
-from specdec.config import EMBEDDED_MODELS
 from specdec.coordinator.tokenizer import UNCERTAIN_TOKEN_COUNT_MAX, TextStream, Tokenizer
 from specdec.errors import InvalidRequest, ModelRefused
+from specdec.folders import EMBEDDED_MODELS
 from tests.support.engine_models import make_tiny_model
 
 TEXTS = ["def f(x):\n    return x\n", " leading", "<|end|>", "a<|end|>b", "日本語 🙂", "\t\n\n  ", "x" * 500, "é\u0301"]

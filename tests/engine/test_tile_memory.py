@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.config import cache_folder
 from specdec.engine import tile_memory
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.tile_memory import measure, stable_tiles
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, TileSizes
 from specdec.engine.tiled_modules import TiledLinear
+from specdec.folders import cache_folder
 
 SHAPE = AttentionShape(2, 4, 2, 16, (ScoreRule(0.25),))
 

@@ -50,10 +50,11 @@ class Imports:
 
 TABLE = (
     Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
+    Imports("specdec.folders", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
     Imports(
         "specdec.config",
-        ("specdec.errors", "specdec.settings", *VALUES),
+        ("specdec.errors", "specdec.folders", "specdec.settings", *VALUES),
         MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",),
     ),
     Imports(
@@ -68,13 +69,13 @@ TABLE = (
     ),
     Imports(
         "specdec.decoding",
-        ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.noise"),
+        ("specdec.errors", "specdec.protocol.types", "specdec.protocol.noise"),
         NETWORK_LIBRARIES + ("asyncio", "transformers"),
     ),
     Imports(
         "specdec.engine",
-        ("specdec.errors", "specdec.config", "specdec.protocol.types", "specdec.protocol.fingerprint"),
-        NETWORK_LIBRARIES + ("asyncio",),
+        ("specdec.errors", "specdec.folders", "specdec.protocol.types", "specdec.protocol.fingerprint"),
+        NETWORK_LIBRARIES + ("asyncio", "pydantic"),
     ),
     Imports("specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
     Imports(
@@ -101,6 +102,7 @@ TABLE = (
             "specdec.__version__",
             "specdec.errors",
             "specdec.config",
+            "specdec.folders",
             "specdec.rpc",
             "specdec.telemetry",
             "specdec.v1",
@@ -181,6 +183,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.config",
+            "specdec.folders",
             "specdec.policy",
             "specdec.protocol",
             "specdec.rpc",

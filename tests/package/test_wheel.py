@@ -84,7 +84,7 @@ def test_the_wheel_adds_one_name(installed: Installation) -> None:
 
 def test_types_and_models_are_inside(installed: Installation) -> None:
     """Claim: the installed package, not the checkout, is imported; it is typed and holds the embedded pair."""
-    program = "import specdec.config as c; print(c.__file__); print(c.EMBEDDED_MODELS)"
+    program = "import specdec.folders as f; print(f.__file__); print(f.EMBEDDED_MODELS)"
     module, models = map(Path, run([str(installed.python), "-c", program], installed.folder).split())
     assert installed.folder in module.parents and (module.parent / "py.typed").is_file()
     assert installed.folder in models.parents

@@ -1,0 +1,22 @@
+"""Folders of models and caches. Imports nothing outside the standard library, so a GPU script needs no settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
+CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
+CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
+
+
+def cache_folder() -> Path:
+    """The folder of this user's caches: $XDG_CACHE_HOME/specdec, by default ~/.cache/specdec."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+
+
+def local_folder(path_or_name: str) -> Path:
+    """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist."""
+    path = Path(path_or_name).expanduser()
+    return cache_folder() / CHAT_MODEL if path_or_name == CHAT_MODEL and not path.is_dir() else path
