@@ -70,7 +70,8 @@ def running(
 
     try:
         main, _ = begin("target", TargetSettings, model=str(target_model))
-        guess = begin("draft", DraftSettings, model=str(draft_model))[0] if draft_model is not None else None
+        told = {"model": str(draft_model), "target_tokenizer": str(target_model)}
+        guess = begin("draft", DraftSettings, **told)[0] if draft_model is not None else None
         wait_all_ready(children)
         addresses = {"target": reached("target", main), "draft": reached("draft", guess) if guess else None}
         own_values = {"tokenizer": str(target_model), **addresses}

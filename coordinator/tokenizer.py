@@ -7,13 +7,12 @@ holds back bytes that do not form a character.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from specdec.errors import InvalidRequest, ModelRefused
-from specdec.folders import local_folder
+from specdec.folders import tokenizer_file
 from specdec.protocol.fingerprint import tokenizer_fingerprint
 
 CONTEXT_TOKEN_COUNT = 8  # more than any character has
@@ -48,21 +47,6 @@ class Tokenizer:
     def stream(self, prompt: tuple[int, ...] = ()) -> TextStream:
         """Returns a decoder for the text that continues `prompt`."""
         return TextStream(self._tokenizer, prompt)
-
-
-def tokenizer_file(path_or_hub_id: str) -> Path:
-    """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
-    folder = local_folder(path_or_hub_id)
-    if folder.is_dir():
-        return folder / "tokenizer.json"
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(hf_hub_download(path_or_hub_id, "tokenizer.json"))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelRefused(f"{path_or_hub_id}: no such folder, and the model hub did not give it ({reason})") from None
 
 
 class TextStream:

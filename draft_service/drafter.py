@@ -16,6 +16,7 @@ from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.draft_service.cells import Cells
 from specdec.engine.interface import TreeRows
+from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
@@ -30,6 +31,7 @@ from specdec.telemetry.tracing import Tracing
 BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
 STEPS_PER_TIMING = 4  # one step in four reports its time: saves a few bytes in the others
 STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
+READ_PER_TOKEN = 1.5  # tokens of another tokenizer for which a session has cells, by token of the target
 TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
@@ -38,12 +40,13 @@ DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crow
 class DraftSession(ReplicaSession):
     """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
 
-    `grown`: nodes to send at the end of the step. `traced_step_count`: the number of next steps recorded in detail,
-    below the span of `phase`. `worked_s`: of steps since the item before.
+    `reading`: of a draft with another tokenizer. `grown`: nodes to send at the end of the step. `traced_step_count`:
+    the number of next steps recorded in detail, below the span of `phase`. `worked_s`: of steps since the item before.
     """
 
     cells: Cells
     growth: Growth
+    reading: Reading | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64))
     window: int = 0
     nodes_per_step: int = 1
@@ -52,10 +55,20 @@ class DraftSession(ReplicaSession):
     phase: Trace = NO_TRACE
     worked_s: float = 0.0
 
+    @property
+    def read_tokens(self) -> Sequence[int]:
+        """The committed tokens as the draft reads them, each in a cell at its position."""
+        return self.tokens if self.reading is None else self.reading.tokens
+
+    @property
+    def shift(self) -> int:
+        """The number of positions that a node below the root has more in the draft than in the target."""
+        return len(self.read_tokens) - len(self.tokens)
+
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the tree below them."""
         super().cut(length)
-        self.cells.truncate(length)
+        self.cells.truncate(length if self.reading is None else self.reading.cut(length))
         self.drop_tree()
 
     def drop_tree(self) -> None:
@@ -63,10 +76,22 @@ class DraftSession(ReplicaSession):
         self.cells.give_back(self.growth.drop())
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Re-roots the tree at newly committed tokens; drops it if they leave it."""
+        """Re-roots the tree at newly committed tokens; drops it if they leave it, or end a character begun before."""
+        if self.reading is not None and self.reading.length < len(self.tokens) - len(token_ids):
+            self.drop_tree()
+            return
         kept, freed = self.growth.commit(token_ids)
         self.cells.commit(kept)
         self.cells.give_back(freed)
+        if self.reading is not None:
+            self.reading.read(self.tokens)
+
+    def restart(self) -> None:
+        """Begins a tree at the last committed token: it is evaluated as it is fed."""
+        if self.reading is not None:
+            self.reading.read(self.tokens)
+        self.cells.truncate(len(self.read_tokens) - 1)
+        self.growth.restart(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +119,10 @@ class Drafter(ReplicaService):
         engine: Engine[list[ProposalRequest], list[Proposal]],
         description: Description,
         tracing: Tracing | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         self.description = description
+        self._retokenizer = retokenizer
         self._engine = engine
         self._tracing = tracing or Tracing()
         self._calibration = Calibration()
@@ -127,7 +154,9 @@ class Drafter(ReplicaService):
     def open(self, item: Open, reply: Reply) -> DraftSession:
         """Returns a session without blocks; its first commit reserves them."""
         table = self._engine.cache.open(self._cell_count(item))
-        return DraftSession(item, table, reply, Cells(table.capacity), Growth(item.params.rule, self._calibration))
+        growth = Growth(item.params.rule, self._calibration)
+        reading = Reading(self._retokenizer) if self._retokenizer else None
+        return DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
 
     def close(self, session: DraftSession) -> None:
         """Releases the session's blocks."""
@@ -162,8 +191,9 @@ class Drafter(ReplicaService):
         if not self._reserve(session):
             return None
         if growth.root is None:
-            session.cells.truncate(len(session.tokens) - 1)  # the root is evaluated as it is fed
-            growth.restart(session.tokens)
+            session.restart()
+            if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
+                raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step = item.nodes_per_step
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
@@ -173,7 +203,8 @@ class Drafter(ReplicaService):
 
     def _cell_count(self, item: Open) -> int:
         """Returns the number of cells for a session of full length and its tree."""
-        return min(item.length_max, self.description.positions_max) + TREE_CELLS
+        length_max = round(item.length_max * (READ_PER_TOKEN if self._retokenizer else 1))
+        return min(length_max, self.description.positions_max) + TREE_CELLS
 
     def _reserve(self, session: DraftSession) -> bool:
         """Reserves the blocks of a session that has none, if enough are free; returns whether it has them."""
@@ -195,7 +226,7 @@ class Drafter(ReplicaService):
         chosen: dict[DraftSession, list[DraftTreeNode]] = {}
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
-            if session.growth.root is not None and len(session.cells.committed) < len(session.tokens):
+            if session.growth.root is not None and len(session.cells.committed) < len(session.read_tokens):
                 if row_count_max > 0:
                     pieces.append(self._feed(session, session.growth.root, row_count_max))
                     row_count_max -= len(pieces[-1].token_ids)
@@ -213,7 +244,7 @@ class Drafter(ReplicaService):
         count = min(session.nodes_per_step, session.cells.free_count)
         if session.growth.root is None or not count:
             return []
-        length_max = min(session.opened.length_max, self.description.positions_max)
+        length_max = min(session.opened.length_max, self.description.positions_max - session.shift)
         reach = min(len(session.tokens) + session.window, length_max)
         return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1)
 
@@ -221,15 +252,15 @@ class Drafter(ReplicaService):
         """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
         start = len(session.cells.committed)
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
-        token_ids = session.tokens[start : start + min(row_count_max, chunk)]
+        token_ids = session.read_tokens[start : start + min(row_count_max, chunk)]
         cells = [session.cells.take(start + index) for index in range(len(token_ids))]
-        paths = [[root]] if start + len(token_ids) == len(session.tokens) else []
+        paths = [[root]] if start + len(token_ids) == len(session.read_tokens) else []
         return self._piece(session, paths, token_ids, session.cells.chain(cells), fed=cells)
 
     def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> Piece[list[ProposalRequest]]:
         """Returns a piece of these nodes, each in a free cell."""
         for node in nodes:
-            node.cell = session.cells.take(node.length - 1)
+            node.cell = session.cells.take(node.length - 1 + session.shift)
         paths = [session.growth.path(node) for node in nodes]
         rows = session.cells.nodes([[node.cell for node in path] for path in paths])
         return self._piece(session, paths, [node.token_id for node in nodes], rows, fed=[])
@@ -238,7 +269,7 @@ class Drafter(ReplicaService):
         self,
         session: DraftSession,
         paths: list[list[DraftTreeNode]],
-        token_ids: list[int],
+        token_ids: Sequence[int],
         rows: TreeRows,
         fed: list[int],
     ) -> Piece[list[ProposalRequest]]:

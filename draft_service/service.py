@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.config import DraftSettings
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest, proposals
@@ -9,8 +11,11 @@ from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Piece
-from specdec.protocol.types import TOKENS_MAX, ResolvedSamplingParams, Rule
+from specdec.engine.scheduler import Engine
+from specdec.protocol.types import TOKENS_MAX, Description, ResolvedSamplingParams, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
+from specdec.telemetry.logs import get_logger
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import draft_service_pb2 as draft_pb
 
 
@@ -27,13 +32,23 @@ def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piec
     return Piece(table, 0, [0] * row_count, row_count, requests, rows)
 
 
+def make_drafter(
+    engine: Engine[list[ProposalRequest], list[Proposal]], description: Description, _: Any, tracing: Tracing
+) -> Drafter:
+    """Returns the service of a loaded draft."""
+    vocabulary = engine.model.description.vocabulary
+    if vocabulary:
+        get_logger().info("vocabulary", relation=description.draft_vocabulary_sentence)
+    return Drafter(engine, description, tracing, vocabulary.retokenizer if vocabulary else None)
+
+
 DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(
     name="draft",
     service="specdec.v1.DraftService",
     stream_method="Draft",
     messages=(draft_pb.DraftRequest, draft_pb.DraftResponse),
     sampler=proposals,
-    make_service=lambda engine, description, settings, tracing: Drafter(engine, description, tracing),
+    make_service=make_drafter,
     sample_piece=sample_piece,
     has_stable_rows=False,
     extra_positions=TREE_CELLS,

@@ -171,6 +171,9 @@ class TargetSettings(ModelSettings, PrefixSettings, RankSettings):
 class DraftSettings(ModelSettings):
     """The draft service: the small model that proposes tokens."""
 
+    target_tokenizer: str = setting(
+        "", MODEL, "The target's folder or hub id, for a draft with another tokenizer; empty: it has the target's."
+    )
     port: int = setting(50053, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
 
 
@@ -288,7 +291,8 @@ class ServeSettings(
 
     def draft_settings(self) -> DraftSettings:
         """Returns the draft's settings, on a free loopback port."""
-        return DraftSettings(**self._shared(DraftSettings, 2), model=self.draft_model)
+        own = self._shared(DraftSettings, 2)
+        return DraftSettings(**own, model=self.draft_model, target_tokenizer=self.model)
 
     def coordinator_settings(self, target: str, draft: str) -> CoordinatorSettings:
         """Returns the coordinator's settings, connected to target and draft on loopback."""

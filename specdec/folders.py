@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from specdec.errors import ModelRefused
+
 EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
 CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
 CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
@@ -20,3 +22,18 @@ def local_folder(path_or_name: str) -> Path:
     """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist."""
     path = Path(path_or_name).expanduser()
     return cache_folder() / CHAT_MODEL if path_or_name == CHAT_MODEL and not path.is_dir() else path
+
+
+def tokenizer_file(path_or_hub_id: str) -> Path:
+    """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
+    folder = local_folder(path_or_hub_id)
+    if folder.is_dir():
+        return folder / "tokenizer.json"
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(path_or_hub_id, "tokenizer.json"))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelRefused(f"{path_or_hub_id}: no such folder, and the model hub did not give it ({reason})") from None

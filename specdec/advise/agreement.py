@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.engine.devices import default_block_size, find_device
 from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
+from specdec.engine.retokenizer import Reading
 from specdec.errors import NumericsError
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 
@@ -73,15 +74,39 @@ class Reader:
 
         Raises NumericsError for logits that are no numbers.
         """
-        for start in [*range(0, first, ROWS), *range(first, len(token_ids), ROWS)]:
-            end = min(start + ROWS, len(token_ids), first if start < first else len(token_ids))
-            wanted = end - start if start >= first else 0
-            chunk = SequenceChunk(self._blocks, start, token_ids[start:end], wanted)
-            output = self._model.forward(RaggedBatch((chunk,)))
-            if not all(output.is_finite):
-                raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
-            if wanted:
-                yield output.logits.float().cpu()
+        own, rows = own_tokens(self._model, token_ids, first)
+        fed = 0
+        for end in [*range(ROWS, rows[0], ROWS), rows[0]]:
+            self._forward(own, fed, end, end)
+            fed = end
+        for start in range(0, len(rows), ROWS):
+            wanted = rows[start : start + ROWS]
+            logits = self._forward(own, min(fed, wanted[0]), wanted[-1] + 1, wanted[0])
+            fed = wanted[-1] + 1
+            yield logits[[row - wanted[0] for row in wanted]]
+
+    def _forward(self, own: Sequence[int], start: int, end: int, wanted_from: int) -> Tensor:
+        """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
+        if start == end:
+            return torch.empty(0)
+        chunk = SequenceChunk(self._blocks, start, own[start:end], end - wanted_from)
+        output = self._model.forward(RaggedBatch((chunk,)))
+        if not all(output.is_finite):
+            raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
+        return output.logits.float().cpu()
+
+
+def own_tokens(model: CausalModel, token_ids: Sequence[int], first: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the tokens a model reads for a text, and the rows of the positions from `first` on: a draft with another
+    tokenizer reads the prompt as text, then one token after another, as it does in its service."""
+    vocabulary = model.description.vocabulary
+    if vocabulary is None or vocabulary.retokenizer is None:
+        return token_ids, range(first, len(token_ids))
+    reading, rows = Reading(vocabulary.retokenizer), []
+    for length in range(first + 1, len(token_ids) + 1):
+        reading.read(token_ids[:length])
+        rows.append(len(reading.tokens) - 1)
+    return reading.tokens, rows
 
 
 def agreement_along(

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from specdec.advise import view
 from specdec.advise.forecast import Times
-from specdec.advise.measuring import Reading, check_tokenizers, readings_of, written
+from specdec.advise.measuring import Reading, readings_of, written
 from specdec.advise.report import Advice, advice_of
 from specdec.advise.serving import Observed, Served, observe, served
 from specdec.advise.settings import AdviseSettings
@@ -29,8 +29,7 @@ def advise(settings: AdviseSettings) -> int:
     console = Console(stderr=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    target, drafts = open_model_folder(settings.target), [open_model_folder(name) for name in settings.draft]
-    check_tokenizers(target, drafts)
+    drafts = [open_model_folder(name) for name in settings.draft]
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
@@ -55,7 +54,7 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     target = load_model(settings.target, device=device, has_stable_rows=False)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, settings.prompts, console)
-    return [readings_of(target, name, texts, device, console) for name in settings.draft]
+    return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 
 def times_of(settings: AdviseSettings, pair: Served) -> Times:

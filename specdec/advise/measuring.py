@@ -10,16 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from specdec.advise.agreement import Agreement, Reader, agreement_along
+from specdec.advise.agreement import Agreement, Reader, agreement_along, own_tokens
 from specdec.distill.command import prompts_of, temperatures_of
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder, open_model_folder, read_json
-from specdec.errors import ConfigError, Mismatch
-from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 TEXTS_AT_ONCE = 64
@@ -67,14 +66,6 @@ def classes_of(file: Path) -> dict[str, str]:
     return prompts
 
 
-def check_tokenizers(target: ModelFolder, drafts: Sequence[ModelFolder]) -> None:
-    """Raises Mismatch unless every draft has the target's tokenizer."""
-    own = tokenizer_fingerprint(read_json(target.path / "tokenizer.json"))
-    for draft in drafts:
-        if tokenizer_fingerprint(read_json(draft.path / "tokenizer.json")) != own:
-            raise Mismatch(f"draft {draft.path} and target {target.path} have different tokenizers")
-
-
 def written(
     model: CausalModel, folder: ModelFolder, settings_of_texts: tuple[str, int, int], file: Path, console: Console
 ) -> list[Text]:
@@ -113,12 +104,13 @@ def params_of(plan: TextPlan) -> ResolvedSamplingParams:
 
 
 def readings_of(
-    target: CausalModel, draft_name: str, texts: Sequence[Text], device: str, console: Console
+    target: CausalModel, names: tuple[str, str], texts: Sequence[Text], device: str, console: Console
 ) -> list[Reading]:
-    """Returns one draft's agreement along all texts. Raises ConfigError for a draft with fewer positions than a text,
-    SpecdecError."""
-    draft = load_model(draft_name, device=device, has_stable_rows=False)
-    longest = max(len(text.token_ids) for text in texts)
+    """Returns one draft's agreement along all texts. `names`: of target and draft. Raises ConfigError for a draft with
+    fewer positions than a text, SpecdecError."""
+    target_name, draft_name = names
+    draft = load_model(draft_name, device=device, has_stable_rows=False, target_tokenizer=target_name)
+    longest = max(len(own_tokens(model, text.token_ids, text.first)[0]) for text in texts for model in (target, draft))
     if longest > draft.description.positions_max:
         limit = f"the draft has {draft.description.positions_max} positions"
         raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")

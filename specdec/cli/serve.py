@@ -69,8 +69,8 @@ def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child
     wait_all_ready((target, draft), LOADING_S_MAX)
     described = asyncio.run(check_match(settings, target.address, draft.address))
     sizes = [f"{name}'s cache: {own.cache.sentence(own.positions_max)}" for name, own in described.items() if own.cache]
-    if known := described["draft"].draft_vocabulary_size:
-        sizes.append(f"the draft proposes {known:,} of {described['draft'].vocabulary_size:,} tokens")
+    if sentence := described["draft"].draft_vocabulary_sentence:
+        sizes.append(sentence)
     coordinator = start("coordinator", settings.coordinator_settings(target.address, draft.address))
     children.append(coordinator)
     coordinator.wait_ready()

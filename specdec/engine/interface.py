@@ -13,11 +13,13 @@ from typing import Protocol
 import numpy
 import torch
 
+from specdec.engine.vocabulary_map import VocabularyMap
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
-    `draft_vocabulary_size` those a draft proposes, 0: all."""
+    `vocabulary`: of a draft that does not have its target's."""
 
     model_digest: str
     model_name: str
@@ -28,7 +30,7 @@ class ModelDescription:
     device: str
     libraries: str
     tensor_parallel_size: int = 1
-    draft_vocabulary_size: int = 0
+    vocabulary: VocabularyMap | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def load_model(
     progress: Progress | None = None,
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
+    target_tokenizer: str = "",
 ) -> CausalModel:
     """Loads and describes a model; calls `progress(what, share)` meanwhile.
 
@@ -33,6 +34,7 @@ def load_model(
     weights' own type, except float16, which becomes float32 on a CPU. `device`: see `find_device`; a table model always
     runs on a CPU. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`, required of a target: on a CPU a
     row's bits do not depend on its neighbours; a model without it takes chunks of trees (`TreeRows`).
+    `target_tokenizer`: folder or hub id of the target's, for a draft that may have another.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -62,7 +64,7 @@ def load_model(
                 progress("loading weights", 0.0)
             is_imported.set()
             return load_transformers_model(
-                path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows
+                path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows, target_tokenizer
             )
         finally:
             is_over.set()

@@ -51,13 +51,7 @@ class ModelFolder:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """End token ids of generation_config.json, one or a list; else those of config.json; else none."""
-        generation = self.path / "generation_config.json"
-        value = read_json(generation).get("eos_token_id") if generation.is_file() else None
-        if value is None:
-            value = self.config.get("eos_token_id")
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (value,)
+        return end_token_ids_of(self.path, self.config)
 
     @property
     def token_string_count(self) -> int:
@@ -110,6 +104,17 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     if not (path / "tokenizer.json").is_file():
         raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
     return ModelFolder(path, read_json(path / "config.json"), _weight_files(path, path_or_hub_id))
+
+
+def end_token_ids_of(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the end token ids of a folder's generation_config.json, one or a list; else those of a configuration."""
+    generation = folder / "generation_config.json"
+    value = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -21,10 +21,13 @@ from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder
+from specdec.engine.model_folder import ModelFolder, end_token_ids_of, read_json
+from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.tiled_modules import shorten_calls
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused
+from specdec.folders import tokenizer_file
+from specdec.protocol.fingerprint import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from specdec.engine.parallel.modules import JoinedShare
@@ -40,7 +43,7 @@ REPEATS = 3
 class TransformersModel:
     """A CausalModel over a supported `transformers` class, or one rank's share of it. One thread at a time.
 
-    `backend`: of its device; absent: a CPU's. `vocabulary`: of a draft that does not have all of the target's tokens.
+    `backend`: of its device; absent: a CPU's.
     """
 
     def __init__(
@@ -50,14 +53,13 @@ class TransformersModel:
         dtype: torch.dtype,
         share: JoinedShare | None = None,
         backend: Backend | None = None,
-        vocabulary: VocabularyMap | None = None,
     ):
         self.description = description
         self._base = model.base_model
-        self._vocabulary = vocabulary
+        vocabulary = self._vocabulary = description.vocabulary
         self.backend = backend or CpuBackend(dtype, description.positions_max, share.agree if share else None)
-        width = vocabulary.own_size if vocabulary else description.vocabulary_size
-        output = _output_layer(model, share.vocabulary_part if share else width, self.backend)
+        columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
+        output = _output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
         if share:
@@ -109,6 +111,7 @@ def load_transformers_model(
     device: torch.device = CPU,
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
+    target_tokenizer: str = "",
 ) -> TransformersModel:
     """Loads the weights of a checked folder; `digest` returns its digest, or raises what is wrong with its files.
 
@@ -136,13 +139,14 @@ def load_transformers_model(
         raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     model.eval().requires_grad_(False).to(device)
     vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
+    if target_tokenizer:
+        vocabulary = map_tokenizers(target_tokenizer, folder, _output_width(model), vocabulary)
     if vocabulary and has_stable_rows:
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
+    vocabulary = vocabulary and vocabulary.to(device)
     description = describe(folder, model, dtype, digest(), device, vocabulary)
     backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
-    return TransformersModel(
-        model, description, dtype, backend=backend, vocabulary=vocabulary and vocabulary.to(device)
-    )
+    return TransformersModel(model, description, dtype, backend=backend)
 
 
 def backend_for(
@@ -204,13 +208,15 @@ def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tenso
     return time.perf_counter() - started_s
 
 
-def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, backend: Backend) -> nn.Module:
-    """Returns the output layer in float32, for the ids with a string, with the architecture's scaling of logits."""
+def _output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
+    """Returns the output layer in float32, for these ids, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise ModelRefused(f"an output layer of type {type(output).__name__} is not supported")
-    weight = output.weight.detach()[:vocabulary_size]
-    bias = None if output.bias is None else output.bias.detach()[:vocabulary_size]
+    count = len(columns)
+    chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
+    weight = output.weight.detach()[chosen]
+    bias = None if output.bias is None else output.bias.detach()[chosen]
     architecture = architecture_of(type(model).__name__, {"architectures": [type(model).__name__]})
 
     def value(key: str | None, default: float | None) -> float | None:
@@ -219,6 +225,17 @@ def _output_layer(model: transformers.PreTrainedModel, vocabulary_size: int, bac
     factor, divisor = value(architecture.logit_factor_key, 1.0), value(architecture.logit_divisor_key, 1.0)
     scale = (factor or 1.0) / (divisor or 1.0)
     return backend.output_layer(weight, bias, scale, value(architecture.logit_softcap_key, None))
+
+
+def map_tokenizers(
+    target: str, draft: ModelFolder, output_width: int, fewer: VocabularyMap | None
+) -> VocabularyMap | None:
+    """Returns the map of a draft to another tokenizer; `fewer` if that is its own. Raises ModelRefused."""
+    file, own_file = tokenizer_file(target), draft.path / "tokenizer.json"
+    if tokenizer_fingerprint(read_json(file)) == tokenizer_fingerprint(read_json(own_file)):
+        return fewer
+    ends = end_token_ids_of(file.parent, {})
+    return VocabularyMap.by_strings(Retokenizer(file, own_file, ends, draft.end_token_ids), output_width, fewer)
 
 
 def _output_width(model: transformers.PreTrainedModel) -> int:
@@ -236,14 +253,15 @@ def describe(
 ) -> ModelDescription:
     """Describes a model in a folder; reads only the configuration and shapes of the model."""
     output_width = vocabulary.size if vocabulary else _output_width(model)
+    string_count = vocabulary.size if vocabulary else folder.token_string_count
     return ModelDescription(
         model_digest=digest,
         model_name=folder.path.resolve().name,
-        vocabulary_size=min(folder.token_string_count, output_width),
+        vocabulary_size=min(string_count, output_width),
         positions_max=model.config.max_position_embeddings,
         end_token_ids=folder.end_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         libraries=f"torch {torch.__version__}, transformers {transformers.__version__}",
-        draft_vocabulary_size=vocabulary.own_size if vocabulary else 0,
+        vocabulary=vocabulary,
     )

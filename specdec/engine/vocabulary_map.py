@@ -1,8 +1,9 @@
-"""A draft with fewer tokens than its target: which of the target's ids its own are.
+"""A draft that does not have its target's tokens: which of the target's ids its own are.
 
-Token i of the draft is token `target_token_ids[i]` of the target. Its last token stands for all others: the draft reads
-it and never proposes it. Ids outside this module are the target's, so protocol and rules know nothing of the map; the
-draft distribution is that of its own tokens, and the others have none.
+Ids outside this module are the target's, so protocol and rules know nothing of the map: the draft distribution is that
+of the tokens both have, and the others have none. A draft with fewer tokens than its target names them in a file of its
+folder; its last token stands for all others, is read and never proposed. With another tokenizer the tokens of equal
+bytes are equal, and ids from `size` on are the draft's own, for text it reads in its own tokens (`retokenizer`).
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import math
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdec.engine.model_folder import read_json
+from specdec.engine.retokenizer import Retokenizer
 from specdec.errors import ModelRefused
 
 VOCABULARY_FILE = "draft_vocabulary.json"
 
 
 class VocabularyMap:
-    """The map of a draft. `size`: the target's ids; `own_size`: the draft's tokens but the last."""
+    """The map of a draft. `size`: the target's ids; `own_size`: the tokens it can propose, `columns` [own_size] of its
+    output layer. `own_ids` [ids read]: the draft's token by id."""
 
     def __init__(self, target_token_ids: Tensor, size: int) -> None:
+        """A draft whose token i is token target_token_ids[i] of the target, and that has one more."""
         self.size, self.own_size = size, len(target_token_ids)
+        self.retokenizer: Retokenizer | None = None
         self._target_token_ids = target_token_ids
+        self.columns = torch.arange(self.own_size)
         self.own_ids = torch.full((size,), self.own_size)
-        self.own_ids[target_token_ids] = torch.arange(self.own_size)
+        self.own_ids[target_token_ids] = self.columns
 
     @classmethod
     def read(cls, folder: Path, size: int, output_width: int) -> VocabularyMap | None:
@@ -44,13 +51,38 @@ class VocabularyMap:
             raise ModelRefused(f"{file}: it must name {output_width - 1} different ids, one fewer than the model has")
         return cls(torch.tensor(ids), size)
 
+    @classmethod
+    def by_strings(cls, retokenizer: Retokenizer, output_width: int, fewer: VocabularyMap | None) -> VocabularyMap:
+        """Returns the map of a draft with another tokenizer; `fewer`: if it has a part of that one's tokens. Raises
+        ModelRefused if it has no token of the target."""
+        own_ids = torch.arange(output_width) if fewer is None else fewer.own_ids
+        width = output_width if fewer is None else fewer.own_size
+        every = sorted(retokenizer.own_of.items())
+        pairs = ((target_id, int(own_ids[one])) for target_id, one in every if one < len(own_ids))
+        known = [(target_id, one) for target_id, one in pairs if one < width]
+        if not known:
+            raise ModelRefused("draft and target have no token in common")
+        made = cls(torch.tensor([target_id for target_id, _ in known]), retokenizer.size)
+        made.retokenizer = retokenizer
+        made.columns = torch.tensor([one for _, one in known])
+        read = torch.zeros(retokenizer.size, dtype=torch.int64)  # the others are read as text
+        read[made._target_token_ids] = made.columns
+        made.own_ids = torch.cat([read, own_ids])
+        return made
+
     def to(self, device: torch.device) -> VocabularyMap:
         """Moves the map to a device; returns it."""
         self._target_token_ids, self.own_ids = self._target_token_ids.to(device), self.own_ids.to(device)
         return self
 
+    def share(self, tokenizer: Path, text: str) -> float:
+        """Returns the share of the target's tokens of a text, by its tokenizer file, that the draft can propose."""
+        ids = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
+        known = set(self._target_token_ids.tolist())
+        return sum(token_id in known for token_id in ids) / max(1, len(ids))
+
     def own(self, token_ids: Tensor) -> Tensor:
-        """Returns the draft's ids of the target's."""
+        """Returns the draft's ids of those of the target, and of its own."""
         return self.own_ids[token_ids]
 
     def spread(self, logits: Tensor) -> Tensor:

@@ -278,6 +278,7 @@ MEASUREMENTS = (
         """CacheSize.bytes LinkStamp.sent_time_us,echo_held_us,wall_time_us
         VerificationResultItem.server_us Statistics.draft_link_bytes,target_link_bytes,step_sessions,active_sessions""",
     ),
+    Limit("a share", 1.0, "of all", "DescribeResponse.draft_vocabulary_share"),
     Limit(
         "float64",
         math.inf,

@@ -56,6 +56,14 @@ class Rule(enum.Enum):
     COUPLED = 3
 
 
+class DraftVocabulary(enum.Enum):
+    """The relation of a draft's tokens to its target's: the same, a part of them, or those of another tokenizer."""
+
+    EQUAL = 0
+    SUBSET = 1
+    MAPPED = 2
+
+
 class TokenKind(enum.IntEnum):
     """The origin of an output token."""
 
@@ -294,7 +302,8 @@ class Description:
 
     `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
-    it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes; 0: all.
+    it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
+    `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1.
     """
 
     model_digest: str
@@ -312,3 +321,14 @@ class Description:
     step_times: tuple[tuple[int, float], ...] = ()
     trace_service: str = ""
     draft_vocabulary_size: int = 0
+    draft_vocabulary: DraftVocabulary = DraftVocabulary.EQUAL
+    draft_vocabulary_share: float = 1.0
+
+    @property
+    def draft_vocabulary_sentence(self) -> str:
+        """The relation of the draft's tokens to the target's; empty if they are the same."""
+        if self.draft_vocabulary is DraftVocabulary.EQUAL:
+            return ""
+        kind = "has another tokenizer" if self.draft_vocabulary is DraftVocabulary.MAPPED else "is a part of the target"
+        count = f"{self.draft_vocabulary_size:,} of {self.vocabulary_size:,} tokens"
+        return f"the draft {kind}: it proposes {count}, {self.draft_vocabulary_share:.0%} of those in a sample text"

@@ -18,7 +18,7 @@ from typing import Any, Generic
 import torch
 from prometheus_client.core import Metric
 
-from specdec.config import ModelSettings
+from specdec.config import DraftSettings, ModelSettings
 from specdec.engine.devices import default_block_size, find_device, prepare_libraries
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
@@ -194,7 +194,8 @@ class ReplicaApp(Generic[Payload, Answer]):
         own = self._settings
         if self._place is None:
             is_stable = self._kind.has_stable_rows
-            return load_model(own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable)
+            target = own.target_tokenizer if isinstance(own, DraftSettings) else ""
+            return load_model(own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable, target)
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,9 @@ from specdec.engine.model_folder import open_model_folder, read_json
 from specdec.engine.runner import Payload, Piece
 from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
+from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.fingerprint import tokenizer_fingerprint
-from specdec.protocol.types import CacheSize, Description
+from specdec.protocol.types import CacheSize, Description, DraftVocabulary
 
 FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
 MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, if not configured
@@ -38,10 +40,15 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
     positions_max = settings.max_model_len or own.positions_max
     if positions_max > own.positions_max:
         raise ConfigError(f"--max-model-len is {positions_max}; {settings.model} has {own.positions_max} positions")
-    folder = open_model_folder(settings.model).path
+    tokenizer = open_model_folder(settings.model).path / "tokenizer.json"
+    vocabulary, kind = own.vocabulary, DraftVocabulary.EQUAL
+    if vocabulary and vocabulary.retokenizer:
+        tokenizer, kind = vocabulary.retokenizer.target, DraftVocabulary.MAPPED
+    elif vocabulary:
+        kind = DraftVocabulary.SUBSET
     return Description(
         model_digest=own.model_digest,
-        tokenizer_fingerprint=tokenizer_fingerprint(read_json(folder / "tokenizer.json")),
+        tokenizer_fingerprint=tokenizer_fingerprint(read_json(tokenizer)),
         model_name=settings.served_model_name or own.model_name,
         vocabulary_size=own.vocabulary_size,
         positions_max=positions_max,
@@ -50,9 +57,18 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         device=own.device,
         libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
         tensor_parallel_size=own.tensor_parallel_size,
-        draft_vocabulary_size=own.draft_vocabulary_size,
+        draft_vocabulary_size=vocabulary.own_size if vocabulary else 0,
+        draft_vocabulary=kind,
+        draft_vocabulary_share=vocabulary.share(tokenizer, sample_text()) if vocabulary else 1.0,
         cache=choose_cache_size(model, positions_max + extra_positions, settings),
     )
+
+
+def sample_text() -> str:
+    """Code and questions, to measure the share of a target's tokens that a draft has."""
+    files = [EMBEDDED_MODELS / name for name in ("heldout_prompts.jsonl", "chat_prompts.jsonl")]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return "\n".join(json.loads(line)["prompt"] for line in lines if line)
 
 
 def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSettings) -> CacheSize:

@@ -28,10 +28,12 @@ from specdec.protocol.types import (
     CacheSize,
     Description,
     DraftProbs,
+    DraftVocabulary,
     ResolvedSamplingParams,
     Rule,
     check_ascending,
     check_integer,
+    check_number,
     check_token_ids,
 )
 from specdec.v1 import types_pb2 as types_pb
@@ -168,6 +170,8 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         step_times=[types_pb.StepTime(rows=rows, step_us=_step_us(time_s)) for rows, time_s in description.step_times],
         trace_service=description.trace_service,
         draft_vocabulary_size=description.draft_vocabulary_size,
+        draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
+        draft_vocabulary_share=description.draft_vocabulary_share,
     )
 
 
@@ -196,6 +200,8 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
     for name, low in (("vocabulary_size", 2), ("positions_max", 2)):
         check_integer(name, getattr(message, name), low, TOKENS_MAX)
     check_integer("draft_vocabulary_size", message.draft_vocabulary_size, 0, message.vocabulary_size)
+    check_integer("draft_vocabulary", message.draft_vocabulary, 0, len(DraftVocabulary) - 1)
+    check_number("draft_vocabulary_share", message.draft_vocabulary_share, 0, 1)
     check_integer("numerics.tensor_parallel_size", numerics.tensor_parallel_size, 1, UINT32_MAX)
     end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
     check_ascending("end_token_ids", end_token_ids)
@@ -220,4 +226,6 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in step_times),
         trace_service=bounded("trace_service", message.trace_service, NAME_LENGTH_MAX),
         draft_vocabulary_size=message.draft_vocabulary_size,
+        draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
+        draft_vocabulary_share=message.draft_vocabulary_share,
     )

@@ -13,10 +13,19 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_GREEDY: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
     RULE_COUPLED: _ClassVar[Rule]
+
+class DraftVocabulary(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_VOCABULARY_EQUAL: _ClassVar[DraftVocabulary]
+    DRAFT_VOCABULARY_SUBSET: _ClassVar[DraftVocabulary]
+    DRAFT_VOCABULARY_MAPPED: _ClassVar[DraftVocabulary]
 RULE_UNSPECIFIED: Rule
 RULE_GREEDY: Rule
 RULE_REJECTION: Rule
 RULE_COUPLED: Rule
+DRAFT_VOCABULARY_EQUAL: DraftVocabulary
+DRAFT_VOCABULARY_SUBSET: DraftVocabulary
+DRAFT_VOCABULARY_MAPPED: DraftVocabulary
 
 class ResolvedSamplingParams(_message.Message):
     __slots__ = ("rule", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "stop_token_ids", "logprobs", "prompt_length")
@@ -165,7 +174,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +187,8 @@ class DescribeResponse(_message.Message):
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     TRACE_SERVICE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_VOCABULARY_SHARE_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -190,7 +201,9 @@ class DescribeResponse(_message.Message):
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     trace_service: str
     draft_vocabulary_size: int
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ...) -> None: ...
+    draft_vocabulary: DraftVocabulary
+    draft_vocabulary_share: float
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("rows", "step_us")

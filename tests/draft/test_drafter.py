@@ -42,6 +42,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Draft:
     """A drafter whose steps are run by hand, and a coordinator's tree for every session."""
 
+    vocabulary_size = VOCABULARY_SIZE
+
     def __init__(self, folder: Path, block_count: int = 400) -> None:
         self.model = load_model(str(folder), "float32", has_stable_rows=False)
         self.engine = Engine(self.model, block_count, BLOCK_SIZE, proposals)
@@ -54,6 +56,7 @@ class Draft:
         self.trees: dict[int, DraftTree] = {}
         self.windows: dict[int, int] = {}
         self.failures: list[Failure] = []
+        self.errors: list[AssertionError] = []
         self.node_counts: list[int] = []
         self.epochs: dict[int, list[int]] = {}
         self.reference = load_model(str(folder), "float32")
@@ -67,7 +70,7 @@ class Draft:
         self.trees[session] = DraftTree(list(prompt))
         self.windows[session] = window
         self.tell(
-            Open(session, 1, params, LENGTH_MAX, VOCABULARY_SIZE),
+            Open(session, 1, params, LENGTH_MAX, self.vocabulary_size),
             Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step),
         )
 
@@ -79,6 +82,13 @@ class Draft:
         return was_inside
 
     def take(self, answer: object) -> None:
+        """Keeps an error for the next step: the engine logs what its callbacks raise, and goes on."""
+        try:
+            self.check(answer)
+        except AssertionError as error:
+            self.errors.append(error)
+
+    def check(self, answer: object) -> None:
         if isinstance(answer, Failure):
             self.failures.append(answer)
             return
@@ -119,6 +129,8 @@ class Draft:
         turn = self.drafter.next_step()
         if turn.pieces:
             self.engine._run_pieces(turn)
+        for error in self.errors:
+            raise error
         for session in self.sessions:
             session.growth.check()
             nodes = () if session.growth.root is None else session.growth.root.below()

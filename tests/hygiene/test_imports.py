@@ -50,7 +50,7 @@ class Imports:
 
 TABLE = (
     Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
-    Imports("specdec.folders", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
+    Imports("specdec.folders", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
     Imports(
         "specdec.config",
@@ -88,6 +88,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.config",
+            "specdec.folders",
             "specdec.engine",
             "specdec.rpc",
             "specdec.telemetry",

@@ -48,7 +48,8 @@ def test_the_chat_draft_is_small_and_only_a_draft() -> None:
     known = json.loads((folder / "draft_vocabulary.json").read_text())["target_token_ids"]
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert draft.description.vocabulary_size == words.get_vocab_size() > 2 * len(known)
-    assert draft.description.draft_vocabulary_size == len(known)
+    vocabulary = draft.description.vocabulary
+    assert vocabulary is not None and vocabulary.own_size == len(known)
     assert set(draft.description.end_token_ids) <= set(known)
     draft.allocate(2, 64)
     ids = words.encode("The capital of France is").ids

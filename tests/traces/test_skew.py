@@ -29,7 +29,10 @@ WALL_CLOCK = {**FAKED, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 ALL_CLOCKS = FAKED
 NO_SKEW: dict[str, str] = {}
 
-pytestmark = pytest.mark.skipif(not LIBRARIES, reason="libfaketime is not installed (Debian: faketime)")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(not LIBRARIES, reason="libfaketime is not installed (Debian: faketime)"),
+]
 
 
 @pytest.fixture(scope="module")
