@@ -17,7 +17,7 @@ from specdec.advise import view
 from specdec.advise.forecast import Times
 from specdec.advise.measuring import Reading, readings_of, written
 from specdec.advise.report import Advice, advice_of
-from specdec.advise.serving import Observed, Served, observe, served
+from specdec.advise.serving import Observed, Served, observe, probe, served
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_model
@@ -36,7 +36,7 @@ def advise(settings: AdviseSettings) -> int:
     for name, folder, own in zip(settings.draft, drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
         with served(settings.target, name) as pair:
-            its_times = times_of(settings, pair)
+            its_times = times_of(settings, pair, own)
             advice = advice_of(folder.path.name, weight_bytes, own, its_times, prices)
             advices.append(advice)
             times.append(its_times)
@@ -57,11 +57,12 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 
-def times_of(settings: AdviseSettings, pair: Served) -> Times:
-    """Returns the times to predict with."""
-    return pair.times(
-        settings.target_ms / 1e3, settings.draft_ms / 1e3, settings.rtt_ms / 1e3, settings.overhead_ms / 1e3
-    )
+def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading]) -> Times:
+    """Returns the times to predict with: the pair's own, measured in a few rounds of each length. Raises
+    SpecdecError."""
+    rounds_s = asyncio.run(probe(pair.address, [reading.text for reading in readings]))
+    given_s = settings.target_ms / 1e3, settings.draft_ms / 1e3
+    return pair.times(rounds_s, given_s, settings.rtt_ms / 1e3, settings.overhead_ms / 1e3)
 
 
 def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading]) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings
     pairs = {
         "tokens a round": (plan.tokens, seen.mean_length),
         "tokens/s": (plan.rate, seen.rate),
-        "tokens/s, plain": (advice.plain_rate, seen.plain_rate),
+        "plain": (advice.plain_rate, seen.plain_rate),
+        "of plain": (plan.ratio, seen.rate.times(1 / seen.plain_rate.value)),
     }
     return {"draft": advice.draft, "length": length, "values": pairs}
 

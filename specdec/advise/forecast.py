@@ -1,7 +1,7 @@
 """From acceptance and step times to tokens per second of chains that wait for their draft. Pure.
 
-A round verifies k draft tokens and yields E of them: it takes T(k + 1) + k d + r seconds, of the target's step, the
-draft's steps, and everything else. Trees and streaming, which the policy also tries, are not predicted.
+A round verifies k draft tokens and yields E of them: it takes T(k + 1) + k d + r(k) seconds, of the target's step, the
+draft's steps, and the rest. Trees and streaming, which the policy also tries, are not predicted.
 """
 
 from __future__ import annotations
@@ -68,22 +68,33 @@ def share(sums: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds: `target` by rows, `draft` by nodes of all sessions, the round trip `rtt` to the draft, and `other`, the
-    rest of a round."""
+    """Seconds: `target` by rows, `draft` by nodes of all sessions, the round trip `rtt` to the draft, and the `rest` of
+    a round by its draft tokens."""
 
     target: Callable[[float], float]
     draft: Callable[[float], float]
     rtt: float
-    other: float
+    rest: Callable[[float], float]
 
     def round_s(self, length: int, batch: int = 1) -> float:
         """A round of `batch` sessions with `length` draft tokens each; without any there is no draft to wait for."""
         waited_s = length * self.draft(batch) + self.rtt if length else 0.0
-        return self.target(batch * (length + 1)) + waited_s + self.other
+        return self.target(batch * (length + 1)) + waited_s + self.rest(length)
 
     def rate(self, tokens: float, length: int, batch: int = 1) -> float:
         """Tokens per second of one session."""
         return tokens / self.round_s(length, batch)
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Returns the function that is linear between points, ascending by their first value, and constant beyond them."""
+
+    def value(at: float) -> float:
+        after = next((index for index, (x, _) in enumerate(points) if x >= at), len(points) - 1)
+        (x0, y0), (x1, y1) = points[max(0, after - 1)], points[after]
+        return y1 if x1 <= x0 or at >= x1 else y0 + (y1 - y0) * (max(at, x0) - x0) / (x1 - x0)
+
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""A pair as it is served: the step times its services measure at start, and what a plan then really gives."""
+"""A pair as it is served: the times of its steps and rounds, and what a plan then really gives."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.advise.forecast import Estimate, Times, resampled, share
+from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
 from specdec.advise.measuring import Text
 from specdec.cli.demo import Run, fill
 from specdec.cli.request import GenerateSettings, build_request
@@ -17,6 +17,8 @@ from specdec.policy.steps import StepCurve
 from specdec.settings import TlsSettings
 
 WAIT_MS = 1000
+PROBED = (0, 1, 2, 4, 8)  # draft tokens of the rounds that are timed
+PROBED_TEXTS, PROBED_TOKENS = 3, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +29,21 @@ class Served:
     target_steps: StepCurve
     draft_steps: StepCurve
 
-    def times(self, target_s: float, draft_s: float, rtt_s: float, other_s: float) -> Times:
-        """Returns times for forecasts; a given step, above 0, scales the measured curve to it."""
+    def times(
+        self, rounds_s: Sequence[tuple[float, float]], given_s: tuple[float, float], rtt_s: float, rest_s: float
+    ) -> Times:
+        """Returns times for forecasts. `rounds_s`: (draft tokens, seconds of a round), measured here; `given_s`: steps
+        of target and draft elsewhere, 0: here; a given one scales the measured curve. `rest_s`, above 0, replaces the
+        rest of a round."""
 
         def curve(steps: StepCurve, given_s: float) -> Callable[[float], float]:
             scale = given_s / (steps.seconds(1) or given_s) if given_s else 1.0
             return lambda rows: (steps.seconds(rows) or 0.0) * scale
 
-        return Times(curve(self.target_steps, target_s), curve(self.draft_steps, draft_s), rtt_s, other_s)
+        target, draft = curve(self.target_steps, 0.0), curve(self.draft_steps, 0.0)
+        rests = [(length, rest_s or own_s - target(length + 1) - length * draft(1)) for length, own_s in rounds_s]
+        target, draft = curve(self.target_steps, given_s[0]), curve(self.draft_steps, given_s[1])
+        return Times(target, draft, rtt_s, line_through(rests))
 
 
 @contextmanager
@@ -78,20 +87,46 @@ class Observed:
 async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> Observed:
     """Generates the texts again, each with rounds of `length` draft tokens and, right after, without. Raises
     SpecdecError."""
-    from specdec.rpc.client import open_channel
-
     observed = Observed()
-    channel = open_channel(address, TlsSettings())
-    try:
+    async with connected(address) as channel:
         for text in texts:
-            for is_plain in (False, True):
-                await _generate(channel, text, 0 if is_plain else length, token_count, observed)
-    finally:
-        await channel.close()
+            run = await _generate(channel, text, length, token_count)
+            if (statistics := run.statistics) and statistics.num_spec_steps:
+                accepted = float(statistics.num_accepted_draft_tokens), float(statistics.num_spec_steps)
+                observed.accepted.append([*accepted])
+            plain = await _generate(channel, text, 0, token_count)
+            for sums, own in ((observed.tokens, run), (observed.plain_tokens, plain)):
+                if (count := len(own.token_ids) - own.first_count) > 0:
+                    sums.append([float(count), own.last_s - own.first_s])
     return observed
 
 
-async def _generate(channel: Any, text: Text, length: int, token_count: int, observed: Observed) -> None:
+async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]]:
+    """Returns (draft tokens, mean seconds of a round), measured in turns on some texts. Raises SpecdecError."""
+    sums = {length: [0.0, 0.0] for length in PROBED}
+    async with connected(address) as channel:
+        for text in texts[:: max(1, len(texts) // PROBED_TEXTS)][:PROBED_TEXTS]:
+            for length, own in sums.items():
+                run = await _generate(channel, text, length, PROBED_TOKENS, ignore_eos=True)
+                if run.statistics and run.statistics.rounds > 1:
+                    own[0] += run.last_s - run.first_s
+                    own[1] += run.statistics.rounds - 1
+    return [(float(length), share(own)) for length, own in sums.items() if own[1]]
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Any]:
+    """Yields a channel to a coordinator."""
+    from specdec.rpc.client import open_channel
+
+    channel = open_channel(address, TlsSettings())
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+async def _generate(channel: Any, text: Text, length: int, token_count: int, ignore_eos: bool | None = None) -> Run:
     params = text.params
     plan: dict[str, Any] = {"policy": "off"}
     if length:
@@ -102,13 +137,9 @@ async def _generate(channel: Any, text: Text, length: int, token_count: int, obs
         max_tokens=token_count,
         temperature=params.temperature,
         seed=params.seed if params.temperature else None,
+        ignore_eos=ignore_eos,
         **plan,
     )
     run = Run()
     await fill(run, channel, build_request(asked, None))
-    statistics = run.statistics
-    if length and statistics and statistics.num_spec_steps:
-        observed.accepted.append([float(statistics.num_accepted_draft_tokens), float(statistics.num_spec_steps)])
-    if (count := len(run.token_ids) - run.first_count) > 0:
-        sums = observed.tokens if length else observed.plain_tokens
-        sums.append([float(count), run.last_s - run.first_s])
+    return run

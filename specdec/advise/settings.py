@@ -26,7 +26,7 @@ class AdviseSettings(Settings):
     target_ms: float = setting(0.0, LIMITS, "Step of the target, one row; 0: measured on this machine.", ge=0)
     draft_ms: float = setting(0.0, LIMITS, "Step of the draft, one node; 0: measured on this machine.", ge=0)
     rtt_ms: float = setting(0.0, LIMITS, "Round trip between coordinator and draft.", ge=0, le=10_000)
-    overhead_ms: float = setting(2.0, LIMITS, "A round's time beside both models and the round trip.", ge=0)
+    overhead_ms: float = setting(0.0, LIMITS, "Rest of a round, beside steps and round trip; 0: measured here.", ge=0)
     target_price: float = setting(0.0, LIMITS, "Price of an hour of the target's machine.", ge=0)
     draft_price: float = setting(0.0, LIMITS, "Price of an hour of the draft's machine.", ge=0)
     check: bool = setting(False, OUTPUT, "Also serve each pair with the recommended plan and compare.")

@@ -140,7 +140,7 @@ def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
     for advice, own in zip(advices, times):
         rates = [
             max(own.rate(advice.plans[length - 1].tokens.value, length) for length in LENGTHS)
-            for own in (Times(own.target, own.draft, rtt_ms / 1e3, own.other) for rtt_ms in RTTS_MS)
+            for own in (Times(own.target, own.draft, rtt_ms / 1e3, own.rest) for rtt_ms in RTTS_MS)
         ]
         right.plot(RTTS_MS, rates, marker="o", label=advice.draft)
     right.axhline(advices[0].plain_rate, color="grey", linestyle="--", label="plain decoding")

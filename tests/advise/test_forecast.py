@@ -14,10 +14,13 @@ from specdec.advise.forecast import (
     break_even,
     calibration_error,
     expected_rounds,
+    line_through,
     lorenz_share,
     resampled,
     share,
 )
+from specdec.advise.serving import Served
+from specdec.policy.steps import StepCurve
 
 VOCABULARY = range(3)
 TEXT_LENGTH = 5
@@ -118,7 +121,7 @@ def test_break_even_is_where_the_rates_are_equal():
     a little less is faster; the batch is the largest that pays. Given times, so nothing depends on the machine."""
 
     def times(rtt_s: float = 0.0, draft_s: float = 0.002) -> Times:
-        return Times(lambda rows: 0.02 + 0.002 * rows, lambda nodes: draft_s * nodes, rtt_s, 0.001)
+        return Times(lambda rows: 0.02 + 0.002 * rows, lambda nodes: draft_s * nodes, rtt_s, lambda length: 0.001)
 
     def best_ratio(own: Times) -> float:
         return max(own.rate(mean, length) for length, mean in enumerate(tokens, 1)) * own.round_s(0)
@@ -153,3 +156,19 @@ def test_calibration_and_concentration():
     assert calibration_error([0.75] * 4, [1, 1, 1, 0]) == pytest.approx(0)
     assert calibration_error([0.95] * 10, [1, 0] * 5) == pytest.approx(0.45)
     assert lorenz_share([1.0] * 50) == pytest.approx(0.1) and lorenz_share([0.0] * 19 + [3.0]) == 1
+
+
+def test_a_line_through_points_and_the_rest_of_a_round():
+    """Claim: between measured rounds the rest is interpolated, beyond them constant; a round of a measured length takes
+    exactly as long as measured, and given steps replace the measured ones and keep the rest."""
+    line = line_through([(0.0, 1.0), (2.0, 3.0), (4.0, 2.0)])
+    assert [line(at) for at in (-1, 0, 1, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 2.5, 2.0, 2.0]
+    target, draft = StepCurve(), StepCurve()
+    target.prime(((1, 0.010), (2, 0.012), (4, 0.020)))
+    draft.prime(((1, 0.002),))
+    rounds_s = [(0.0, 0.011), (1.0, 0.016), (3.0, 0.030)]
+    here = Served("", target, draft).times(rounds_s, (0.0, 0.0), 0.0, 0.0)
+    assert [here.round_s(length) for length in (0, 1, 3)] == pytest.approx([own_s for _, own_s in rounds_s])
+    elsewhere = Served("", target, draft).times(rounds_s, (0.005, 0.004), 0.1, 0.0)
+    assert elsewhere.round_s(1) == pytest.approx(0.006 + 0.004 + 0.1 + (0.016 - 0.012 - 0.002))
+    assert Served("", target, draft).times(rounds_s, (0.0, 0.0), 0.0, 0.5).round_s(0) == pytest.approx(0.51)
