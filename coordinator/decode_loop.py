@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from specdec.coordinator.output import Ending, OutputWalker
+from specdec.coordinator.recording import Recorder
 from specdec.coordinator.rejection import conclude, logprobs_of
 from specdec.coordinator.replicas import Replica
 from specdec.coordinator.speculation import Speculation
@@ -85,6 +87,13 @@ class Generation:
         self._perform(self._session.begin())
         if self._draft is not None and self._draft.is_up:
             self._on_draft_up(self._draft)
+
+    def record(self, recorder: Recorder, deltas: Sequence[Delta]) -> None:
+        """Records the text: prompt and resumed tokens, and these deltas."""
+        if deltas:
+            session = self._session
+            before = session.committed[: session.params.prompt_length + deltas[0].first_output_index]
+            recorder.add(before, session.params.temperature, deltas)
 
     def close(self) -> None:
         """Stops all work for this generation; idempotent."""

@@ -16,6 +16,7 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.decode_loop import Generation
 from specdec.coordinator.metrics import page_metrics
 from specdec.coordinator.output import Ending, OutputWalker
+from specdec.coordinator.recording import Recorder
 from specdec.coordinator.replicas import DRAFT, TARGET, Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
@@ -66,6 +67,8 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._generations: set[Generation] = set()
+        record_bytes_max = settings.record_mb_max << 20
+        self.recorder = Recorder(settings.record, record_bytes_max) if settings.record is not None else None
         self._known: tuple[Description | None, Description | None] = None, None  # the replicas', at the last change
 
     def _on_changed(self) -> None:
@@ -98,16 +101,21 @@ class Coordinator:
                 check_counts(message, target.positions_max)  # now, for what waits for a thread keeps its memory
                 generation, ending = await self._admit(message, target, statistics)
                 self._generations.add(generation)
+                deltas: list[Delta] = []
+                event: Event | None = None
                 try:
                     generation.begin(ending)
-                    event: Event | None = None
                     while not isinstance(event, Finished):
                         event = await generation.next_event()
+                        if self.recorder is not None and isinstance(event, Delta):
+                            deltas.append(event)
                         for part in event.parts() if isinstance(event, Delta) else (event,):
                             yield event_to_message(part, target)
                 finally:
                     self._generations.discard(generation)
                     generation.close()
+                    if self.recorder is not None:
+                        generation.record(self.recorder, deltas)
         except Exception as error:
             statistics.failed(error if isinstance(error, SpecdecError) else SpecdecError(type(error).__name__))
             raise
@@ -204,6 +212,8 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
             link.cancel()
         await asyncio.gather(*links, following, announcing, return_exceptions=True)
         page.close()
+        if coordinator.recorder is not None:
+            await asyncio.to_thread(coordinator.recorder.close)
         await asyncio.to_thread(tracing.close)
 
 

@@ -7,6 +7,7 @@ with its unit and a help group. `specdec.cli.options` reads the values; each ser
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -231,7 +232,23 @@ class CallerSettings(Settings):
     )
 
 
-class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings):
+class RecordSettings(Settings):
+    """Texts kept for the training of drafts."""
+
+    record: Path | None = setting(
+        None, OUTPUT, "File to append the token ids of prompts and outputs to, for `specdec distill --from-record`."
+    )
+    record_notice: bool = setting(False, OUTPUT, "Confirm that clients were told of --record.")
+    record_mb_max: int = setting(1024, OUTPUT, "Most megabytes of that file.", ge=1, le=1 << 20)
+
+    @model_validator(mode="after")
+    def _check_notice(self) -> RecordSettings:
+        if self.record is not None and not self.record_notice:
+            raise ValueError("--record keeps what clients send: give --record-notice to confirm that they were told")
+        return self
+
+
+class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, RecordSettings):
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
     target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
@@ -260,7 +277,7 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings):
 
 
 class ServeSettings(
-    ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings, CallerSettings
+    ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings, CallerSettings, RecordSettings
 ):
     """All three services on this machine; --host, --port and TLS are the coordinator's, the others use loopback."""
 
@@ -268,7 +285,7 @@ class ServeSettings(
     draft_model: str = setting(
         str(EMBEDDED_MODELS / "draft"),
         MODEL,
-        "Draft model: folder or hub id; its tokenizer must equal the target's.",
+        "Draft model: folder or hub id.",
         min_length=1,
     )
     served_model_name: str | None = setting(None, MODEL, "Name of the served target; absent: the value of --model.")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from specdec.distill.plans import Plans, text_files
+from specdec.distill.plans import Plans, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student
 from specdec.distill.texts import LabelledTexts
@@ -154,7 +154,7 @@ def written_texts(
 ) -> tuple[LabelledTexts, LabelledTexts]:
     """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
     where = settings.texts or settings.out / "texts"
-    plans = plans_of(settings, folder.path)
+    plans = plans_of(settings, folder)
     wanted = [("heldout", 0), *(("train", first) for first in range(0, settings.text_count, FILE_TEXTS))]
     files = {own: where / f"{own[0]}-{own[1]:07d}.safetensors" for own in wanted}
     digest = folder.digest()
@@ -188,7 +188,7 @@ def written_texts(
     return LabelledTexts.joined(learned), heldout
 
 
-def plans_of(settings: DistillSettings, folder: Path) -> dict[str, Plans]:
+def plans_of(settings: DistillSettings, folder: ModelFolder) -> dict[str, Plans]:
     """Returns the plans of the held-out texts and of those to learn from; no prompt and no file is in both.
     Raises ConfigError."""
     temperatures = temperatures_of(settings.text_temperatures, "--text-temperatures")
@@ -196,10 +196,11 @@ def plans_of(settings: DistillSettings, folder: Path) -> dict[str, Plans]:
     if settings.prompts and len(prompts) < 2:
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
     files = text_files(settings.corpus)
-    parts = zip(("heldout", "train"), split(prompts), split(files))
+    records = records_of(settings.from_record, folder.token_string_count)
+    parts = zip(("heldout", "train"), split(prompts), split(files), split(records))
     return {
-        name: Plans(folder, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", own_prompts, own_files)
-        for name, own_prompts, own_files in parts
+        name: Plans(folder.path, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept)
+        for name, asked, read, kept in parts
     }
 
 

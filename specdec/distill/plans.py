@@ -1,5 +1,5 @@
 """Which texts the target writes: answers to given prompts, to questions of its own, and, in turn with them, windows of
-given files, as they are and continued."""
+given files, as they are and continued, and recorded texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -21,11 +22,21 @@ QUESTION_TOKENS_MAX = 64
 
 CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
 FILE_BYTES_MAX = 1 << 26
+RECORDED_PROMPT_MAX = 512  # tokens before a recorded answer, the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A text of `specdec coordinator --record`."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    temperature: float
 
 
 class Plans:
-    """The plans of a model folder: `prompts`, if given, are asked in turn; else the target asks itself. With `files`
-    every second text is a window of one of them, in turn as it is, which the target only labels, and continued.
+    """The plans of a model folder: `prompts`, if given, are asked in turn; else the target asks itself. In turn
+    with these are windows of `files`, as they are, which the target only labels, and continued, and texts of `records`.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
     Raises ConfigError for a template that is not valid, and without template, prompts and files.
@@ -39,6 +50,7 @@ class Plans:
         seed: str,
         prompts: Sequence[str] = (),
         files: Sequence[Path] = (),
+        records: Sequence[Record] = (),
     ) -> None:
         self._words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._prompts = prompts
@@ -47,16 +59,21 @@ class Plans:
         self._seed = seed
         self._parts = turn_parts(folder)
         self._files = files
+        self._records = records
+        self._sources = [self._window] * bool(files) + [self._recorded] * bool(records)
+        if prompts or self._parts:
+            self._sources.insert(0, self._asked)
         self._read: dict[Path, tuple[int, ...]] = {}
-        if self._parts is None and not prompts and not files:
-            needed = "give --prompts or --corpus"
+        if not self._sources:
+            needed = "give --prompts, --corpus or --from-record"
             raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: {needed}")
 
     def digest(self, first: int, count: int, target: str) -> str:
         """Returns a digest of everything that decides the texts first to first + count of the target of that digest."""
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
         files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
-        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files]).encode()).hexdigest()
+        records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self._records]
+        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files, records]).encode()).hexdigest()
 
     def length_max(self, first: int, count: int) -> int:
         """The most tokens of any of these texts."""
@@ -68,10 +85,11 @@ class Plans:
 
     def _plan(self, index: int) -> TextPlan:
         seed = random.Random(f"{self._seed}/{index}").getrandbits(64)
-        if self._files:
-            index, is_window = divmod(index, 2)
-            if is_window or not (self._prompts or self._parts):
-                return self._window(index, seed)
+        index, source = divmod(index, len(self._sources))
+        return self._sources[source](index, seed)
+
+    def _asked(self, index: int, seed: int) -> TextPlan:
+        """A given prompt, or a question of the target, with its answer."""
         temperature = self._temperatures[index % len(self._temperatures)]
         prompt = self._prompts[index // len(self._temperatures) % len(self._prompts)] if self._prompts else None
         if self._parts is None:
@@ -102,6 +120,13 @@ class Plans:
             return TextPlan((Passage(given, length - len(given), temperature),), 0, seed)
         return TextPlan((Passage(window, 1, temperature),), 0, seed)
 
+    def _recorded(self, index: int, seed: int) -> TextPlan:
+        """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
+        own = self._records[index % len(self._records)]
+        before, output = own.prompt_ids[-RECORDED_PROMPT_MAX:], own.output_ids[: self._answer_tokens_max]
+        answered_from = max(0, len(before) - 1)
+        return TextPlan((Passage(before + output, 1, own.temperature),), answered_from, seed, answered_from)
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)
 
@@ -118,6 +143,25 @@ def text_files(folder: Path | None) -> list[Path]:
         if not read_text(file).strip():
             raise ConfigError(f"--corpus: {file} has no text")
     return files
+
+
+def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
+    """Returns the texts of a file of `specdec coordinator --record`; none without one. Raises ConfigError for a file
+    with fewer than two, and for token ids that the target does not have."""
+    if file is None:
+        return []
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found = [Record(tuple(own["prompt_ids"]), tuple(own["output_ids"]), float(own["temperature"])) for own in lines]
+        ids = {token_id for own in found for token_id in own.prompt_ids + own.output_ids}
+        known = all(isinstance(one, int) and 0 <= one < vocabulary_size for one in ids)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--from-record {file} is no record: {error}") from None
+    if not known:
+        raise ConfigError(f"--from-record {file} has token ids outside 0 to {vocabulary_size - 1}: of another target")
+    if len(found) < 2:
+        raise ConfigError(f"--from-record {file} has {len(found)} texts; it must have 2, one to test with")
+    return found
 
 
 def read_text(file: Path) -> str:

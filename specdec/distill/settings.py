@@ -25,6 +25,9 @@ class DistillSettings(Settings):
     corpus: Path | None = setting(
         None, PROMPT, "Folder of text files: every second text is a window of one, as it is or continued."
     )
+    from_record: Path | None = setting(
+        None, PROMPT, "File of `specdec coordinator --record`: texts of it are learned beside the others."
+    )
     texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
     text_count: int = setting(2048, PROMPT, "Texts the target writes, in files of 64.", ge=1, le=1 << 24)
     text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)

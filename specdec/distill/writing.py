@@ -37,11 +37,13 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """The passages of one text, the position it is learned from, and the seed of its draws."""
+    """The passages of one text, the position it is learned from, and the seed of its draws. `answered_from`: of an
+    answer that is given."""
 
     passages: tuple[Passage, ...]
     learned_from: int
     seed: int
+    answered_from: int | None = None
 
     @property
     def length_max(self) -> int:
@@ -73,7 +75,8 @@ class _Writing:
         if self.passage_index == len(self.plan.passages):
             return False
         self.tokens += self.passage.given
-        self.answered_from = max(0, len(self.tokens) - 1)
+        given_from = self.plan.answered_from
+        self.answered_from = max(0, len(self.tokens) - 1) if given_from is None else given_from
         return True
 
     def add(self, token_id: int, end_token_ids: Sequence[int]) -> bool:

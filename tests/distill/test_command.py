@@ -143,7 +143,7 @@ def test_no_prompt_is_learned_and_tested():
     """Claim: of given prompts a tenth is held out, and no text to learn from begins with one, though one is there
     twice."""
     settings = DistillSettings(target=str(MODELS / "target"), out=Path("x"), prompts=PROMPTS_FILE, tokens=1)
-    plans = plans_of(settings, MODELS / "target")
+    plans = plans_of(settings, open_model_folder(str(MODELS / "target")))
     given = {split: {plan.passages[0].given for plan in own.make(0, 700)} for split, own in plans.items()}
     assert len(given["heldout"]) == 16 and len(given["train"]) > 150 and not given["heldout"] & given["train"]
 

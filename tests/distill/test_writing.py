@@ -11,16 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.distill.command import plans_of
-from specdec.distill.plans import Plans, text_files
+from specdec.distill.plans import Plans, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextPlan, TextWriter
 from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from tests.support.services import MODELS
 
 PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
 PROMPTS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text().splitlines()[:5]]
+TARGET = open_model_folder(str(MODELS / "target"))
 ANSWER_TOKENS = 12
 
 
@@ -101,7 +103,7 @@ def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     told = {"target": str(MODELS / "target"), "out": tmp_path / "out", "tokens": 1, "text_tokens": 20}
-    plans = plans_of(DistillSettings(**told, corpus=tmp_path), MODELS / "target")
+    plans = plans_of(DistillSettings(**told, corpus=tmp_path), TARGET)
     words = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     found = {name: set() for name in plans}
     for split, own in plans.items():
@@ -111,7 +113,7 @@ def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
             found[split] |= {name for name, content in contents.items() if given in content and len(given) > 12}
             assert (len(passage.given), passage.max_tokens) in ((20, 1), (5, 15))
     assert not found["heldout"] & found["train"] and len(found["heldout"] | found["train"]) == 3
-    mixed = plans_of(DistillSettings(**told, corpus=tmp_path, prompts=PROMPTS_FILE), MODELS / "target")["train"]
+    mixed = plans_of(DistillSettings(**told, corpus=tmp_path, prompts=PROMPTS_FILE), TARGET)["train"]
     assert [plan.passages[0].max_tokens for plan in mixed.make(0, 6)] == [20, 1, 20, 15, 20, 1]
     before = plans["train"].digest(0, 4, "")
     for name, content in contents.items():
@@ -119,6 +121,40 @@ def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
     assert plans["train"].digest(0, 4, "") != before
     texts = written(target, mixed.make(0, 4), 4)
     assert texts.lengths.tolist()[1] == 20 and tuple(tokens_of(texts)[1]) == mixed.make(1, 1)[0].passages[0].given
+
+
+def test_recorded_texts_are_labelled(tmp_path, target):
+    """Claim: with --from-record every second text is a recorded one, as it is: the target writes no token of it that is
+    kept, and it counts from its answer on; its labels are the target's. No text is in both parts."""
+    lines = [{"prompt_ids": [7, 8, 9], "output_ids": list(range(20 + n, 60)), "temperature": 0.7} for n in range(11)]
+    (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = {"target": str(MODELS / "target"), "out": tmp_path / "out", "tokens": 1, "text_tokens": 20}
+    plans = plans_of(DistillSettings(**told, from_record=tmp_path / "record", prompts=PROMPTS_FILE), TARGET)
+    recorded = {name: own.make(0, 30)[1::2] for name, own in plans.items()}
+    starts = {name: {plan.passages[0].given[3] for plan in own} for name, own in recorded.items()}
+    assert starts == {"heldout": {20}, "train": set(range(21, 31))}
+    texts = written(target, plans["train"].make(0, 4), 4)
+    assert tokens_of(texts)[1] == [7, 8, 9, *range(21, 41)]
+    assert texts.answered_from.tolist()[1] == texts.learned_from.tolist()[1] == 2
+    assert texts.temperatures.tolist()[1] == pytest.approx(0.7)
+    alone = plans_of(DistillSettings(**told, from_record=tmp_path / "record"), TARGET)["train"]
+    assert [plan.passages[0].given[3] for plan in alone.make(0, 3)] == [21, 22, 23]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("", "has 0 texts"),
+        ("text", "is no record"),
+        ('{"prompt_ids": [1]}', "is no record"),
+        ('{"prompt_ids": [1], "output_ids": [4096], "temperature": 0}', "has token ids outside 0 to 4095"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
+    """Claim: other files, one text, and tokens of another target are refused, with file and limit."""
+    (tmp_path / "record").write_text(content)
+    with pytest.raises(ConfigError, match=error):
+        records_of(tmp_path / "record", 4096)
 
 
 @pytest.mark.parametrize(

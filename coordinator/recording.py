@@ -1,0 +1,64 @@
+"""Texts that were generated, kept for `specdec distill --from-record`: token ids and what became of draft tokens.
+
+Off unless asked for. One JSON object a line; a thread of its own writes, so the event loop never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from specdec.errors import ConfigError
+from specdec.protocol.report import Delta
+from specdec.protocol.types import TokenKind
+from specdec.telemetry.logs import get_logger
+
+WAITING_MAX = 256  # texts not written yet; further ones are left out
+# Of an output token: an accepted draft token, one in place of a rejected draft token, one without a draft token.
+SIGNS = {TokenKind.ACCEPTED: "1", TokenKind.RECOVERED: "0", TokenKind.BONUS: "-"}
+
+
+class Recorder:
+    """Appends texts to a file of at most `bytes_max` bytes, readable by its owner only. Raises ConfigError for a file
+    that cannot be opened."""
+
+    def __init__(self, file: Path, bytes_max: int) -> None:
+        try:
+            self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--record {file} cannot be opened: {error.strerror}") from None
+        self._left = bytes_max - os.fstat(self._descriptor).st_size
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, "recorder")
+
+    def add(self, prompt_ids: Sequence[int], temperature: float, deltas: Sequence[Delta]) -> None:
+        """Appends one text; nothing if the file is full or the disk too slow."""
+        output_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        line = {
+            "prompt_ids": list(prompt_ids),
+            "output_ids": output_ids,
+            "accepted": "".join(SIGNS[kind] for delta in deltas for kind in delta.kinds),
+            "temperature": temperature,
+        }
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        if len(data) > self._left or self._waiting == WAITING_MAX:
+            get_logger().warning("text not recorded", reason="the disk is slow" if len(data) <= self._left else "full")
+            return
+        self._left -= len(data)
+        self._waiting += 1
+        self._thread.submit(self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            os.write(self._descriptor, data)
+        except OSError as error:
+            get_logger().error("text not recorded", reason=error.strerror)
+        self._waiting -= 1
+
+    def close(self) -> None:
+        """Writes what waits."""
+        self._thread.shutdown()
+        os.close(self._descriptor)
