@@ -19,6 +19,7 @@ from specdec.cli.keeper import Keeper
 from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
+from specdec.folders import local_folder
 from specdec.protocol.types import Description
 from specdec.settings import ServiceSettings
 
@@ -59,9 +60,12 @@ def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Ch
 def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child, list[str]]:
     """Starts all three; each is in `children` as soon as it exists, so that `running` can stop it. Returns them and the
     sizes of their caches."""
+    from specdec.engine.model_folder import open_model_folder
     from specdec.rpc.ports import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded
+    if not local_folder(settings.model).is_dir():
+        open_model_folder(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     target = start("target", settings.target_settings())
     children.append(target)
     draft = start("draft", settings.draft_settings())

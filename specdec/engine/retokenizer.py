@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from specdec.engine.model_folder import read_json
+from specdec.errors import ModelRefused
 from specdec.protocol.fingerprint import vocabulary_size
 
 SPACE = "\u2581"  # the space of tokenizers in the manner of SentencePiece
@@ -109,9 +110,9 @@ class Retokenizer:
                     self.own_of[entry["id"]] = specials[entry["content"]]
         if draft_ends:
             self.own_of |= {end: draft_ends[0] for end in target_ends[:1]}
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(draft))
+        self._tokenizer = whole_tokenizer(draft)
         self._first = first_tokens(self._tokenizer)
-        for token_id in first_tokens(tokenizers.Tokenizer.from_file(str(target))):
+        for token_id in first_tokens(whole_tokenizer(target)):
             self._texts[token_id] = b""  # the draft's own first tokens stand for the target's
 
     def read(self, token_ids: Sequence[int], is_start: bool, is_whole: bool = False) -> tuple[list[int], int]:
@@ -120,14 +121,15 @@ class Retokenizer:
 
         `is_start`: these are the first of a text.
         """
-        count, read, data = 0, b"", b""
-        for index, token_id in enumerate(token_ids, 1):
-            data += self._texts[token_id] or b""
-            if is_text(data):
-                count, read = index, data
-        if is_whole or len(token_ids) - count > PENDING_MAX:
-            count, read = len(token_ids), data
-        found = [one for part in parts_of(read) for one in self._own(part)]
+        data = [self._texts[token_id] or b"" for token_id in token_ids]
+        count, decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
+        for index, piece in enumerate(data, 1):
+            decoder.decode(piece)
+            if not decoder.getstate()[0]:
+                count = index
+        if is_whole or len(data) - count > PENDING_MAX:
+            count = len(data)
+        found = [one for part in parts_of(b"".join(data[:count])) for one in self._own(part)]
         return (self._first + found if is_start else found), count
 
     def _own(self, part: str | bytes) -> list[int]:
@@ -204,6 +206,17 @@ class Reading:
         return len(self.tokens)
 
 
+def whole_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that cuts and pads no text. Raises ModelRefused for a file that is none."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise ModelRefused(f"{file} is not a tokenizer file: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def first_tokens(tokenizer: tokenizers.Tokenizer) -> list[int]:
     """Returns the special tokens that a tokenizer puts before a text."""
     plain = tokenizer.encode("x", add_special_tokens=False).ids
@@ -222,10 +235,3 @@ def parts_of(data: bytes) -> Iterator[str | bytes]:
                 yield data[: error.start].decode()
             yield data[error.start : error.end]
             data = data[error.end :]
-
-
-def is_text(data: bytes) -> bool:
-    """Whether bytes end with a whole character, or with bytes that no character begins with."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    return not decoder.getstate()[0]

@@ -12,11 +12,10 @@ import math
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdec.engine.model_folder import read_json
-from specdec.engine.retokenizer import Retokenizer
+from specdec.engine.retokenizer import Retokenizer, whole_tokenizer
 from specdec.errors import ModelRefused
 
 VOCABULARY_FILE = "draft_vocabulary.json"
@@ -77,7 +76,7 @@ class VocabularyMap:
 
     def share(self, tokenizer: Path, text: str) -> float:
         """Returns the share of the target's tokens of a text, by its tokenizer file, that the draft can propose."""
-        ids = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
+        ids = whole_tokenizer(tokenizer).encode(text, add_special_tokens=False).ids
         known = set(self._target_token_ids.tolist())
         return sum(token_id in known for token_id in ids) / max(1, len(ids))
 
