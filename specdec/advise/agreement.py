@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.engine.devices import default_block_size, find_device
 from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
 from specdec.engine.retokenizer import Reading
+from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import NumericsError
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 
@@ -32,7 +34,8 @@ class Agreement:
     text's token is known, which varies less. Of the distributions at the text's temperature (at 1 if it is 0):
     `variation`, the total variation distance; `divergence`, KL(target || draft) over the tokens the draft has, in nats;
     `entropy` of the target, in nats; `reachable`, the target's probability of the tokens the draft has. `confidence`:
-    the draft's in its likeliest token, and `is_likeliest`: whether that is the text's.
+    the draft's in its likeliest token, and `is_likeliest`: whether that is the text's. `cosine` of the final hidden
+    states of both, nan where their sizes differ: a diagnosis, from which no acceptance follows.
     """
 
     passes: dict[Rule, Tensor]
@@ -43,6 +46,7 @@ class Agreement:
     reachable: Tensor
     confidence: Tensor
     is_likeliest: Tensor
+    cosine: Tensor
 
     def __len__(self) -> int:
         return len(self.variation)
@@ -60,10 +64,16 @@ class Agreement:
 
 
 class Reader:
-    """Runs a model along given texts of at most `length_max` tokens. It takes the model's cache storage."""
+    """Runs a model along given texts of at most `length_max` tokens. It takes the model's cache storage.
+
+    `hidden` [rows, hidden]: final hidden states of the rows that `read` gave last; None where the model tells none.
+    """
 
     def __init__(self, model: CausalModel, length_max: int, device: str = "cpu") -> None:
         self._model = model
+        self.hidden: Tensor | None = None
+        if isinstance(model, TransformersModel):
+            model.watch_hidden(self._keep)
         block_size = default_block_size(find_device(device))
         block_count = -(-length_max // block_size)
         model.allocate(1 + block_count, block_size)
@@ -83,7 +93,13 @@ class Reader:
             wanted = rows[start : start + ROWS]
             logits = self._forward(own, min(fed, wanted[0]), wanted[-1] + 1, wanted[0])
             fed = wanted[-1] + 1
-            yield logits[[row - wanted[0] for row in wanted]]
+            chosen = [row - wanted[0] for row in wanted]
+            if self.hidden is not None:
+                self.hidden = self.hidden[chosen]
+            yield logits[chosen]
+
+    def _keep(self, hidden: Tensor) -> None:
+        self.hidden = hidden.float().cpu()
 
     def _forward(self, own: Sequence[int], start: int, end: int, wanted_from: int) -> Tensor:
         """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
@@ -118,7 +134,10 @@ def agreement_along(
     for target_rows, draft_rows in zip(target.read(token_ids[:-1], first), draft.read(token_ids[:-1], first)):
         paths = [token_ids[: start + row + 1] for row in range(len(target_rows))]
         following = torch.tensor(token_ids[start + 1 : start + 1 + len(target_rows)])
-        parts.append(agreement_of(target_rows, draft_rows, paths, following, params))
+        own = agreement_of(target_rows, draft_rows, paths, following, params)
+        if target.hidden is not None and draft.hidden is not None and target.hidden.shape == draft.hidden.shape:
+            own = replace(own, cosine=cosine_similarity(target.hidden, draft.hidden, dim=1).double())
+        parts.append(own)
         start += len(target_rows)
     return Agreement.joined(parts)
 
@@ -162,6 +181,7 @@ def agreement_of(
         reachable,
         likeliest.values,
         (likeliest.indices == following).double(),
+        torch.full((len(p),), torch.nan, dtype=torch.float64),
     )
 
 

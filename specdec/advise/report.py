@@ -3,6 +3,7 @@ pay. Plain values, for the table, the picture and JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,7 +30,7 @@ TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
 class Cell:
     """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed; the
     others are means over positions (see `Agreement`), `variation_in_tenth` the share of the total variation distance in
-    the tenth of the positions that have most."""
+    the tenth of the positions that have most, `cosine` None where hidden sizes differ."""
 
     prompt_class: str
     temperature: float
@@ -41,6 +42,7 @@ class Cell:
     entropy: float
     reachable: float
     calibration_error: float
+    cosine: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    variation = every("variation")
+    variation, cosine = every("variation"), mean(every("cosine"))
     return Cell(
         name,
         temperature,
@@ -123,6 +125,7 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
         mean(every("entropy")),
         mean(every("reachable")),
         calibration_error(every("confidence"), every("is_likeliest")),
+        None if math.isnan(cosine) else cosine,
     )
 
 

@@ -22,6 +22,8 @@ def show(console: Console, advice: Advice, rtt_s: float) -> None:
     steps = f"{1e3 * advice.draft_step_s:.2f} ms, of the target {1e3 * advice.target_step_s:.2f} ms"
     console.print(f"{advice.weight_bytes / 1e6:.0f} MB of weights; a step of the draft {steps}")
     console.print(acceptance_table(advice.cells))
+    if (cosine := advice.cells[-1].cosine) is not None:
+        console.print(f"cosine of the final hidden states {cosine:.2f}: a diagnosis, no acceptance follows from it")
     console.print(plan_table(advice))
     console.print(sentence(advice, rtt_s))
 

@@ -66,7 +66,7 @@ def words(folder: Path):
 
 def test_measures_are_those_of_transformers_distributions():
     """Claim: variation, divergence, entropy and confidence are those of the softmax of `transformers` over the same
-    text, at its temperature, in every slice that the reader takes; acceptance under REJECTION is
+    text, at its temperature, in every slice that the reader takes, the cosine that of its hidden states; acceptance under REJECTION is
     close to 1 - TV: the distribution as sent has fewer tokens and rounded weights."""
     folders = [MODELS / "target", MODELS / "draft"]
     readers = [Reader(load_model(str(folder), dtype="float32", has_stable_rows=False), 512) for folder in folders]
@@ -76,6 +76,7 @@ def test_measures_are_those_of_transformers_distributions():
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
     with torch.no_grad():
         p, q = ((model(torch.tensor([ids])).logits[0, 20:-1].double() / 0.7).softmax(1) for model in models)
+        states = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 20:-1] for model in models]
     assert len(own) == len(p) == 129
     close = {"rtol": 0, "atol": 1e-3}
     assert torch.allclose(own.variation, (p - q).abs().sum(1) / 2, **close)
@@ -83,6 +84,7 @@ def test_measures_are_those_of_transformers_distributions():
     assert torch.allclose(own.entropy, -(p * p.log()).sum(1), **close)
     assert torch.allclose(own.confidence, q.max(1).values, **close)
     assert (own.reachable > 0.999).all()
+    assert torch.allclose(own.cosine, torch.cosine_similarity(*states, dim=1).double(), **close)
     assert abs((1 - own.variation - own.accepted[Rule.REJECTION]).mean()) < 0.03
 
 
