@@ -66,8 +66,8 @@ def words(folder: Path):
 
 def test_measures_are_those_of_transformers_distributions():
     """Claim: variation, divergence, entropy and confidence are those of the softmax of `transformers` over the same
-    text, at its temperature, in every slice that the reader takes, the cosine that of its hidden states; acceptance under REJECTION is
-    close to 1 - TV: the distribution as sent has fewer tokens and rounded weights."""
+    text, at its temperature, in every slice that the reader takes, and the cosine is that of its hidden states;
+    acceptance under REJECTION is close to 1 - TV: the distribution as sent has fewer tokens and rounded weights."""
     folders = [MODELS / "target", MODELS / "draft"]
     readers = [Reader(load_model(str(folder), dtype="float32", has_stable_rows=False), 512) for folder in folders]
     ids = words(folders[0]).encode("\n".join(PROMPTS)).ids[:150]
