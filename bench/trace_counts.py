@@ -101,7 +101,7 @@ def rounds_s(trace: RequestStatistics) -> float:
         trace.sent(session, now_s)
         answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
         times = now_s, now_s, 0.0, 0.0
-        record, actions = session.on_verdict(Verdict(0, 3, TokenKind.BONUS), answer, 1, False, times)
+        record, actions = session.on_verdict(Verdict((), 3, TokenKind.BONUS), answer, 1, False, times)
         trace.on_round(session, record, link)
         for action in actions:
             if not isinstance(action, AwaitDraft):

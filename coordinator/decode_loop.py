@@ -203,8 +203,7 @@ class Generation:
         except SpecdecError as error:
             self._fail(error)
             return
-        accepted_count, next_token_id, next_kind = verdict
-        tokens = (*flying.draft_token_ids[:accepted_count], next_token_id)
+        tokens = (*map(flying.draft_token_ids.__getitem__, verdict.accepted), verdict.next_token_id)
         first_output_index = self._walker.count
         texts, ending = self._walker.walk(tokens)
         now_s = time.monotonic()
@@ -214,7 +213,7 @@ class Generation:
         record, actions = session.on_verdict(verdict, answer, kept, ending is not None, times)
         self._request.on_round(session, record, self._target.link)
         self._perform(actions)
-        kinds = (*[TokenKind.ACCEPTED] * accepted_count, next_kind)[:kept]
+        kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
         logprobs = logprobs_of(answer.output, verdict)[:kept]
         self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(texts), tuple(map(len, texts)), logprobs))
         if ending is not None:

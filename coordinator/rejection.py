@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.noise import Lane, uniform
+from specdec.protocol.shape import children
 from specdec.protocol.types import (
     DraftProbs,
     PositionLogprobs,
@@ -21,23 +22,36 @@ from specdec.protocol.types import (
     Verdict,
 )
 
+SIBLING_SHIFT = 32  # of the rank in the key of an accept draw: positions are below
+
 
 def conclude(params: ResolvedSamplingParams, flying: Verification, answer: VerificationResult) -> Verdict:
     """Returns the verdict on the verification in flight, with the draws of its parameters. Raises as `decide` does."""
+    tokens, parents = flying.draft_token_ids, flying.parents
     draws: Sequence[float] = ()
     if params.rule is Rule.REJECTION:
-        draws = [
-            uniform(params.seed, Lane.ACCEPT, flying.round_index, flying.base_position + index)
-            for index in range(len(flying.draft_token_ids))
-        ]
-    return decide(params.rule, flying.draft_token_ids, flying.draft_probs, answer.output, draws)
+        draws = accept_draws(params.seed, flying.round_index, flying.base_position, parents, len(tokens))
+    return decide(params.rule, tokens, flying.draft_probs, answer.output, draws, parents)
+
+
+def accept_draws(seed: int, round_index: int, base_position: int, parents: Sequence[int], count: int) -> list[float]:
+    """Returns the uniform number of each draft token's test. Tokens with the same position and the same rank among
+    their siblings share it: a round tests one of them, chosen without it."""
+    draws, depths = [0.0] * count, [0] * (count + 1)
+    for row, following in enumerate(children(parents, count)):
+        for rank, index in enumerate(following):
+            depths[index + 1] = depths[row] + 1
+            key = base_position + depths[row] | rank << SIBLING_SHIFT
+            draws[index] = uniform(seed, Lane.ACCEPT, round_index, key)
+    return draws
 
 
 def logprobs_of(output: SamplerOutput, verdict: Verdict) -> tuple[PositionLogprobs, ...]:
     """Returns the log-probabilities of the tokens a verdict commits; none if the sampling parameters request none."""
     if not output.recovered_logprobs:
         return ()
-    return *output.draft_logprobs[: verdict.accepted_count], output.recovered_logprobs[verdict.accepted_count]
+    drafted = (output.draft_logprobs[index] for index in verdict.accepted)
+    return *drafted, output.recovered_logprobs[verdict.last_row]
 
 
 def decide(
@@ -46,29 +60,44 @@ def decide(
     draft_probs: Sequence[DraftProbs],
     output: SamplerOutput,
     accept_draws: Sequence[float],
+    parents: Sequence[int] = (),
 ) -> Verdict:
     """Returns the verdict on one round. Pure: the same arguments give the same verdict.
 
-    `draft_probs` and `accept_draws` hold one entry per draft token under REJECTION and are not read otherwise;
-    `accept_draws[i]` is uniform(seed, Lane.ACCEPT, round_index, base_position + i). The first rejected draft token ends
-    the round with the recovered token in its place; if all are accepted the bonus token follows. Raises InvalidRequest
-    for a draft token that its draft distribution lacks: it was not drawn from it and must not be tested.
+    Walks from the root of the tree (`parents`: protocol.shape): the children of a row are tested in order, the first
+    that passes is accepted and the walk continues below it. If none passes, the row's recovered token follows, or the
+    bonus token after a row without children. `draft_probs` and `accept_draws` hold one entry per draft token under
+    REJECTION and are not read otherwise; `draft_probs` are those of `Verification`. Raises InvalidRequest for a draft
+    token that its draft distribution lacks: it was not drawn from it and must not be tested.
     """
-    draft_length, recovered = len(draft_token_ids), output.recovered_token_ids
+    count, recovered = len(draft_token_ids), output.recovered_token_ids
     is_drawn = rule is Rule.REJECTION
-    check_count("output.recovered_token_ids", recovered, draft_length + 1)
+    check_count("output.recovered_token_ids", recovered, count + 1)
     if is_drawn:
-        check_count("output.target_probs", output.target_probs, draft_length)
-        check_count("draft_probs", draft_probs, draft_length)
-        check_count("accept_draws", accept_draws, draft_length)
-    for index, token_id in enumerate(draft_token_ids):
+        check_count("output.target_probs", output.target_probs, count)
+        check_count("draft_probs", draft_probs, count)
+        check_count("accept_draws", accept_draws, count)
+
+    def passes(index: int, tested: list[int]) -> bool:
+        token_id = draft_token_ids[index]
+        probs = draft_probs[index].without(tested)
+        tested.append(token_id)
+        return accepts(probs, token_id, output.target_probs[index], accept_draws[index])
+
+    following = children(parents, count)
+    accepted: list[int] = []
+    row = 0
+    while following[row]:
         if is_drawn:
-            accepted = accepts(draft_probs[index], token_id, output.target_probs[index], accept_draws[index])
+            tested: list[int] = []
+            passed = next((index for index in following[row] if passes(index, tested)), None)
         else:
-            accepted = token_id == recovered[index]
-        if not accepted:
-            return Verdict(index, recovered[index], TokenKind.RECOVERED)
-    return Verdict(draft_length, recovered[-1], TokenKind.BONUS)
+            passed = next((index for index in following[row] if draft_token_ids[index] == recovered[row]), None)
+        if passed is None:
+            return Verdict(tuple(accepted), recovered[row], TokenKind.RECOVERED)
+        accepted.append(passed)
+        row = passed + 1
+    return Verdict(tuple(accepted), recovered[row], TokenKind.BONUS)
 
 
 def accepts(probs: DraftProbs, token_id: int, target_prob: float, accept_draw: float) -> bool:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
+from specdec.protocol.shape import path_tokens
 from specdec.replica.handler import Reply, log_names
-from specdec.target_service.session import TargetSession
+from specdec.target_service.session import FedBranch, TargetSession
 from specdec.telemetry.logs import get_logger
 
 RUN_POSITIONS = 64  # of a run, at least
@@ -64,6 +65,7 @@ class Admission:
         self.waiting.discard(session)
         if session.table.block_ids:
             self.cache_prefix(session)
+        session.drop_branches(self._cache)
         self._cache.release(session.table)
 
     def give(self, session: TargetSession) -> bool:
@@ -88,7 +90,7 @@ class Admission:
     def cache_prefix(self, session: TargetSession) -> None:
         """Makes the session's committed tokens in the cache available to other sessions."""
         if self._shares_prefixes:
-            length = min(session.agreement(()), len(session.tokens))
+            length = min(session.agreement(), len(session.tokens))
             self._cache.cache_prefix(session.table, session.tokens, length)
 
     def _admit(self, session: TargetSession) -> None:
@@ -103,8 +105,7 @@ class Admission:
 
     def _has_capacity(self, session: TargetSession) -> bool:
         """Whether a session's request has all its blocks now; preempts the youngest sessions if that is enough."""
-        table = session.table
-        while not (self._grow(table, session.wanted_length) if table.block_ids else self._reopen(session)):
+        while not (self._fits(session) if session.table.block_ids else self._reopen(session)):
             sessions = list(self._sessions)
             younger = [other for other in sessions[sessions.index(session) + 1 :] if other.table.block_ids]
             preemptable = [other for other in younger if not self._is_running(other)]
@@ -118,7 +119,8 @@ class Admission:
         cache, table, length = self._cache, session.table, session.wanted_length
         end = length if table.block_ids else run_end(length, table)
         freed_count = sum(len(other.table.block_ids) for other in preemptable)
-        return cache.blocks_for(end) - len(table.block_ids) <= cache.free_block_count + freed_count
+        needed_count = cache.blocks_for(end) - len(table.block_ids) + self._branch_block_count(session)
+        return needed_count <= cache.free_block_count + freed_count
 
     def _reopen(self, session: TargetSession) -> bool:
         """Allocates blocks for a preempted session. Retries only once more blocks are free than at its last try."""
@@ -139,13 +141,35 @@ class Admission:
         found = cache.match_prefix(table, session.tokens) if self._shares_prefixes else 0
         cache.truncate(table, min(found, len(session.tokens) - 1))
         session.run_end = run_end(length, table)
-        if not self._grow(table, session.run_end):
+        if not self._grow(table, session.run_end) or not self._branch_out(session):
             cache.free(table)
             return False
         session.fed_length, session.fed_draft = table.length, ()
         if self._shares_prefixes:
             self.counters["prefix_query_tokens"] += length
             self.counters["prefix_hit_tokens"] += table.length
+        return True
+
+    def _fits(self, session: TargetSession) -> bool:
+        """Allocates the blocks of a session's request, of all its paths or of none."""
+        return self._grow(session.table, session.wanted_length) and self._branch_out(session)
+
+    def _branch_block_count(self, session: TargetSession) -> int:
+        """Returns the number of blocks of the further paths of a session's request."""
+        first = len(session.tokens) // self._cache.block_size
+        return sum(self._cache.blocks_for(end) - first for end in session.wanted_ends)
+
+    def _branch_out(self, session: TargetSession) -> bool:
+        """Allocates the blocks of the further paths of a session's request."""
+        if not session.wanted_ends:
+            return True
+        if self._branch_block_count(session) > self._cache.free_block_count:
+            return False
+        tokens = path_tokens(session.wanted_paths, session.work.draft_token_ids if session.work else ())
+        session.branches = [
+            FedBranch(self._cache.take_branch(len(session.tokens), end), len(session.tokens), path)
+            for end, path in zip(session.wanted_ends, tokens[1:])
+        ]
         return True
 
     def _grow(self, table: BlockTable, end: int) -> bool:
@@ -164,6 +188,7 @@ class Admission:
         """Frees a session's blocks; its current or next request waits until it is reopened."""
         self.cache_prefix(session)
         get_logger().info("session preempted", **log_names(session.opened), length=session.table.length)
+        session.drop_branches(self._cache)
         self._cache.free(session.table)
         self.counters["preemptions"] += 1
         session.preemptions += 1

@@ -12,10 +12,12 @@ from functools import partial
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.feed import Feed, StepTiming
+from specdec.engine.runner import BranchRows
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, MissingTokens, Open, Verification, VerificationResult
+from specdec.protocol.shape import fits_trees
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
 from specdec.replica.handler import ReplicaService, Reply, check_params_tokens
 from specdec.target_service.admission import IDLE_S, Admission
@@ -86,12 +88,12 @@ class Verifier(ReplicaService):
         session.cut(item.base_position)
         session.last, session.last_answer = item, None
         session.arrived_s, session.requested_s = arrived_s, time.perf_counter()
+        cache = self._engine.cache
+        session.follow(cache)
+        cache.truncate(session.table, min(session.agreement(), item.base_position - 1))
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
-        drafted = item.draft_token_ids
-        session.work = VerificationRequest(
-            session.opened.params, item.round_index, committed, drafted, item.draft_probs
-        )
-        self._engine.cache.truncate(session.table, min(session.agreement(drafted), item.base_position - 1))
+        params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
+        session.work = VerificationRequest(params, item.round_index, committed, *tree)
         if self._admission.give(session):
             self._feed(session)
         return None
@@ -115,31 +117,40 @@ class Verifier(ReplicaService):
         work, length = session.work, session.table.length
         if work is None:  # tokens that disagree cancelled it while it waited for blocks
             return
+        first, *others = session.wanted_paths
+        base, drafted = len(session.tokens), work.draft_token_ids
         feed = Feed(
             table=session.table,
             start_position=length,
-            token_ids=[*session.tokens[length:], *work.draft_token_ids],
+            token_ids=[*session.tokens[length:], *drafted[: first.end]],
             logit_count=work.row_count,
             payload=work,
             done=partial(self._answer, session),
             failed=session.fail,
             is_current=lambda: session.feed is feed,
+            branches=[
+                BranchRows(fed.blocks, base + part.depth, drafted[part.start : part.end])
+                for fed, part in zip(session.branches, others, strict=True)
+            ],
         )
         session.feed = feed
-        session.fed_length, session.fed_draft = len(session.tokens), work.draft_token_ids
+        session.fed_length, session.fed_draft = base, drafted[: first.end]
         self._engine.submit(feed)
         feed.submitted_s = session.requested_s
-        rows = min(len(feed.token_ids), self._engine.chunk_size)
+        rows = min(feed.row_count, self._engine.chunk_size)
         self._step_delay.arrived(session, rows, time.perf_counter())
 
     def _check(self, session: TargetSession, item: Verification) -> None:
         check_token_ids("suffix_token_ids", item.suffix_token_ids, self.description.vocabulary_size)
         check_token_ids("draft_token_ids", item.draft_token_ids, self.description.vocabulary_size)
         item.check_rows(session.opened.params.rule, self.description.vocabulary_size)
-        length = item.base_position + len(item.draft_token_ids)
+        length = item.base_position + item.depth
         if length > session.opened.length_max:
             limit = f"with its draft tokens at most length_max {session.opened.length_max}"
             raise InvalidRequest("base_position", length, limit)
+        if item.parents and not fits_trees(self._engine.cache.position_count, session.opened.length_max):
+            limit = f"none for {session.opened.length_max} positions, beside whose paths the cache must have space"
+            raise InvalidRequest("parents", len(item.parents), limit)
 
     @staticmethod
     def _repeat(session: TargetSession, last: Verification, item: Verification) -> None:

@@ -69,7 +69,7 @@ def noise_of(request: VerificationRequest, logits: torch.Tensor) -> Callable[[],
         return None
     if params.rule is Rule.REJECTION:
         return lambda: [uniform(params.seed, Lane.NEXT, 0, position) for position in positions]
-    supports = sampled_distribution(logits, [request.context])
+    supports = sampled_distribution(logits, request.contexts)
     token_ids = [(support.rows, support.ids) for support in supports]
 
     def make() -> None:

@@ -92,7 +92,7 @@ class CachedTexts:
             model.forward(RaggedBatch((SequenceChunk(first.block_ids, start, token_ids, 0),)))
         for table in others:
             for source, destination in zip(first.block_ids, table.block_ids):
-                storage.copy_block(source, destination)
+                storage.copy_block(source, [destination])
 
     def batch(self, shape: Shape) -> RaggedBatch:
         """The step: its tokens are those of the text, so it writes what is there and may be repeated."""

@@ -21,27 +21,30 @@ from specdec.protocol.types import ResolvedSamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PathContext:
-    """Consecutive rows along one path: row i is for position len(committed) + i, after draft_token_ids[:i].
+    """Consecutive rows along one path: the one after draft_token_ids[:first_row], and so on to the one after all.
 
-    `committed` holds every token before the first row; it is read during the call only and never changed.
+    `committed` holds every token before the draft tokens; it is read during the call only and never changed. The rows
+    before `first_row` are those of another path of the same tree.
     """
 
     params: ResolvedSamplingParams
     committed: Sequence[int]
     draft_token_ids: tuple[int, ...] = ()
+    first_row: int = 0
 
     @property
-    def base_position(self) -> int:
-        return len(self.committed)
+    def first_position(self) -> int:
+        """The position that the first row is for."""
+        return len(self.committed) + self.first_row
 
     @property
     def row_count(self) -> int:
-        return len(self.draft_token_ids) + 1
+        return len(self.draft_token_ids) + 1 - self.first_row
 
     @property
     def masked_row_count(self) -> int:
         """Number of rows, from the first on, with fewer than min_tokens output tokens before them."""
-        missing = self.params.prompt_length + self.params.min_tokens - self.base_position
+        missing = self.params.prompt_length + self.params.min_tokens - self.first_position
         return max(0, min(self.row_count, missing)) if self.params.stop_token_ids else 0
 
     @property
@@ -128,5 +131,5 @@ def draft_counts_before(context: PathContext, token_ids: list[int]) -> Tensor:
         column_of = {token_id: column for column, token_id in enumerate(token_ids)}
         for index, token_id in enumerate(context.draft_token_ids):
             if token_id in column_of:
-                counts[index + 1 :, column_of[token_id]] += 1
+                counts[max(0, index + 1 - context.first_row) :, column_of[token_id]] += 1
     return counts

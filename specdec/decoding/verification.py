@@ -1,8 +1,8 @@
 """The target's side of verification: from logits to sampler output.
 
-Its output for every position is the recovered token (after the last draft token, the bonus token) and, under
-REJECTION, the target probability of the draft token. `coordinator.rejection` accepts or rejects. Without draft tokens
-this is plain decoding, by the same code.
+Its output for every row is the recovered token (after the last draft token, the bonus token) and, under REJECTION, the
+target probability of each draft token. `coordinator.rejection` accepts or rejects. Draft tokens form a tree, usually a
+chain; without any this is plain decoding, by the same code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from specdec.decoding.edits import PathContext
 from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
 from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.protocol.noise import Lane, uniform
+from specdec.protocol.shape import branches, children, path_tokens
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 
 Item = TypeVar("Item")
@@ -43,7 +44,7 @@ class VerificationRequest:
     """One verification. `committed`: every token before the base position; not stored.
 
     `draft_probs`: the draft distribution of each draft token, under REJECTION; empty otherwise. Each was checked
-    against its draft token (DraftProbs.check_proposal).
+    against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.shape`).
     """
 
     params: ResolvedSamplingParams
@@ -51,15 +52,23 @@ class VerificationRequest:
     committed: Sequence[int]
     draft_token_ids: tuple[int, ...] = ()
     draft_probs: tuple[DraftProbs, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def row_count(self) -> int:
-        """Number of its rows of logits: one per draft token, and one after the last."""
+        """Number of its rows of logits: one after the committed tokens, and one after each draft token."""
         return len(self.draft_token_ids) + 1
 
     @property
-    def context(self) -> PathContext:
-        return PathContext(self.params, self.committed, self.draft_token_ids)
+    def contexts(self) -> list[PathContext]:
+        """The paths of its tree, each with the rows that no path before it has, in the order of the rows."""
+        if not self.parents:
+            return [PathContext(self.params, self.committed, self.draft_token_ids)]
+        parts = branches(self.parents, len(self.draft_token_ids))
+        return [
+            PathContext(self.params, self.committed, path, part.depth + 1 if part.start else 0)
+            for part, path in zip(parts, path_tokens(parts, self.draft_token_ids))
+        ]
 
 
 def verify(requests: Sequence[VerificationRequest], row_counts: Sequence[int], logits: Tensor) -> list[SamplerOutput]:
@@ -111,7 +120,7 @@ def output_of_rule(
     rule: Rule, requests: Sequence[VerificationRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[SamplerOutput]]:
     """Returns a function for the sampler output of requests that share a rule, called after the host copy."""
-    contexts = [request.context for request in requests]
+    contexts = [context for request in requests for context in request.contexts]
     target_probs: Callable[[], list[float]] = list
     if rule is Rule.GREEDY:
         chosen = greedy_token_ids(logits, contexts)
@@ -123,13 +132,14 @@ def output_of_rule(
     recovered = host_copy.bring(chosen)
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
+    tokens_of = [slice(place.start - index, place.stop - index - 1) for index, place in enumerate(places)]
     reported = [logprobs_of(r, chosen[place], logits[place], host_copy) for r, place in zip(requests, places)]
 
     def finish() -> list[SamplerOutput]:
         tokens, probs = recovered(), target_probs()
         return [
-            SamplerOutput(tuple(tokens[place]), tuple(probs[place][: place.stop - place.start - 1]), *logprobs())
-            for place, logprobs in zip(places, reported)
+            SamplerOutput(tuple(tokens[place]), tuple(probs[own]), *logprobs())
+            for place, own, logprobs in zip(places, tokens_of, reported)
         ]
 
     return finish
@@ -141,13 +151,16 @@ def logprobs_of(
     """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`."""
     if request.params.logprobs is None:
         return lambda: ((), ())
-    draft_token_ids = sent(request.draft_token_ids, logits.device, torch.int64)
-    tokens = torch.stack([recovered, torch.cat([draft_token_ids, recovered[-1:]])], dim=1)
-    both = position_logprobs(logits, tokens, request.params.logprobs, host_copy)
+    following = children(request.parents, len(request.draft_token_ids))
+    most = max(map(len, following))
+    filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
+    token_ids = torch.cat([recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1)
+    every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
 
     def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
-        pairs = both()
-        return tuple(pair[1] for pair in pairs[:-1]), tuple(pair[0] for pair in pairs)
+        lines = every()
+        of_draft = {index: entry for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}
+        return tuple(of_draft[index] for index in range(len(of_draft))), tuple(line[0] for line in lines)
 
     return finish
 
@@ -191,69 +204,105 @@ def perturbed_scores(
 ) -> Iterator[tuple[Support, Tensor]]:
     """Yields each support with its scores plus the Gumbel noise of seed, position, token.  # [n, columns] float64"""
     seeds = [context.params.seed for context in contexts for _ in range(context.row_count)]
-    positions = [context.base_position + offset for context in contexts for offset in range(context.row_count)]
+    positions = [context.first_position + offset for context in contexts for offset in range(context.row_count)]
     keys = gumbel_keys(seeds, positions, device)
     for support in supports:
         yield support, gumbel(taken(keys, support.rows), support.ids).add_(support.scores)
 
 
 def rejection_output(supports: list[Support], requests: Sequence[VerificationRequest]) -> tuple[Tensor, Tensor]:
-    """Returns the recovered token and the draft token's target probability per row.  # [rows] int64, [rows] float64
+    """Returns the recovered token per row and the target probability per draft token.  # [rows] int64, [tokens] float64
 
-    The probability has no meaning at last positions.
+    The children of a row are tested in order: each against what is left of the target distribution after the ones
+    before it were rejected, and the recovered token is drawn from what is left after all of them (docs/exactness.md).
     """
-    draft_token_ids = [token for request in requests for token in (*request.draft_token_ids, -1)]
-    draft_probs = [row for request in requests for row in (*request.draft_probs, None)]
-    uniforms = [
-        uniform(request.params.seed, Lane.NEXT, request.round_index, len(request.committed) + offset)
-        for request in requests
-        for offset in range(request.row_count)
-    ]
+    ends = itertools.accumulate((len(request.draft_token_ids) for request in requests), initial=0)
+    tests = [row for request, place in zip(requests, ends) for row in row_tests(request, place)]
+    uniforms = next_draws(requests)
     recovered: list[tuple[list[int], Tensor]] = []
     target_probs: list[tuple[list[int], Tensor]] = []
     for support in supports:
         rows = support.rows
-        target = support.probabilities()
-        entries = draft_entries(support, [draft_probs[row] for row in rows])
-        chosen = support.token_ids_at(recovered_columns(target, *entries, [uniforms[row] for row in rows]))
-        wanted = sent([max(draft_token_ids[row], 0) for row in rows], target.device)
-        line = torch.arange(len(rows), device=target.device)
-        columns, found = support.columns_of(line, wanted)
-        recovered.append((rows, chosen))
-        target_probs.append((rows, torch.where(found, target[line, columns], 0.0)))
-    return in_row_order(recovered), in_row_order(target_probs)
+        left = support.probabilities()
+        for rank in range(max(len(tests[row]) for row in rows)):
+            tested = [(line, tests[row][rank]) for line, row in enumerate(rows) if rank < len(tests[row])]
+            lines = sent([line for line, _ in tested], left.device, torch.int64)
+            if rank:
+                left = normalised(left, lines)
+            columns, found = support.columns_of(lines, sent([test.token_id for _, test in tested], left.device))
+            target_probs.append(([test.place for _, test in tested], torch.where(found, left[lines, columns], 0.0)))
+            left = residual(left, *draft_entries(support, [(line, test.draft_probs) for line, test in tested]))
+        recovered.append((rows, support.token_ids_at(inverse_cdf(left, [uniforms[row] for row in rows]))))
+    none = torch.empty(0, dtype=torch.float64, device=supports[0].scores.device)
+    return in_row_order(recovered), in_row_order(target_probs) if target_probs else none
 
 
-def draft_entries(support: Support, draft_probs: Sequence[DraftProbs | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the draft distributions as (line, column, probability); 0 for a token outside the target's support.
+class SiblingTest(NamedTuple):
+    """The test of one draft token: its place among those of all requests, and the distribution it was drawn from once
+    the siblings before it were drawn."""
 
-    A last position has no distribution and no entries. Probabilities are those of `DraftProbs.probability`, which the
-    acceptance test uses.
-    """
-    entries = [(line, row) for line, row in enumerate(draft_probs) if row is not None]
+    place: int
+    token_id: int
+    draft_probs: DraftProbs
+
+
+def row_tests(request: VerificationRequest, first_place: int) -> list[list[SiblingTest]]:
+    """Returns the tests of each row's children, in order; the first draft token has the place `first_place`."""
+    tests: list[list[SiblingTest]] = []
+    for row in children(request.parents, len(request.draft_token_ids)):
+        before: list[int] = []
+        tests.append([])
+        for index in row:
+            token_id = request.draft_token_ids[index]
+            tests[-1].append(SiblingTest(first_place + index, token_id, request.draft_probs[index].without(before)))
+            before.append(token_id)
+    return tests
+
+
+def next_draws(requests: Sequence[VerificationRequest]) -> list[float]:
+    """Returns the uniform number of every row's recovered token. Rows for the same position share it: a round uses one
+    of them, chosen without it."""
+    return [
+        uniform(request.params.seed, Lane.NEXT, request.round_index, context.first_position + offset)
+        for request in requests
+        for context in request.contexts
+        for offset in range(context.row_count)
+    ]
+
+
+def draft_entries(
+    support: Support, draft_probs: Sequence[tuple[int, DraftProbs]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the draft distributions, each for a line, as (line, column, probability); 0 for a token outside the
+    target's support. Probabilities are those of `DraftProbs.probability`, which the acceptance test uses."""
     device = support.scores.device
-    lines = sent([line for line, row in entries for _ in row.token_ids], device, torch.int64)
-    token_ids = sent([t for _, row in entries for t in row.token_ids], device, torch.int64)
-    probs = sent([p for _, row in entries for p in row.probabilities], device, torch.float64)
+    lines = sent([line for line, row in draft_probs for _ in row.token_ids], device, torch.int64)
+    token_ids = sent([t for _, row in draft_probs for t in row.token_ids], device, torch.int64)
+    probs = sent([p for _, row in draft_probs for p in row.probabilities], device, torch.float64)
     columns, found = support.columns_of(lines, token_ids)
     return lines, columns, torch.where(found, probs, 0.0)
 
 
-def recovered_columns(
-    target: Tensor, lines: Tensor, columns: Tensor, draft_probs: Tensor, uniforms: Sequence[float]
-) -> Tensor:
-    """Draws from the residual max(0, target - draft) of each row, or from the target if the residual has no mass.
+def normalised(masses: Tensor, lines: Tensor) -> Tensor:
+    """Returns the masses with the rows `lines` divided by their totals.  # [n, columns] float64"""
+    scaled = masses.clone()
+    scaled[lines] /= row_totals(masses[lines])
+    return scaled
 
-    target: [n, columns] float64; the draft's probabilities at (lines, columns), each pair once or with zeros, none at
-    a last position, whose residual is the target itself.  # [n] int64
+
+def residual(target: Tensor, lines: Tensor, columns: Tensor, draft_probs: Tensor) -> Tensor:
+    """Returns max(0, target - draft) of each row, not normalised; the target itself where that has no mass.
+
+    target: [n, columns] float64; the draft's probabilities at (lines, columns), each pair once or with zeros; a row
+    without any stays as it is.  # [n, columns] float64
     """
-    residual = target.clone()
-    residual.index_put_((lines, columns), -draft_probs, accumulate=True)
-    residual[lines, columns] = residual[lines, columns].clamp_(min=0)
-    empty = residual.amax(dim=1, keepdim=True) == 0
+    left = target.clone()
+    left.index_put_((lines, columns), -draft_probs, accumulate=True)
+    left[lines, columns] = left[lines, columns].clamp_(min=0)
+    empty = left.amax(dim=1, keepdim=True) == 0
     if is_far(target.device) or bool(empty.any()):
-        residual = torch.where(empty, target, residual)
-    return inverse_cdf(residual, uniforms)
+        left = torch.where(empty, target, left)
+    return left
 
 
 def inverse_cdf(masses: Tensor, uniforms: Sequence[float]) -> Tensor:

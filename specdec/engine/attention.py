@@ -64,8 +64,8 @@ class QueryGroup:
 class AttentionPlan:
     """Indices of one step: writes, reads and results; the same for every layer of a window.
 
-    `written` [2 * rows * kv heads] int64: cache positions of the step's keys, then values. `groups`: by the window of a
-    layer. `output_rows` [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated
+    `written` [2 * writes * kv heads] int64: cache positions of the step's keys, then values; `sources` [writes] int64:
+    the row of each, if some rows are written for several paths. `groups`: by the window of a layer. `output_rows` [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated
     results.
     """
 
@@ -74,6 +74,7 @@ class AttentionPlan:
     written: torch.Tensor
     groups: Mapping[int | None, tuple[QueryGroup, ...]]
     output_rows: torch.Tensor
+    sources: torch.Tensor | None = None
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -85,7 +86,10 @@ class AttentionPlan:
         """
         storage = self.storage
         rows, head_count, size = queries.shape
-        new = torch.cat((keys[: self.row_count], values[: self.row_count])).view(-1, size)
+        if self.sources is None:
+            new = torch.cat((keys[: self.row_count], values[: self.row_count])).view(-1, size)
+        else:
+            new = torch.cat([part.index_select(0, self.sources) for part in (keys, values)]).view(-1, size)
         storage.positions[layer].index_copy_(0, self.written, new if new.dtype == torch.float32 else new.float())
         flat = queries.reshape(-1, size)
         if flat.dtype != torch.float32:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Answer, Payload, Piece
+from specdec.engine.runner import Answer, BranchRows, Payload, Piece
 from specdec.errors import SpecdecError
 
 
@@ -45,8 +45,9 @@ class StepTiming:
 class Feed(Generic[Payload, Answer]):
     """Tokens of one sequence to run through the model, and callbacks for the logits of the last `logit_count`.
 
-    Rows are positions [start_position, start_position + len(token_ids)). The caller truncates the table to
-    `start_position` first; a feed whose table has another length when it runs fails. Exactly one of `done` and `failed`
+    Rows are positions [start_position, start_position + len(token_ids)), then those of `branches`, which run in the
+    step of the logits. The caller truncates the table to `start_position` first; a feed whose table has another length
+    when it runs fails. Exactly one of `done` and `failed`
     is called, on the engine thread; neither if `is_current` returns False.
     """
 
@@ -58,13 +59,14 @@ class Feed(Generic[Payload, Answer]):
     done: Callable[[Answer, StepTiming], None]
     failed: Callable[[SpecdecError], None]
     is_current: Callable[[], bool] = lambda: True
+    branches: Sequence[BranchRows] = ()
     submitted_s: float = field(default=0.0, init=False)
     timing: StepTiming = field(default_factory=StepTiming, init=False)
     fed_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.logit_count <= len(self.token_ids):
-            raise ValueError(f"logit_count is {self.logit_count}; it must be from 1 to {len(self.token_ids)}")
+        if not 1 <= self.logit_count <= self.row_count:
+            raise ValueError(f"logit_count is {self.logit_count}; it must be from 1 to {self.row_count}")
 
     @property
     def next_position(self) -> int:
@@ -73,7 +75,7 @@ class Feed(Generic[Payload, Answer]):
     @property
     def row_count(self) -> int:
         """Rows not yet run."""
-        return len(self.token_ids) - self.fed_count
+        return len(self.token_ids) - self.fed_count + sum(len(branch.token_ids) for branch in self.branches)
 
     @property
     def context_count(self) -> int:
@@ -96,7 +98,10 @@ class Feed(Generic[Payload, Answer]):
         """Returns the next `count` rows, a number from `rows_within`."""
         is_last = count == self.row_count
         token_ids = self.token_ids[self.fed_count : self.fed_count + count]
-        return Piece(self.table, self.next_position, token_ids, self.logit_count if is_last else 0, self.payload)
+        piece = self.table, self.next_position, token_ids
+        if not is_last:
+            return Piece(*piece, 0, self.payload)
+        return Piece(*piece, self.logit_count, self.payload, branches=self.branches)
 
 
 def choose(

@@ -6,7 +6,7 @@ owns the storage of cached positions, addressed by block ids; it has no sessions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,9 @@ class SequenceChunk:
     `block_ids` cover at least those positions, in order. Positions [0, start) are read from the cache, those of the
     chunk are written to it; later positions of the blocks are ignored. `logit_count` is 0 inside a long prompt. `tree`,
     if given, holds the rows' cells, and `start` has no meaning: for models whose rows may depend on each other.
+
+    A sequence with several paths has one chunk for each, one after the other in the batch. The `copied_count` positions
+    before `start` are those of the chunk before, at the same positions: computed there, and written here too.
     """
 
     block_ids: Sequence[int]
@@ -62,6 +65,7 @@ class SequenceChunk:
     token_ids: Sequence[int]
     logit_count: int
     tree: TreeRows | None = None
+    copied_count: int = 0
 
     @property
     def end(self) -> int:
@@ -78,7 +82,7 @@ class SequenceChunk:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The chunks of one step; no sequence twice."""
+    """The chunks of one step; no sequence twice, except one with several paths."""
 
     chunks: tuple[SequenceChunk, ...]
 
@@ -89,6 +93,17 @@ class RaggedBatch:
     @property
     def logit_count(self) -> int:
         return sum(chunk.logit_count for chunk in self.chunks)
+
+    def copied_rows(self) -> Iterator[tuple[SequenceChunk, list[int]]]:
+        """Yields each chunk with copied positions, and the rows of the batch that these are, in order."""
+        first_row, path, path_start = 0, list[int](), 0
+        for chunk in self.chunks:
+            above = path[chunk.start - chunk.copied_count - path_start :][: chunk.copied_count]
+            if chunk.copied_count:
+                yield chunk, above
+            path = [*above, *range(first_row, first_row + len(chunk.token_ids))]
+            path_start = chunk.start - chunk.copied_count
+            first_row += len(chunk.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +117,8 @@ class StepOutput:
 class Storage(Protocol):
     """Blocks of cached positions. Block 0 is always zero: it stands in block tables where a sequence has no block."""
 
-    def copy_block(self, source: int, destination: int) -> None:
-        """Copies block `source` to block `destination`."""
+    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
+        """Copies block `source` to the blocks `destinations`."""
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         """Zeroes offsets [start, end) of one block, so that not-a-number in it cannot reach a later owner."""

@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import torch
 
 from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, TreeRows
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.kv_cache import BlockTable, BranchBlocks, KVCache
 from specdec.errors import NumericsError, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -26,9 +27,23 @@ Answer = TypeVar("Answer")  # the sampler output for one piece
 Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
 
 
+class BranchRows(NamedTuple):
+    """Tokens of a further path of a sequence from position `start` on, and its blocks."""
+
+    blocks: BranchBlocks
+    start: int
+    token_ids: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Payload]):
     """Rows of one sequence for one step; with `logit_count` 0 more of its rows follow in a later step.
+
+    `branches`: further paths of the sequence, in depth-first order; their rows follow, all with logits.
 
     `tree`, if given, holds the rows' cells, in blocks held by this table only. The table's length then stays unchanged:
     its owner tracks the valid cells.
@@ -40,10 +55,50 @@ class Piece(Generic[Payload]):
     logit_count: int
     payload: Payload
     tree: TreeRows | None = None
+    branches: Sequence[BranchRows] = ()
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def row_count(self) -> int:
+        """Rows of all paths."""
+        return len(self.token_ids) + sum(len(branch.token_ids) for branch in self.branches)
+
+    def chunks(self, block_size: int) -> list[SequenceChunk]:
+        """Returns the chunks of its paths. A branch's blocks begin with the rows of the path before it."""
+        table, logit_count = self.table.block_ids, self.logit_count - self.row_count + len(self.token_ids)
+        chunks = [SequenceChunk(table, self.start, self.token_ids, logit_count, self.tree)]
+        for branch in self.branches:
+            first = branch.blocks.first
+            blocks = [*table[:first], *branch.blocks.block_ids]
+            copied_count = branch.start - max(self.start, first * block_size)
+            count = len(branch.token_ids)
+            chunks.append(SequenceChunk(blocks, branch.start, branch.token_ids, count, copied_count=copied_count))
+        return chunks
+
+
+class PieceFlags(Sequence[bool]):
+    """Whether all values of each piece are finite, from the flags of their chunks, read when asked for."""
+
+    def __init__(self, is_finite: Sequence[bool], chunk_counts: Sequence[int]) -> None:
+        self._is_finite = is_finite
+        self._starts = [0, *accumulate(chunk_counts)]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> bool: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bool]: ...
+
+    def __getitem__(self, index: int | slice) -> bool | Sequence[bool]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return all(self._is_finite[chunk] for chunk in range(self._starts[index], self._starts[index + 1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +143,9 @@ class StepRunner(Generic[Payload, Answer]):
         for piece, outcome in zip(pieces, outcomes):
             if piece.tree is None and not isinstance(outcome, SpecdecError):
                 self._cache.advance(piece.table, piece.end)
-        row_count = sum(len(piece.token_ids) for piece in pieces)
+                for branch in piece.branches:
+                    branch.blocks.length = branch.end
+        row_count = sum(piece.row_count for piece in pieces)
         return StepReport(outcomes, forward_s, sampling_s, row_count)
 
     def warm_up(self) -> None:
@@ -119,11 +176,16 @@ class StepRunner(Generic[Payload, Answer]):
         for piece in pieces:
             if piece.tree is None:
                 self._cache.prepare_write(piece.table, piece.end)
-        chunks = tuple(SequenceChunk(p.table.block_ids, p.start, p.token_ids, p.logit_count, p.tree) for p in pieces)
+            if piece.branches:
+                self._cache.begin_branches(piece.table, [branch.blocks for branch in piece.branches])
+        chunks = tuple(chunk for piece in pieces for chunk in piece.chunks(self._cache.block_size))
         output = self._model.forward(RaggedBatch(chunks))
+        is_finite = output.is_finite
+        if len(chunks) > len(pieces):
+            is_finite = PieceFlags(is_finite, [1 + len(piece.branches) for piece in pieces])
         split = output.logits.split([piece.logit_count for piece in pieces])
         logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
-        return Computed([None] * len(pieces), logits, output.is_finite, output.logits)
+        return Computed([None] * len(pieces), logits, is_finite, output.logits)
 
     def _judge(self, pieces: list[Piece[Payload]], computed: Computed) -> list[Answer | SpecdecError | None]:
         """Returns the outcomes: for every piece with logits its sampler output, or the error of the sampler.
@@ -168,7 +230,8 @@ class StepRunner(Generic[Payload, Answer]):
 
     def _not_finite(self, piece: Piece[Payload]) -> NumericsError:
         self._scrub(piece)
-        positions = range(piece.start, piece.end) if piece.tree is None else piece.tree.positions
+        end = max((branch.end for branch in piece.branches), default=piece.end)
+        positions = range(piece.start, max(end, piece.end)) if piece.tree is None else piece.tree.positions
         return NumericsError(f"not-a-number or infinity at positions {min(positions)} to {max(positions)}")
 
     def _scrub(self, piece: Piece[Payload]) -> None:
@@ -180,6 +243,8 @@ class StepRunner(Generic[Payload, Answer]):
                 return
             self._cache.prepare_write(piece.table, piece.end)
             self._cache.scrub(piece.table, piece.start, piece.end)
+            for branch in piece.branches:
+                self._cache.scrub_branch(branch.blocks)
         except SpecdecError:
             logger.exception("could not make the blocks of a failed request its own")
 

@@ -113,7 +113,7 @@ class Engine(Generic[Payload, Answer]):
 
     def run(self, pieces: Sequence[Piece[Payload]]) -> StepReport[Answer]:
         """Runs one step of these pieces at once. Engine thread only. Never raises an error of a piece."""
-        row_count = sum(len(piece.token_ids) for piece in pieces)
+        row_count = sum(piece.row_count for piece in pieces)
         block_count = sum(len(piece.table.block_ids) for piece in pieces)
         self.heartbeat.begins_step(row_count, block_count)
         started_s = time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy
 import torch
@@ -83,13 +84,13 @@ class StepPlanner:
                 tile_rows = min(count - offset, self._query_tiles[-1])
                 tiles.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
             row += count
-        written = self._written(row_blocks, positions[:row_count])
+        written, sources = self._written(batch, row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, padded)
         return StepInput(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.from_numpy(positions)[None],
             logit_rows=self._padded_logit_rows(logit_rows),
-            attention=AttentionPlan(self._storage, row_count, written, groups, output_rows),
+            attention=AttentionPlan(self._storage, row_count, written, groups, output_rows, sources),
         )
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
@@ -98,13 +99,23 @@ class StepPlanner:
         padding = [logit_rows[0]] * (self._tile_sizes.padded(len(logit_rows)) - len(logit_rows))
         return torch.tensor(logit_rows + padding)
 
-    def _written(self, blocks: numpy.ndarray, positions: numpy.ndarray) -> torch.Tensor:
-        """Returns cache positions of every (keys or values, row, kv head): see `AttentionPlan.written`."""
+    def _written(
+        self, batch: RaggedBatch, blocks: numpy.ndarray, positions: numpy.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns cache positions of every (keys or values, row, kv head) and the rows they come from: see
+        `AttentionPlan`. `blocks`, `positions` [rows]: those of the rows themselves; copies follow."""
         storage = self._storage
+        copied = list(batch.copied_rows())
+        for chunk, rows in copied:
+            its_positions = numpy.arange(chunk.start - len(rows), chunk.start)
+            positions = numpy.concatenate((positions, its_positions))
+            blocks = numpy.concatenate((blocks, numpy.asarray(chunk.block_ids)[its_positions // storage.block_size]))
+        sources = torch.tensor([*range(batch.row_count), *chain(*(rows for _, rows in copied))]) if copied else None
         halves = numpy.arange(2)[:, None, None] * storage.block_count
         heads = numpy.arange(storage.kv_head_count)
         cells = (halves + blocks[:, None]) * storage.kv_head_count + heads
-        return torch.from_numpy((cells * storage.block_size + positions[:, None] % storage.block_size).reshape(-1))
+        places = (cells * storage.block_size + positions[:, None] % storage.block_size).reshape(-1)
+        return torch.from_numpy(places), sources
 
     def _groups(
         self, tiles: list[QueryTile], padded: int

@@ -3,6 +3,8 @@ has no block."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -14,9 +16,10 @@ class LayerStorage:
         self.layers = layers
 
     @torch.inference_mode()
-    def copy_block(self, source: int, destination: int) -> None:
+    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
+        places = torch.tensor(destinations, device=self.layers[0].device)
         for layer in self.layers:
-            layer[:, destination] = layer[:, source]
+            layer[:, places] = layer[:, source, None]
 
     @torch.inference_mode()
     def scrub(self, block_id: int, start: int, end: int) -> None:

@@ -8,6 +8,7 @@ block ownership changes its logits. Its name, shown as the model name, states th
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -31,8 +32,8 @@ class TokenStorage:
     def __init__(self, block_count: int, block_size: int):
         self.token_ids = numpy.zeros((block_count, block_size), dtype=numpy.int64)  # [blocks, block size]
 
-    def copy_block(self, source: int, destination: int) -> None:
-        self.token_ids[destination] = self.token_ids[source]
+    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
+        self.token_ids[list(destinations)] = self.token_ids[source]
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.token_ids[block_id, start:end] = 0
@@ -65,6 +66,10 @@ class TableModel:
         for chunk, blocks in zip(batch.chunks, tables):
             places = numpy.asarray(chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end))
             cells[blocks[places // block_size], places % block_size] = chunk.token_ids
+        token_ids = [token_id for chunk in batch.chunks for token_id in chunk.token_ids]
+        for chunk, rows in batch.copied_rows():
+            places, blocks = numpy.arange(chunk.start - len(rows), chunk.start), numpy.asarray(chunk.block_ids)
+            cells[blocks[places // block_size], places % block_size] = [token_ids[row] for row in rows]
         previous: list[numpy.ndarray] = []
         last: list[numpy.ndarray] = []
         for chunk, blocks in zip(batch.chunks, tables):
@@ -72,10 +77,10 @@ class TableModel:
             last.append(cells[blocks[places // block_size], places % block_size])
             found = cells[blocks[before // block_size], before % block_size]
             previous.append(numpy.where(is_first, self._before, found))
-        # rows: [sum of logit counts, vocab] float32
-        rows = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
-        is_finite = iter(torch.isfinite(rows).all(-1).tolist())
-        return StepOutput(rows, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.chunks))
+        # logits: [sum of logit counts, vocab] float32
+        logits = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
+        is_finite = iter(torch.isfinite(logits).all(-1).tolist())
+        return StepOutput(logits, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.chunks))
 
 
 def _last_two(chunk: SequenceChunk) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:

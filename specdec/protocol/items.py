@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
+from specdec.protocol.shape import check_shape, depth_of
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
@@ -103,7 +104,12 @@ class Extend:
 
 
 class Verification(NamedTuple):
-    """Requests sampler output at draft length + 1 positions from `base_position` on (named by session, round_index)."""
+    """Requests sampler output after the committed tokens and after each draft token (named by session, round_index).
+
+    Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.shape`. Under REJECTION each has
+    the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a token
+    that was not drawn.
+    """
 
     session: int
     incarnation: int
@@ -113,6 +119,7 @@ class Verification(NamedTuple):
     draft_token_ids: tuple[int, ...] = ()
     draft_probs: tuple[DraftProbs, ...] = ()
     trace: Trace = NO_TRACE
+    parents: tuple[int, ...] = ()
 
     def checked(self) -> Verification:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -126,6 +133,7 @@ class Verification(NamedTuple):
             raise InvalidRequest(
                 "draft_probs", len(self.draft_probs), f"one per draft token, {len(self.draft_token_ids)}, or none"
             )
+        check_shape(self.parents, self.draft_token_ids)
         return self
 
     @property
@@ -134,10 +142,15 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...]]:
+    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...]]:
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
-        return self.base_position, self.draft_token_ids, self.draft_probs
+        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on the longest path."""
+        return depth_of(self.parents, len(self.draft_token_ids))
 
     def check_rows(self, rule: Rule, vocabulary_size: int) -> None:
         """Raises InvalidRequest unless the draft distributions fit the rule and contain their draft tokens."""

@@ -185,7 +185,7 @@ class Session:
         """
         flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
-        tokens = [*flying.draft_token_ids[: verdict.accepted_count], verdict.next_token_id]
+        tokens = [*(flying.draft_token_ids[index] for index in verdict.accepted), verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
         del tokens[kept_count:]
         last, path = self.tree.node(tokens[:-1]), self.tree.proposal_path(NODE_COUNT_MAX)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -232,6 +233,16 @@ class DraftProbs:
             return 0.0
         return self.weights[self.token_ids.index(token_id)] / self.total
 
+    def without(self, token_ids: Sequence[int]) -> DraftProbs:
+        """Returns the distribution of a draw that is none of these tokens: itself if it gives them no weight.
+
+        The distribution of a sibling drawn after them, without replacement. Raises InvalidRequest if no token is left.
+        """
+        if not any(token_id in self.token_ids for token_id in token_ids):
+            return self
+        kept = [entry for entry in zip(self.token_ids, self.weights) if entry[0] not in token_ids]
+        return DraftProbs(tuple(token_id for token_id, _ in kept), tuple(weight for _, weight in kept))
+
     def check_proposal(self, token_id: int, vocabulary_size: int) -> None:
         """Raises InvalidRequest unless ids are in range and `token_id` has weight: otherwise it must not be tested."""
         if self.token_ids[-1] >= vocabulary_size:
@@ -244,6 +255,11 @@ class DraftProbs:
             )
 
 
+def point_mass(token_id: int) -> DraftProbs:
+    """Returns the draft distribution of a proposer that does not draw: all weight on its token."""
+    return DraftProbs((token_id,), (DRAFT_PROBS_WEIGHT_MAX,))
+
+
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
     """Log-softmax of the raw logits at one position: of one token, and of the likeliest ones."""
@@ -254,10 +270,12 @@ class PositionLogprobs:
 
 
 class SamplerOutput(NamedTuple):
-    """The sampler output of one verification of `draft_length` tokens.
+    """The sampler output of one verification: a row after the committed tokens, and one after each draft token.
 
-    `recovered_token_ids`: draft_length + 1 tokens, the last the bonus token. `target_probs`: one per draft token under
-    REJECTION, else empty. `draft_logprobs`, `recovered_logprobs`: draft_length (+ 1) entries if requested, else empty.
+    `recovered_token_ids`: one per row, the target's token if no child of the row is accepted. `target_probs`: one per
+    draft token under REJECTION, else empty: its probability in what is left of the target distribution of its parent's
+    row when the siblings before it are rejected. `draft_logprobs`, `recovered_logprobs`: one per draft token and per
+    row if requested, else empty.
     """
 
     recovered_token_ids: tuple[int, ...]
@@ -267,11 +285,20 @@ class SamplerOutput(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict of the rule: `accepted_count` draft tokens are accepted; the recovered or bonus token follows."""
+    """The verdict of the rule: draft tokens `accepted`, by their index, a path; the recovered or bonus token follows."""
 
-    accepted_count: int
+    accepted: tuple[int, ...]
     next_token_id: int
     next_kind: TokenKind
+
+    @property
+    def accepted_count(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def last_row(self) -> int:
+        """The row of the sampler output after the accepted tokens."""
+        return self.accepted[-1] + 1 if self.accepted else 0
 
 
 @dataclass(frozen=True, slots=True)

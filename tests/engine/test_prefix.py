@@ -29,8 +29,9 @@ class CellStorage:
     def __init__(self) -> None:
         self.blocks: list[list[object]] = [[None] * BLOCK_SIZE for _ in range(BLOCK_COUNT)]
 
-    def copy_block(self, source: int, destination: int) -> None:
-        self.blocks[destination] = list(self.blocks[source])
+    def copy_block(self, source: int, destinations: list[int]) -> None:
+        for destination in destinations:
+            self.blocks[destination] = list(self.blocks[source])
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.blocks[block_id][start:end] = [None] * (end - start)

@@ -92,11 +92,7 @@ def test_the_worlds_are_not_trivial() -> None:
 
 def residual_replaced_by_target(monkeypatch) -> Setting:
     """The recovered token is drawn from the target instead of the residual."""
-    monkeypatch.setattr(
-        verification_module,
-        "recovered_columns",
-        lambda target, lines, columns, probs, uniforms: verification_module.inverse_cdf(target, uniforms),
-    )
+    monkeypatch.setattr(verification_module, "residual", lambda target, lines, columns, probs: target)
     return setting()
 
 
@@ -114,10 +110,10 @@ def skipped_bonus(monkeypatch) -> Setting:
     """A round whose tokens all pass ends with the last draft token."""
     real = rejection.decide
 
-    def decide(rule, draft_token_ids, rows, output: SamplerOutput, accept_draws) -> Verdict:
-        verdict = real(rule, draft_token_ids, rows, output, accept_draws)
+    def decide(rule, draft_token_ids, rows, output: SamplerOutput, accept_draws, parents=()) -> Verdict:
+        verdict = real(rule, draft_token_ids, rows, output, accept_draws, parents)
         if verdict.next_kind is TokenKind.BONUS and draft_token_ids:
-            return Verdict(len(draft_token_ids) - 1, draft_token_ids[-1], TokenKind.BONUS)
+            return Verdict(verdict.accepted[:-1], draft_token_ids[-1], TokenKind.BONUS)
         return verdict
 
     monkeypatch.setattr(rejection, "decide", decide)
@@ -128,10 +124,10 @@ def bonus_from_the_wrong_position(monkeypatch) -> Setting:
     """The bonus token is the recovered token of the last draft token's own position."""
     real = rejection.decide
 
-    def decide(rule, draft_token_ids, rows, output: SamplerOutput, accept_draws) -> Verdict:
-        verdict = real(rule, draft_token_ids, rows, output, accept_draws)
+    def decide(rule, draft_token_ids, rows, output: SamplerOutput, accept_draws, parents=()) -> Verdict:
+        verdict = real(rule, draft_token_ids, rows, output, accept_draws, parents)
         if verdict.next_kind is TokenKind.BONUS and draft_token_ids:
-            return Verdict(verdict.accepted_count, output.recovered_token_ids[-2], TokenKind.BONUS)
+            return Verdict(verdict.accepted, output.recovered_token_ids[-2], TokenKind.BONUS)
         return verdict
 
     monkeypatch.setattr(rejection, "decide", decide)

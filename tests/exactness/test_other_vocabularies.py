@@ -94,13 +94,13 @@ def test_a_mistake_of_the_map_is_noticed(kind: type[Setting]) -> None:
 
 def test_a_residual_over_common_tokens_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the sampler: recovered tokens drawn from the tokens of the draft distribution."""
-    real = verification_module.recovered_columns
+    real = verification_module.residual
 
-    def common(target, lines, columns, probs, uniforms):
+    def common(target, lines, columns, probs):
         target = target.clone()
         target[:, 1] = 0.0
-        return real(target, lines, columns, probs, uniforms)
+        return real(target, lines, columns, probs)
 
-    monkeypatch.setattr(verification_module, "recovered_columns", common)
+    monkeypatch.setattr(verification_module, "residual", common)
     with pytest.raises(AssertionError):
         check_exactness(world())

@@ -19,10 +19,10 @@ HALVES = DraftProbs((0, 1), (1, 1))
 def test_equality_rules(rule: Rule) -> None:
     """Claim: draft tokens pass while they equal the target's; then the recovered token follows, or the bonus token."""
     output = SamplerOutput((4, 5, 6))
-    assert decide(rule, (4, 5), (), output, ()) == Verdict(2, 6, TokenKind.BONUS)
-    assert decide(rule, (4, 0), (), output, ()) == Verdict(1, 5, TokenKind.RECOVERED)
-    assert decide(rule, (0, 5), (), output, ()) == Verdict(0, 4, TokenKind.RECOVERED)
-    assert decide(rule, (), (), SamplerOutput((9,)), ()) == Verdict(0, 9, TokenKind.BONUS)
+    assert decide(rule, (4, 5), (), output, ()) == Verdict((0, 1), 6, TokenKind.BONUS)
+    assert decide(rule, (4, 0), (), output, ()) == Verdict((0,), 5, TokenKind.RECOVERED)
+    assert decide(rule, (0, 5), (), output, ()) == Verdict((), 4, TokenKind.RECOVERED)
+    assert decide(rule, (), (), SamplerOutput((9,)), ()) == Verdict((), 9, TokenKind.BONUS)
 
 
 def test_the_test_is_strict() -> None:
@@ -42,7 +42,7 @@ def test_the_test_is_strict() -> None:
 def test_nothing_after_the_first_rejection_counts() -> None:
     """Claim: a later token that would pass is ignored."""
     output = SamplerOutput((7, 8, 9), (0.0, 1.0))
-    assert decide(Rule.REJECTION, (0, 1), (HALVES, HALVES), output, (0.5, 0.0)) == Verdict(0, 7, TokenKind.RECOVERED)
+    assert decide(Rule.REJECTION, (0, 1), (HALVES, HALVES), output, (0.5, 0.0)) == Verdict((), 7, TokenKind.RECOVERED)
 
 
 def test_a_token_its_row_lacks_is_never_tested() -> None:

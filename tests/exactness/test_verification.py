@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specdec.coordinator.rejection import decide
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.decoding.verification import VerificationRequest, inverse_cdf, recovered_columns, verify
+from specdec.decoding.verification import VerificationRequest, inverse_cdf, residual, verify
 from specdec.protocol.noise import Lane, mix64, uniform, uniform_bits
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.exactness import reference
@@ -40,7 +40,7 @@ def test_dyadic_residuals_are_drawn_exactly() -> None:
     def drawn(draft: list[float], u: float) -> int:
         columns = torch.tensor([c for c, p in enumerate(draft) if p], dtype=torch.int64)
         entries = torch.zeros_like(columns), columns, torch.tensor([p for p in draft if p], dtype=torch.float64)
-        return int(recovered_columns(target, *entries, [u]))
+        return int(inverse_cdf(residual(target, *entries), [u]))
 
     for u in (0.0, 0.5, BELOW_ONE):
         assert drawn([0.25, 0.5, 0.125, 0.125], u) == 0

@@ -177,7 +177,7 @@ class World:
             accepted += 1
         kind = TokenKind.BONUS if accepted == len(drafted) else TokenKind.RECOVERED
         ends = accepted + 1 >= session.positions_left
-        verdict = Verdict(accepted, recovered[accepted], kind)
+        verdict = Verdict(tuple(range(accepted)), recovered[accepted], kind)
         record, actions = session.on_verdict(verdict, answer, accepted + 1, ends)
         assert (record.offered_count, record.accepted_count) == (len(drafted), accepted)
         self.perform(actions)
@@ -299,12 +299,12 @@ def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     session.on_draft_up()
     session.on_nodes(nodes_of(session, 9))
     assert session.draft_state is DraftState.READY
-    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     assert any(isinstance(action, AwaitDraft) for action in actions) and session.waiting
     assert session.on_wait_expired(session.wait_index - 1) == [] and session.waiting, "a timer of an earlier wait"
     (sent,) = session.on_wait_expired(session.wait_index)
     assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
-    _, actions = session.on_verdict(Verdict(0, 8, TokenKind.BONUS), output_for(begun, 8), 1, ends=False)
+    _, actions = session.on_verdict(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), 1, ends=False)
     assert not any(isinstance(action, AwaitDraft) for action in actions)
 
 
@@ -329,7 +329,7 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
     assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
     assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-    _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     assert not any(isinstance(action, ToDraft) for action in actions)
     session.on_draft_down()
     assert any(isinstance(action, ToDraft) for action in session.on_draft_up())
@@ -368,7 +368,7 @@ def test_a_draft_that_floods_between_two_commits_is_paused():
     for _ in range(ANSWERS_PER_COMMIT_MAX):
         session.on_nodes(stale)
     assert session.has_draft
-    session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     for _ in range(ANSWERS_PER_COMMIT_MAX):
         session.on_nodes(stale)
     assert session.has_draft
@@ -387,7 +387,7 @@ def test_a_draft_that_never_has_its_tokens_is_paused():
         nonlocal flying
         for _ in range(count):
             session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True))
-            _, actions = session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(flying, 9), 1, ends=False)
+            _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(flying, 9), 1, ends=False)
             flying = next(action.item for action in actions if isinstance(action.item, Verification))
 
     lack_and_commit(RESEND_COUNT_MAX)
@@ -427,7 +427,7 @@ def test_a_draft_gets_what_it_lacks_once_per_commit():
     unknown = MissingTokens(1, session.draft_incarnation, 0, unknown=True)
     assert [type(action.item) for action in session.on_draft_missing(unknown)] == [Open, Commit]
     assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-    session.on_verdict(Verdict(0, 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
     (sent,) = session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 2))
     assert sent.item.suffix_token_ids == (PROMPT[2], 9)
 

@@ -514,7 +514,7 @@ DRAFT = (
 
 CACHE = (
     Bug("the cache is not truncated", KVCache, "truncate", instead(lambda self, table, length: None)),
-    Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destination: None)),
+    Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destinations: None)),
     Bug(
         "Close is not honoured",
         ItemHandler,

@@ -158,8 +158,9 @@ class TokenStorage:
         self.empty = [-1] * block_size
         self.cells = [self.empty] * block_count
 
-    def copy_block(self, source: int, destination: int) -> None:
-        self.cells[destination] = self.cells[source].copy()
+    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
+        for destination in destinations:
+            self.cells[destination] = self.cells[source].copy()
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.cells[block_id] = self.cells[block_id].copy()

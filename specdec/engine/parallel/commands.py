@@ -15,6 +15,7 @@ import numpy
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 
 WORD = numpy.dtype("<i4")
+HEAD_WORDS = 5  # of a chunk: start, counts of tokens, blocks, logits and copied positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlock:
-    """As `Storage.copy_block`."""
+    """As `Storage.copy_block`, to one destination."""
 
     source: int
     destination: int
@@ -74,7 +75,7 @@ def _pack_step(batch: RaggedBatch, block_size: int) -> numpy.ndarray:
     tails: list[Sequence[int]] = []
     for chunk in batch.chunks:
         block_ids = chunk.block_ids[: -(-chunk.end // block_size)]
-        heads += (chunk.start, len(chunk.token_ids), len(block_ids), chunk.logit_count)
+        heads += (chunk.start, len(chunk.token_ids), len(block_ids), chunk.logit_count, chunk.copied_count)
         tails += (chunk.token_ids, block_ids)
     words = numpy.concatenate([numpy.asarray(part, WORD) for part in (heads, *tails)])
     return numpy.concatenate((numpy.array((KINDS.index(Step), len(words)), WORD), words))
@@ -93,12 +94,13 @@ def unpack(words: numpy.ndarray) -> Iterator[Command]:
 
 def _unpack_batch(words: numpy.ndarray) -> RaggedBatch:
     chunk_count = int(words[0])
-    heads = words[1 : 1 + 4 * chunk_count].reshape(-1, 4).tolist()
-    place = 1 + 4 * chunk_count
+    heads = words[1 : 1 + HEAD_WORDS * chunk_count].reshape(-1, HEAD_WORDS).tolist()
+    place = 1 + HEAD_WORDS * chunk_count
     chunks = []
-    for start, token_count, block_count, logit_count in heads:
+    for start, token_count, block_count, *counts in heads:
         middle, end = place + token_count, place + token_count + block_count
-        chunks.append(SequenceChunk(words[middle:end].tolist(), start, words[place:middle].tolist(), logit_count))
+        blocks, token_ids = words[middle:end].tolist(), words[place:middle].tolist()
+        chunks.append(SequenceChunk(blocks, start, token_ids, counts[0], copied_count=counts[1]))
         place = end
     return RaggedBatch(tuple(chunks))
 

@@ -8,6 +8,7 @@ states, so it ends all ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -75,9 +76,10 @@ class LeaderStorage:
         self._storage = storage
         self._sender = sender
 
-    def copy_block(self, source: int, destination: int) -> None:
-        self._sender.add(pack(CopyBlock(source, destination)))
-        self._storage.copy_block(source, destination)
+    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
+        for destination in destinations:
+            self._sender.add(pack(CopyBlock(source, destination)))
+        self._storage.copy_block(source, destinations)
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self._sender.add(pack(Scrub(block_id, start, end)))
@@ -165,7 +167,7 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
                     model.forward(batch)
                     group.tighten()
                 case CopyBlock(source, destination) if storage:
-                    storage.copy_block(source, destination)
+                    storage.copy_block(source, [destination])
                 case Scrub(block_id, start, end) if storage:
                     storage.scrub(block_id, start, end)
 
