@@ -59,9 +59,17 @@ class NodeBase:
 
 @dataclass(slots=True, eq=False)
 class TreeNode(NodeBase):
-    """A node of the coordinator's tree. `draft_probs`: of its proposal child (REJECTION only)."""
+    """A node of the coordinator's tree.
+
+    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child and its siblings, in the order in which
+    they were drawn from it without replacement. `rank`: place among the children of its parent; `confidence`: the
+    draft's, as a bin (not under REJECTION).
+    """
 
     draft_probs: DraftProbs | None = None
+    drawn: list[TreeNode] = field(default_factory=list)
+    rank: int = 0
+    confidence: int = 0
 
 
 class DraftTree:
@@ -106,10 +114,15 @@ class DraftTree:
     def _attach(parent: TreeNode, sent: DraftNode) -> TreeNode:
         node = parent.children.get(sent.token_id)
         if node is None:
-            node = parent.children[sent.token_id] = TreeNode(parent.length + 1, sent.token_id, parent)
-        if sent.proposal and parent.proposal is None:
-            parent.proposal = node
-            parent.draft_probs = sent.draft_probs
+            node = TreeNode(parent.length + 1, sent.token_id, parent, rank=len(parent.children))
+            node.confidence = sent.confidence
+            parent.children[sent.token_id] = node
+        if not sent.proposal:
+            return node
+        if parent.proposal is None:
+            parent.proposal, parent.draft_probs = node, sent.draft_probs
+        if sent.draft_probs is not None and sent.draft_probs is parent.draft_probs:
+            parent.drawn.append(node)
         return node
 
     def commit(self, token_ids: Sequence[int]) -> bool:
@@ -130,7 +143,7 @@ class DraftTree:
         child = root.children.pop(token_id, None)
         for sibling in root.children.values():
             sibling.end()
-        root.children, root.proposal, root.draft_probs = {}, None, None
+        root.children, root.proposal, root.draft_probs, root.drawn = {}, None, None, []
         if child is not None:
             child.parent = None
         return child

@@ -39,14 +39,17 @@ DRAFT_PROBS_WEIGHTS = tuple(
 DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(DRAFT_PROBS_WEIGHTS)))}
 DRAFT_LENGTH_LIMIT = 64
 NODES_PER_STEP_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 contain nearly all committed ones
-NODES_PER_ITEM_MAX = 2 * NODES_PER_STEP_LIMIT  # each evaluated node sends its proposal child and, once, itself
+SIBLINGS_MAX = 3  # of a proposal child; a fourth would be right once in thirty misses
+NODES_PER_ITEM_MAX = (2 + SIBLINGS_MAX) * NODES_PER_STEP_LIMIT  # each evaluated node: its children and, once, itself
+CONFIDENCE_EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+CONFIDENCE_MAX = len(CONFIDENCE_EDGES) + 1
 STEP_TIME_COUNT_MAX = 16
 DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
 NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
 FAILURE_TEXT_LENGTH_MAX = 4096
 FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Rule(enum.Enum):
@@ -63,6 +66,17 @@ class DraftVocabulary(enum.Enum):
     EQUAL = 0
     SUBSET = 1
     MAPPED = 2
+
+
+class Proposer(enum.IntEnum):
+    """A source of draft tokens; NONE: of a token that was not proposed."""
+
+    NONE = 0
+    DRAFT = 1
+    NGRAM = 2
+    SUFFIX = 3
+    PREDICTION = 4
+    HEADS = 5
 
 
 class TokenKind(enum.IntEnum):

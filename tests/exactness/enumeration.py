@@ -90,7 +90,7 @@ class Setting:
 
     def proposals(self, path: Path, draws: list[int]) -> list[proposal_module.Proposal]:
         """The proposals of the real draft side after `path`, one for each 53-bit draw."""
-        requests = [ProposalRequest(self.params, path, self.vocabulary_size, bits) for bits in draws]
+        requests = [ProposalRequest(self.params, path, self.vocabulary_size, (bits,)) for bits in draws]
         logits = torch.tensor([self.draft(path)] * len(draws), dtype=torch.float32)
         return proposal_module.propose(requests, logits)
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import DraftTreeNode, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
@@ -69,7 +70,7 @@ class Grown:
         filed, name = self.growth.file(candidate), self.growth.reserve_name()
         guesses = self.world.guesses(path, child)
         likelihood = self.growth.likelihood(candidate)
-        node = self.growth.evaluated(candidate, name, guesses, child.draft_probs)
+        (node,) = self.growth.evaluated(candidate, [name], guesses, child.draft_probs)
         for sent in ([] if filed is None else [filed]) + self.world.sent(node, guesses, likelihood):
             self.tree.add(self.growth.epoch, self.growth.root_length, sent)
 
@@ -90,7 +91,7 @@ class TreeWorld(Setting):
                     break
                 low += weight
             draw_bits = -(-low * (1 << 53) // total)
-            request = ProposalRequest(self.params, path, self.vocabulary_size, draw_bits, BRANCH_COUNT)
+            request = ProposalRequest(self.params, path, self.vocabulary_size, (draw_bits,), BRANCH_COUNT)
             logits = torch.tensor([self.draft(path)], dtype=torch.float32)
             (proposal,) = propose([request], logits)
             assert proposal.token_id == child.token_id and proposal.draft_probs == child.draft_probs
