@@ -27,6 +27,10 @@ class WanderingPolicy:
         return self._plan.draft_length_max > 0
 
     @property
+    def reach_min(self) -> float:
+        return 0.0
+
+    @property
     def prediction(self) -> Prediction:
         return Prediction(None, "wandering")
 
