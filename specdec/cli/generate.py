@@ -30,9 +30,10 @@ PROPOSER_COLORS = {
     coordinator_pb.PROPOSER_PREDICTION: "\x1b[35m",
     coordinator_pb.PROPOSER_HEADS: "\x1b[92m",
 }
-_NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
-LEGEND = f"accepted tokens of {', '.join(f'{color}{name}{RESET}' for name, color in zip(_NAMES, PROPOSER_COLORS.values()))}; \
-{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}, bonus tokens"
+NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
+_COLORED = ", ".join(f"{color}{name}{RESET}" for name, color in zip(NAMES, PROPOSER_COLORS.values()))
+_RECOVERED = f"{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}"
+LEGEND = f"accepted tokens of {_COLORED}; {_RECOVERED}, bonus tokens"
 
 
 def generate(settings: GenerateSettings) -> int:

@@ -61,10 +61,11 @@ class ProposalRequest:
 class Proposal:
     """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
 
-    The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first, in
-    the order of the draws. `draft_probs` under REJECTION: the draft distribution of the tokens drawn. Confidences are probabilities of the softmax (GREEDY), of the distribution after
-    the noise (COUPLED) or of the draft distribution (REJECTION). They may choose the nodes evaluated next; they may not
-    decide whether a drawn token is sent.
+    The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first,
+    in the order of the draws. `draft_probs` under REJECTION: the draft distribution of the tokens drawn. Confidences
+    are probabilities of the softmax (GREEDY), of the distribution after the noise (COUPLED) or of the draft
+    distribution (REJECTION). They may choose the nodes evaluated next; they may not decide whether a drawn token is
+    sent.
     """
 
     guesses: Guesses

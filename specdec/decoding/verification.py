@@ -154,7 +154,9 @@ def logprobs_of(
     following = children(request.parents, len(request.draft_token_ids))
     most = max(map(len, following))
     filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
-    token_ids = torch.cat([recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1)
+    token_ids = torch.cat(
+        [recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1
+    )
     every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
 
     def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
@@ -270,9 +272,7 @@ def next_draws(requests: Sequence[VerificationRequest]) -> list[float]:
     ]
 
 
-def draft_entries(
-    support: Support, draft_probs: Sequence[tuple[int, DraftProbs]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def draft_entries(support: Support, draft_probs: Sequence[tuple[int, DraftProbs]]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the draft distributions, each for a line, as (line, column, probability); 0 for a token outside the
     target's support. Probabilities are those of `DraftProbs.probability`, which the acceptance test uses."""
     device = support.scores.device

@@ -65,8 +65,8 @@ class AttentionPlan:
     """Indices of one step: writes, reads and results; the same for every layer of a window.
 
     `written` [2 * writes * kv heads] int64: cache positions of the step's keys, then values; `sources` [writes] int64:
-    the row of each, if some rows are written for several paths. `groups`: by the window of a layer. `output_rows` [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated
-    results.
+    the row of each, if some rows are written for several paths. `groups`: by the window of a layer. `output_rows`
+    [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated results.
     """
 
     storage: PagedStorage
@@ -160,11 +160,11 @@ def probe_query_tiles(
 ) -> tuple[int, ...]:
     """Returns those of `tiles`, row counts per query tile, at which a row's attention has the same bits in every batch.
 
-    `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width
-    is tried with several tiles at once, with neighbours one and two splits longer, with masked splits before and between
+    `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width is
+    tried with several tiles at once, with neighbours one and two splits longer, with masked splits before and between
     its own, as the other paths of a tree are, and, if one of the model's rules has a window, with a split before the
-    visible one; at the model's own scales, because a kernel rounds at the point
-    where it applies a scale that is no power of two.
+    visible one; at the model's own scales, because a kernel rounds at the point where it applies a scale that is no
+    power of two.
     """
     generator = torch.Generator().manual_seed(head_size)
     cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values

@@ -130,8 +130,8 @@ class StepPlanner:
         )
 
     def _paths(self, batch: RaggedBatch, index: int) -> Sequence[SequenceChunk]:
-        """Returns the chunks whose rows one tile, or one series of tiles, contains: a chunk and the further paths of its
-        sequence if they fit one tile, else the chunk alone; none for a path in the tile of a chunk before."""
+        """Returns the chunks whose rows one tile, or one series of tiles, contains: a chunk and the further paths of
+        its sequence if they fit one tile, else the chunk alone; none for a path in the tile of a chunk before."""
         chunks = batch.chunks
         first = index
         while chunks[first].copied_count:

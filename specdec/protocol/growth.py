@@ -190,9 +190,7 @@ class Growth:
             if rank < len(names):
                 child.name = names[rank]
                 certainty = 0 if is_drawn else confidence_bin(confidence)
-                sent.append(
-                    DraftNode(child.name, node.name, token_id, is_drawn or rank == 0, draft_probs, certainty)
-                )
+                sent.append(DraftNode(child.name, node.name, token_id, is_drawn or rank == 0, draft_probs, certainty))
         node.proposal = node.children[guesses[0][0]]
         return sent
 

@@ -89,9 +89,7 @@ class _Node:
         self.own = max(self.own, probability)
 
 
-def make_offer(
-    root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calibration: Calibration
-) -> Offer:
+def make_offer(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calibration: Calibration) -> Offer:
     """Returns the offer below `root`, the last committed token: nodes of the draft's tree and of the runs."""
     top = _Node(0, 1.0, [], root, [(run, 0) for run in runs])
     heap: list[tuple[float, int, _Node, Iterator[_Node], _Node]] = []
@@ -148,7 +146,9 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
         if own.token_id not in taken:
             taken.add(own.token_id)
             own.remote = None if remote is None else remote.children.get(own.token_id)
-            own.runs = [(run, place + 1) for run, place in node.runs if run.token_ids[place : place + 1] == (own.token_id,)]
+            own.runs = [
+                (run, place + 1) for run, place in node.runs if run.token_ids[place : place + 1] == (own.token_id,)
+            ]
             own.guesses.sort(key=lambda guess: -guess[0])
             yield own
 
@@ -222,4 +222,3 @@ def _in_order(top: _Node, rule: Rule) -> Offer:
         tuple(node.draft_probs for node in nodes if node.draft_probs) if rule is Rule.REJECTION else (),
         tuple(tuple((proposer, features) for _, proposer, features in node.guesses) for node in nodes),
     )
-

@@ -22,7 +22,7 @@ NGRAM_WINDOW = 16_384  # positions of a text that are searched: 10 ms to read th
 SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
 SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
 STORED_TOKEN_BYTES = 192  # of one token in the store, its places included, measured
-START_STRENGTH = 8  # of a prediction before any output: as sure as after a match of so many tokens
+START_STRENGTH = 8  # of a prediction before any output: as sure as a match of this length
 
 
 class Run(NamedTuple):
@@ -81,8 +81,8 @@ def match_length(tokens: Sequence[int], place: int, context: Sequence[int], end:
 def runs_of(
     proposer: Proposer, matches: Iterable[tuple[int, int]], tokens_at: Callable[[int], tuple[int, ...]]
 ) -> list[Run]:
-    """Returns runs from the longest (length, place) of `matches`, of equal ones the latest; of runs that begin alike the
-    first. `tokens_at(place)`: the tokens that follow a place."""
+    """Returns runs from the longest (length, place) of `matches`, of equal ones the latest; of runs that begin alike
+    the first. `tokens_at(place)`: the tokens that follow a place."""
     runs: list[Run] = []
     for strength, place in sorted(matches, reverse=True):
         token_ids = tokens_at(place)

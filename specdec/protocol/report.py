@@ -72,17 +72,17 @@ class Delta(NamedTuple):
 class RoundRecord(NamedTuple):
     """A round from the verdict before it (the start, for round 0) to its own. Times in seconds by the monotonic clock.
 
-    `plan`: in force when the verification was sent. `kept_count`: tokens kept, fewer than accepted + 1 only if the
-    text ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one
-    of these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
+    `plan`: in force when the verification was sent. `kept_count`: tokens kept, fewer than accepted + 1 only if the text
+    ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one of
+    these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
     proposal path that the commit left. `wait_s`: wait for draft tokens; `round_trip_s`: from sending the verification
     to its answer; `server_s`: at the target, 0 if unknown; `queue_s`, `forward_s`, `sampling_s` of the target's step;
     `step_rows` and `step_sessions` of all sessions in it, of `active_sessions` with work; `step_count` above 1: the
     target read a prompt or a reopened session. `cached_prompt_tokens`: in the first round only; `preemptions`: since
     the round before. `is_speculating`: the policy drafts, though the plan may have had no positions left for it.
-    `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones. `local_accepted_count`:
-    of the accepted tokens, from the first on, those that a proposer of the coordinator had guessed. `path_count`: paths
-    of the draft tokens.
+    `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones.
+    `local_accepted_count`: of the accepted tokens, from the first on, those that a proposer of the coordinator had
+    guessed. `path_count`: paths of the draft tokens.
     """
 
     round_index: int
@@ -117,8 +117,10 @@ class RoundRecord(NamedTuple):
 
     @property
     def tested_count(self) -> int:
-        """Places of the walked path at which draft tokens were tested: the accepted ones, and the rejection."""
-        return self.accepted_count + (self.offered_count > 0 and self.next_kind is TokenKind.RECOVERED)
+        """Places of the walked path at which draft tokens were tested: the accepted ones, and a rejection."""
+        if self.path_count <= 1:
+            return min(self.offered_count, self.accepted_count + 1)
+        return self.accepted_count + (self.next_kind is TokenKind.RECOVERED)
 
     @property
     def model_offered_count(self) -> int:

@@ -87,8 +87,9 @@ class SpeculationMode(enum.Enum):
 class SpeculativePolicy:
     """How a request speculates; never changes the distribution of its text. None leaves it to the server.
 
-    `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be named
-    with them. `proposers`: those that may propose; empty: with FIXED the draft model, otherwise all of the server.
+    `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be
+    named with them. `proposers`: those that may propose; empty: with FIXED the draft model, otherwise all of the
+    server.
     """
 
     enabled: bool = True

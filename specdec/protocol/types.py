@@ -299,7 +299,7 @@ class SamplerOutput(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict of the rule: draft tokens `accepted`, by their index, a path; the recovered or bonus token follows."""
+    """The verdict of the rule: the draft tokens `accepted`, by index; the recovered or bonus token follows."""
 
     accepted: tuple[int, ...]
     next_token_id: int

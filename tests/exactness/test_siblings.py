@@ -51,8 +51,8 @@ def check(own: SiblingWorld, count: int) -> None:
 def test_all_draws_jointly() -> None:
     """Claim: for vocabulary 3, two children of each node, depth 2, the first token has the target distribution, with
     all draws of draft and target enumerated jointly; and enumerating the walk row by row gives the same for every
-    of the 216 trees. Source: Chen et al. 2024; Miao et al. 2024. Conclusive: fractions over every cell, without tolerance; the
-    second part justifies the recursion that the other tests use."""
+    of the 216 trees. Source: Chen et al. 2024; Miao et al. 2024. Conclusive: fractions over every cell, without
+    tolerance; the second part justifies the recursion that the other tests use."""
     own = world(is_joint=True)
     trees = list(own.trees((0,), 2))
     assert len(trees) == 6**3 and sum(share for share, _ in trees) == 1
@@ -75,7 +75,9 @@ def test_output_has_the_target_distribution(policy: dict) -> None:
     check(world(params=base_two_distribution(**policy), runs=runs_after(3)), 2)
 
 
-@pytest.mark.parametrize("vocabulary_size, drawn, depth, row_max", [(4, 2, 1, 99), (4, 3, 1, 3), (3, 1, 2, 3), (3, 3, 1, 99)])
+@pytest.mark.parametrize(
+    "vocabulary_size, drawn, depth, row_max", [(4, 2, 1, 99), (4, 3, 1, 3), (3, 1, 2, 3), (3, 3, 1, 99)]
+)
 def test_other_shapes(vocabulary_size: int, drawn: int, depth: int, row_max: int) -> None:
     """The same claim for more siblings, a larger vocabulary, and few rows, which cut the tree best first."""
     shape = {"drawn_count": drawn, "depth": depth, "row_max": row_max, "runs": runs_after(vocabulary_size)}

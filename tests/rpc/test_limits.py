@@ -201,11 +201,15 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     biases = tuple((TOKENS_MAX - 1024 + index, 1.5) for index in range(1024))
     params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, stop_token_ids=tuple(range(9000, 9128)))
     verification = items.Verification(*name, items.UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
-    nodes = tuple(items.DraftNode(index, 0, TOKENS_MAX - 1, True, probs) for index in range(1000, 1128))
+    nodes = []
+    for first in range(1000, 1320, 5):  # an evaluated node that the coordinator did not know, and its four children
+        nodes.append(items.DraftNode(first, 0, TOKENS_MAX - 1, False, None, 17))
+        own = DraftProbs(probs.token_ids, probs.weights)
+        nodes += [items.DraftNode(first + index, first, TOKENS_MAX - index, True, own) for index in range(1, 5)]
     for item in (items.Open(*name, params, TOKENS_MAX, TOKENS_MAX, TRACE, long), verification):
         yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(target_pb.VerifyRequest, item)
     yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(draft_pb.DraftRequest, items.Commit(*name, 9000, many * 2048, 64))
-    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, nodes))
+    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, tuple(nodes)))
     position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
     output = SamplerOutput(many * 65, (0.5,) * 64, (position,) * 64, (position,) * 65)
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
