@@ -28,7 +28,7 @@ from specdec.protocol.proposers import LocalProposer
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
-from specdec.protocol.shape import PATH_COUNT_MAX, fits_trees
+from specdec.protocol.shape import path_count_max
 from specdec.protocol.types import Description, Proposer
 from specdec.rpc.convert_generate import (
     check_counts,
@@ -174,10 +174,10 @@ class Coordinator:
         params = request.params(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         policy = self._speculation.policy(request, rule, 1 + len(self._generations))
         length_max = len(prompt) + walker.max_tokens
-        has_trees = target.cache is not None and fits_trees(target.cache.position_count, length_max)
         number, size = next(self._numbers), target.vocabulary_size
         session = Session(number, params, length_max, size, policy, committed, request.cache_salt)
-        session.proposers, session.path_max = proposers, PATH_COUNT_MAX if has_trees else 1
+        session.proposers = proposers
+        session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
         session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": request.label} if request.label else {}))

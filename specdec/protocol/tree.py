@@ -170,11 +170,6 @@ class DraftTree:
             node = node.proposal
         return path
 
-    def proposal_probs(self, length: int) -> tuple[DraftProbs, ...]:
-        """Returns the draft distributions of the first `length` tokens of the proposal path (REJECTION only)."""
-        nodes = [self.root, *self.proposal_path(length)][:length]
-        return tuple(node.draft_probs for node in nodes if node.draft_probs is not None)
-
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""
         assert self.root.length == len(self.committed), "the root stands at the committed length"

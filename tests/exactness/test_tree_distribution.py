@@ -21,7 +21,7 @@ from specdec.protocol.growth import DraftTreeNode, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
-from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution
+from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution, chain_offer
 from tests.exactness.exactness import target_output_distribution
 from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table
 
@@ -118,8 +118,7 @@ class TreeWorld(Setting):
         outcomes: dict[tuple[Path, History], Fraction] = {}
         for share, longer in self.grown(path, history, self.evaluation_count(path)):
             tree = Grown(self, path, longer).tree
-            nodes = tree.proposal_path(self.draft_length(path))
-            tokens, rows = tuple(node.token_id for node in nodes), tree.proposal_probs(len(nodes))
+            tokens, rows = chain_offer(tree, self.draft_length(path))
             for part, committed in self.verdicts(path, tokens, rows):
                 growth = Grown(self, path, longer).growth
                 growth.commit(committed)
