@@ -270,7 +270,8 @@ class VerificationResult(NamedTuple):
 class DraftNode(NamedTuple):
     """One draft token; `parent_id` 0 is the root.
 
-    `draft_probs` only on a proposal child under REJECTION; siblings drawn without replacement share the object.
+    `draft_probs` only on a proposal child under REJECTION; siblings drawn from it without replacement have the names
+    that follow.
     `confidence`: bin of CONFIDENCE_EDGES, from 1; 0 if unknown.
     """
 

@@ -61,13 +61,14 @@ class NodeBase:
 class TreeNode(NodeBase):
     """A node of the coordinator's tree.
 
-    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child and its siblings, in the order in which
-    they were drawn from it without replacement. `rank`: place among the children of its parent; `confidence`: the
+    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child, named `first_name`, and its siblings, in
+    the order in which they were drawn from it without replacement, with the names that follow. `rank`: place among the children of its parent; `confidence`: the
     draft's, as a bin (not under REJECTION).
     """
 
     draft_probs: DraftProbs | None = None
     drawn: list[TreeNode] = field(default_factory=list)
+    first_name: tuple[int, int] = (0, 0)
     rank: int = 0
     confidence: int = 0
 
@@ -86,8 +87,8 @@ class DraftTree:
     def add(self, epoch: int, root_length: int, sent: DraftNode) -> TreeNode | None:
         """Adds a node of the draft and returns it; None if it is stale, a duplicate, or its parent is unknown.
 
-        Of two proposal children of one node the first to arrive stays: the order does not depend on the tokens, so it
-        cannot change the target distribution (docs/exactness.md).
+        Of two proposal children of one node that were not drawn together the first to arrive stays: the order does not
+        depend on the tokens, so it cannot change the target distribution (docs/exactness.md).
         """
         name = (epoch, sent.node_id)
         parent, length = self._parent(epoch, root_length, sent.parent_id)
@@ -98,7 +99,7 @@ class DraftTree:
                 return None
             node = self.root if length + 1 == self.root.length else TreeNode(length + 1, sent.token_id)
         else:
-            node = self._attach(parent or self.root, sent)
+            node = self._attach(parent or self.root, name, sent)
         self.named[name] = node
         return node
 
@@ -111,7 +112,7 @@ class DraftTree:
         return (node, node.length) if node is not None and node.alive else (None, 0)
 
     @staticmethod
-    def _attach(parent: TreeNode, sent: DraftNode) -> TreeNode:
+    def _attach(parent: TreeNode, name: tuple[int, int], sent: DraftNode) -> TreeNode:
         node = parent.children.get(sent.token_id)
         if node is None:
             node = TreeNode(parent.length + 1, sent.token_id, parent, rank=len(parent.children))
@@ -120,8 +121,9 @@ class DraftTree:
         if not sent.proposal:
             return node
         if parent.proposal is None:
-            parent.proposal, parent.draft_probs = node, sent.draft_probs
-        if sent.draft_probs is not None and sent.draft_probs is parent.draft_probs:
+            parent.proposal, parent.draft_probs, parent.first_name = node, sent.draft_probs, name
+        epoch, first_id = parent.first_name
+        if sent.draft_probs is not None and name == (epoch, first_id + len(parent.drawn)):
             parent.drawn.append(node)
         return node
 

@@ -230,6 +230,14 @@ def with_other_noise(feed: Any, session: TargetSession) -> None:
     feed.payload = replace(feed.payload, round_index=feed.payload.round_index + session.opened.incarnation - 1)
 
 
+def swapped_paths(feed: Any, session: TargetSession) -> None:
+    """The blocks of two paths have each other's tokens."""
+    if len(session.branches) > 1:
+        first, second, *others = session.branches
+        tokens = first.token_ids, second.token_ids
+        session.branches = [first._replace(token_ids=tokens[1]), second._replace(token_ids=tokens[0]), *others]
+
+
 def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
     """After the method, attribute `name` of `of(*arguments)` has its value from before."""
 
@@ -608,12 +616,7 @@ PATHS = (
     Bug("rows of several paths are written once", RaggedBatch, "copied_rows", instead(lambda self: iter(()))),
     Bug("a path begins without its committed positions", KVCache, "begin_branches", instead(lambda *arguments: None)),
     Bug("the blocks of a path are not freed", KVCache, "drop_branch", instead(lambda self, branch: None)),
-    Bug(
-        "the cache of another path counts as the first's",
-        TargetSession,
-        "follow",
-        keeping("fed_draft", lambda self, cache: self),
-    ),
+    Bug("two paths are taken for one another", Verifier, "_feed", fed(swapped_paths)),
     Bug(
         "a guess is offered with the draft's distribution",
         offer_module,

@@ -67,6 +67,7 @@ class Watched:
     known: set[tuple[int, Path]] = field(default_factory=set)
     proposed: dict[Path, tuple[int, DraftProbs | None]] = field(default_factory=dict)
     drawn: dict[Path, list[int]] = field(default_factory=dict)  # after a path, in the order of the draws
+    first: dict[Path, tuple[int, int]] = field(default_factory=dict)  # epoch and name of the first of them
     was_late: bool = False
 
     def check(self, now_s: float) -> None:
@@ -129,13 +130,17 @@ class Watched:
             self.known.clear()
             self.proposed.clear()
             self.drawn.clear()
+            self.first.clear()
         for node, path in zip(nodes.nodes, paths):
             if node.parent_id == 0 or (nodes.epoch, path[:-1]) in self.known:
                 self.known.add((nodes.epoch, path))
                 if node.proposal:
-                    first = self.proposed.setdefault(path[:-1], (node.token_id, node.draft_probs))
-                    if node.draft_probs is not None and node.draft_probs is first[1]:
-                        self.drawn.setdefault(path[:-1], []).append(node.token_id)
+                    before = path[:-1]
+                    self.proposed.setdefault(before, (node.token_id, node.draft_probs))
+                    self.first.setdefault(before, (nodes.epoch, node.node_id))
+                    drawn = self.drawn.setdefault(before, [])
+                    if (nodes.epoch, node.node_id - len(drawn)) == self.first[before]:
+                        drawn.append(node.token_id)
 
     def check_requested(self, item: Verification) -> None:
         """A round continues the committed tokens and offers all known proposals, up to the plan's draft length."""
