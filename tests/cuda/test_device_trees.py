@@ -76,7 +76,7 @@ def check_tree(driver: Driver, base: int, neighbours: list[Piece[None]], with_gr
 @pytest.mark.parametrize("name", MODELS)
 def test_each_row_has_the_logits_of_its_path(name: str, with_graphs: bool, folder_of: Callable[[str], Path]) -> None:
     """Claim: shape, siblings and committed length change no row of a tree, alone and behind a long neighbour, in steps
-    of their own shape and in padded ones; and after a branch is adopted, the text goes on as that path does.
+    of their own shape and in padded ones; and after a branch is kept, the text goes on as that path does.
     Conclusive: ten nodes on six paths, on both sides of block borders, with other tokens each time; the next test shows
     what a row moves by if one copy is missing."""
     driver = device_driver(folder_of(name), with_graphs, sequences_max=8)
