@@ -61,7 +61,7 @@ def check_tree(driver: Driver, base: int, neighbours: list[Piece[None]], with_gr
     chains = Chains(driver, text)
     assert largest_difference(chains, rows, tokens) < TOLERANCE
     path = path_tokens(PARTS, tokens)[4]
-    driver.cache.adopt(table, blocks[3], base + len(path))
+    driver.cache.continue_on(table, blocks[3], base + len(path))
     after = random_tokens(3, 7)
     found, wanted = driver.feed(table, after), chains.rows([*path, *after])[len(path) + 1 :]
     assert float((found - wanted).abs().max()) < TOLERANCE

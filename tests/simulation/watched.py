@@ -179,8 +179,8 @@ class Watched:
                 raise Violation(f"{item} leaves no position for the next token")
         for before, children in offered.items():
             drawn = self.drawn.get(before, []) if item.draft_probs else []
-            guessed = [token for token, row in children if row == point_mass(token) and token not in drawn[:1]]
+            guessed = [token for token, row in children if row == point_mass(token)]
             own = [token for token, row in children if row is not None and row != point_mass(token)]
-            expected = [token for token in drawn if token not in guessed or token in own]
+            expected = [token for token in drawn if token not in guessed]
             if own != expected[: len(own)]:
                 raise Violation(f"of {drawn} drawn after {before}, {own} are offered beside {guessed}")
