@@ -129,7 +129,7 @@ class Client:
             assert delta.first_output_index >= len(outcome.token_ids)
             outcome.token_ids += delta.token_ids
             outcome.kinds += delta.kinds
-            is_accepted = [kind == pb.TOKEN_KIND_ACCEPTED for kind in delta.kinds]
+            is_accepted = [int(kind == pb.TOKEN_KIND_ACCEPTED) for kind in delta.kinds]
             outcome.proposers += delta.proposers or is_accepted  # without any, the draft model's
             outcome.text += delta.text
             outcome.texts.append(delta.text)

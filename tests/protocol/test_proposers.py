@@ -1,0 +1,132 @@
+"""The coordinator's own proposers: each run is what follows an earlier match, and the store keeps salts and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.protocol.proposers import (
+    MATCH_LENGTH_MAX,
+    NGRAM_LENGTH_MIN,
+    RUN_COUNT_MAX,
+    RUN_LENGTH_MAX,
+    STORED_TOKEN_BYTES,
+    SUFFIX_LENGTH_MIN,
+    NgramProposer,
+    PredictionProposer,
+    Run,
+    SuffixProposer,
+    SuffixStore,
+)
+from specdec.protocol.types import Proposer
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def longest_match(tokens: Sequence[int], place: int) -> int:
+    """The number of equal tokens before a place and before the end, one after the other."""
+    length = 0
+    while length < min(place, MATCH_LENGTH_MAX) and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+@given(TEXTS, TEXTS)
+def test_ngram_runs_continue_the_longest_matches(prompt: list[int], output: list[int]) -> None:
+    """Claim: runs begin with what followed the longest match among the last eight places of the text's last n-gram, the
+    best first, and a proposer that saw a text grow finds what a new one finds. Conclusive: places and lengths are
+    restated by brute force for random texts of four tokens, in which nearly every n-gram repeats."""
+    committed = list(prompt)
+    proposer = NgramProposer(committed)
+    for token_id in output:
+        committed.append(token_id)
+        runs = proposer.propose(committed)
+    if output:
+        assert runs == NgramProposer(committed).propose(committed)
+    runs = proposer.propose(committed)
+    gram = committed[-NGRAM_LENGTH_MIN:]
+    places = [end for end in range(2, len(committed)) if committed[end - 2 : end] == gram and len(gram) == 2][-8:]
+    assert bool(runs) == bool(places) and len(runs) <= RUN_COUNT_MAX
+    if runs:
+        best = max(longest_match(committed, place) for place in places)
+        assert runs[0].strength == best and runs[0].token_ids[0] in {
+            committed[place] for place in places if longest_match(committed, place) == best
+        }
+        assert len({run.token_ids[0] for run in runs}) == len(runs)
+        assert all(len(run.token_ids) == RUN_LENGTH_MAX and run.rank == rank for rank, run in enumerate(runs))
+
+
+def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
+    """Claim: a match near the end goes on with itself: after a b a b the run is a b a b ..."""
+    committed = [9, 1, 2, 1, 2]
+    (run,) = NgramProposer(committed).propose(committed)
+    assert run == Run(Proposer.NGRAM, (1, 2) * (RUN_LENGTH_MAX // 2), 2)
+
+
+def test_a_prediction_is_followed_left_and_found_again() -> None:
+    """Claim: a prediction is proposed from its start; while the output follows it the strength grows; output that leaves
+    it gets no run until its last tokens stand in the prediction again."""
+    prediction, committed = [5, 6, 7, 8, 9, 10, 11, 12], [3, 3, 3]
+    proposer = PredictionProposer(prediction, output_start=3)
+    (first,) = proposer.propose(committed)
+    assert first.token_ids == tuple(prediction)
+    committed += [5, 6]
+    (second,) = proposer.propose(committed)
+    assert second.token_ids == tuple(prediction[2:]) and second.strength == first.strength + 2
+    committed += [99, 8]
+    assert proposer.propose(committed) == []
+    committed += [9]
+    (third,) = proposer.propose(committed)
+    assert third == Run(Proposer.PREDICTION, (10, 11, 12), 2)
+    committed += [10, 11, 12]
+    assert proposer.propose(committed) == []
+
+
+def test_the_prompt_is_no_output() -> None:
+    """Claim: tokens of the prompt that stand in the prediction do not move its start."""
+    proposer = PredictionProposer([5, 6, 7], output_start=2)
+    assert proposer.propose([5, 6])[0].token_ids == (5, 6, 7)
+
+
+def test_the_store_never_crosses_salts() -> None:
+    """Claim: a text is found by its own salt only, in full, and not by another or by none."""
+    store, text = SuffixStore(1 << 20), list(range(100, 160))
+    store.add("a", text)
+    store.add("b", [token_id + 1000 for token_id in text])
+    committed = text[10 : 10 + SUFFIX_LENGTH_MIN]
+    (found,) = SuffixProposer(store, "a").propose(committed)
+    assert found == Run(Proposer.SUFFIX, tuple(text[14 : 14 + RUN_LENGTH_MAX]), SUFFIX_LENGTH_MIN)
+    for salt in ("b", "", "A"):
+        assert SuffixProposer(store, salt).propose(committed) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), TEXTS), max_size=12), st.integers(0, 40))
+def test_the_store_is_bounded_and_forgets_whole_texts(added: list[tuple[str, list[int]]], token_max: int) -> None:
+    """Claim: after every text the bytes in use are at most the limit, and every run found is what follows the context
+    in some text of that salt, so no place of a forgotten text is left."""
+    store, kept = SuffixStore(token_max * STORED_TOKEN_BYTES), list[tuple[str, list[int]]]()
+    for salt, text in added:
+        store.add(salt, text)
+        kept.append((salt, text))
+        assert store.byte_count <= token_max * STORED_TOKEN_BYTES
+        for own, context in kept:
+            for run in store.runs(own, context):
+                whole = [*context[-SUFFIX_LENGTH_MIN:], *run.token_ids]
+                assert any(
+                    other == own and any(text[i : i + len(whole)] == whole for i in range(len(text)))
+                    for other, text in kept
+                )
+
+
+def test_the_least_recently_used_text_goes_first() -> None:
+    """Claim: of two texts the one that was found last stays."""
+    texts = [list(range(start, start + 10)) for start in (0, 100, 200)]
+    store = SuffixStore(20 * STORED_TOKEN_BYTES)
+    store.add("", texts[0])
+    store.add("", texts[1])
+    assert store.runs("", texts[0][:SUFFIX_LENGTH_MIN])
+    store.add("", texts[2])
+    found = [bool(store.runs("", text[:SUFFIX_LENGTH_MIN])) for text in texts]
+    assert found == [True, False, True]

@@ -1,0 +1,131 @@
+"""Proposers and trees through the services: the text is that of plain decoding, and every source is counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specdec.v1 import coordinator_service_pb2 as pb
+from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed, running
+
+PROMPT = list(range(40, 52))
+LENGTH = 60
+SOURCES = {"ngram": "PROPOSER_NGRAM", "suffix": "PROPOSER_SUFFIX", "prediction": "PROPOSER_PREDICTION"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Services]:
+    """The shipped pair in float32, whose greedy texts repeat themselves."""
+    with running(MODELS / "target", MODELS / "draft", threads=1, dtype="float32") as services:
+        yield services
+
+
+def plain(client: Client, prompt: list[int] = PROMPT, length: int = LENGTH, **asked) -> Outcome:
+    return client.generate(prompt, max_tokens=length, ignore_eos=True, speculative=SHAPES["off"], **asked)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_source_alone_changes_nothing(pair: Services, source: str, temperature: float) -> None:
+    """Claim: with one source and no draft model the text, log-probabilities and usage are those of plain decoding,
+    tokens of that source are accepted, and they are counted for it alone. The prediction has one wrong token in six."""
+    asked = {"temperature": temperature, "logprobs": 1, "ignore_eos": True, "max_tokens": LENGTH}
+    asked |= {"seed": 5} if temperature else {}
+    off = pair.client.generate(PROMPT, speculative=SHAPES["off"], **asked)
+    predicted = [3 if index % 6 == 5 else token_id for index, token_id in enumerate(off.token_ids)]
+    for _ in range(2):  # the second time the store has the text
+        prediction = predicted if source == "prediction" else ()
+        on = pair.client.generate(
+            PROMPT, speculative=fixed(8, proposers=[SOURCES[source]]), prediction=prediction, **asked
+        )
+        assert on.comparable == off.comparable
+    statistics = on.finished.statistics
+    accepted = {name: getattr(statistics, f"num_{name}_accepted_tokens") for name in (*SOURCES, "model", "heads")}
+    assert accepted.pop(source) == statistics.num_accepted_draft_tokens
+    assert not any(accepted.values()) and statistics.draft_link_bytes == 0
+    if source != "ngram" or not temperature:
+        assert statistics.num_accepted_draft_tokens > LENGTH / 3
+    number = pb.Proposer.Value(SOURCES[source])
+    assert on.proposers.count(number) == statistics.num_accepted_draft_tokens
+    assert all((kind == pb.TOKEN_KIND_ACCEPTED) == (own > 0) for kind, own in zip(on.kinds, on.proposers))
+
+
+@pytest.mark.parametrize("siblings, rows", [(1, 2), (2, 5), (3, 16)])
+def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, rows: int) -> None:
+    """Claim: trees of 2 to 16 rows, 1, 3 and 8 streams at once, greedy and with seeds, give the texts of plain
+    decoding, and are trees."""
+    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=2)
+    requests = [
+        {"prompt": PROMPT[index % 5 :], "max_tokens": 24, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
+        | ({"seed": index} if index % 2 else {})
+        for index in range(8)
+    ]
+    off = pair.client.generate_all([{**one, "speculative": SHAPES["off"]} for one in requests], width=4)
+    for width in (1, 3, 8):
+        on = pair.client.generate_all([{**one, "speculative": way} for one in requests[:width]], width=width)
+        assert [one.comparable for one in on] == [one.comparable for one in off[:width]]
+        statistics = [one.finished.statistics for one in on]
+        assert sum(own.num_paths for own in statistics) > sum(own.num_spec_steps for own in statistics)
+        assert sum(own.num_accepted_draft_tokens for own in statistics)
+
+
+def test_the_store_never_crosses_salts(pair: Services) -> None:
+    """Claim: a text is proposed again for its own cache salt and for no other."""
+    own = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.9, "seed": 99}
+    way = fixed(8, proposers=["PROPOSER_SUFFIX"])
+    counts = []
+    for salt in ("alice", "bob", "", "alice", "bob"):
+        outcome = pair.client.generate(PROMPT, speculative=way, cache_salt=salt, **own)
+        counts.append(outcome.finished.statistics.num_suffix_accepted_tokens)
+    assert max(counts[:3]) < LENGTH / 4 and min(counts[3:]) > LENGTH / 2
+
+
+def test_a_service_without_a_draft(table_models: tuple[Path, Path]) -> None:
+    """Claim: a coordinator without a draft service speculates by its own proposers, by default, and says so."""
+    with running(table_models[0], None, {"speculation_policy": "auto"}, threads=1) as services:
+        off = plain(services.client, [1, 2, 3], 120, temperature=0.0)
+        on = services.client.generate([1, 2, 3], max_tokens=120, ignore_eos=True, temperature=0.0)
+        assert on.comparable == off.comparable
+        statistics = on.finished.statistics
+        assert statistics.num_ngram_accepted_tokens > 60 and statistics.rounds < 60
+        assert "no draft model" in statistics.policy_reason
+
+
+def test_proposers_go_on_when_the_draft_dies(table_models: tuple[Path, Path]) -> None:
+    """Claim: killing the draft leaves the text as it was, and the n-gram proposer goes on."""
+    with running(*table_models, {"speculation_policy": "auto"}, threads=1) as services:
+        off = plain(services.client, [1, 2, 3], 300, temperature=0.0)
+        outcome = Outcome()
+        request = services.client.request([1, 2, 3], max_tokens=300, ignore_eos=True, temperature=0.0)
+        for response in services.client.stub.Generate(request, timeout=60):
+            services.client.take(outcome, response)
+            if len(outcome.token_ids) > 20 and services.draft is not None and services.draft.is_running:
+                services.draft.process.kill()
+                time.sleep(0.2)
+        assert outcome.comparable == off.comparable
+        assert outcome.proposers[-1] in (0, pb.PROPOSER_NGRAM) and pb.PROPOSER_NGRAM in outcome.proposers[-20:]
+
+
+@pytest.mark.parametrize(
+    "speculative, prediction, field",
+    [
+        ({"proposers": [0]}, (), "speculative.proposers[0]"),
+        ({"proposers": [99]}, (), "speculative.proposers[0]"),
+        ({"proposers": [1] * 6}, (), "speculative.proposers"),
+        (fixed(3, draft_siblings=4), (), "speculative.draft_siblings"),
+        ({"draft_siblings": 1}, (), "speculative.draft_siblings"),
+        ({}, (1 << 20,), "prediction.token_ids[0]"),
+    ],
+    ids=["none", "unknown", "too many", "too many siblings", "siblings without FIXED", "an id the target lacks"],
+)
+def test_bad_input_is_refused_by_field(
+    table_services: Services, speculative: dict, prediction: tuple, field: str
+) -> None:
+    """Claim: each is INVALID_ARGUMENT and names the field."""
+    with pytest.raises(grpc.RpcError) as refused:
+        table_services.client.generate([1], speculative=speculative, prediction=prediction)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in refused.value.details()
