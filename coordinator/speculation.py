@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DraftTimes
+from specdec.policy.catalogue import DraftTimes, catalogue
 from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.policy.steps import Steps
@@ -119,7 +119,7 @@ class Speculation:
         included. Raises InvalidRequest above a maximum of the server."""
         settings, own = self._settings, request.speculative
         allowed = self.allowed(request)
-        for name in ("num_speculative_tokens", "draft_window", "draft_nodes_per_step"):
+        for name in ("num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_siblings"):
             asked, limit = getattr(own, name), getattr(settings, f"{name}_max")
             if asked is not None and asked > limit:
                 raise InvalidRequest(f"speculative.{name}", asked, f"at most this server's maximum, {limit}")
@@ -131,7 +131,8 @@ class Speculation:
             cap = limit if asked is None else asked
             key = rule, cap, with_draft, with_local
             if key not in self._tables:
-                self._tables[key] = Table(self._steps[rule], self._drafts[rule], cap, with_draft, with_local)
+                plans = catalogue(with_draft, with_local, settings.draft_siblings_max)
+                self._tables[key] = Table(self._steps[rule], self._drafts[rule], cap, plans)
             return AutoPolicy(self._tables[key], cap)
         length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length:

@@ -200,6 +200,9 @@ class SpeculationSettings(Settings):
     draft_nodes_per_step_max: int = setting(
         8, SPECULATION, "With policy fixed: maximum nodes of one request in a draft step.", ge=1, le=64
     )
+    draft_siblings_max: int = setting(
+        3, SPECULATION, "Maximum siblings of a draft token, under every policy; 0: chains only.", ge=0, le=3
+    )
     draft_wait_ms: float = setting(
         50.0, SPECULATION, "With policy fixed: milliseconds a verification waits for draft tokens.", ge=0, le=60000
     )

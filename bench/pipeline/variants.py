@@ -23,13 +23,16 @@ RULES: dict[str, dict[str, Any]] = {**rounds.RULES, NUCLEUS: {"temperature": 0.7
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to speculate. `draft_length` absent: the coordinator's own policy chooses; 0: it does not speculate."""
+    """One way to speculate. `draft_length` absent: the coordinator's own policy chooses; 0: it does not speculate.
+    `proposers` by their names on the wire; of the pipeline the draft model alone."""
 
     name: str
     draft_length: int | None
     window: int = 0
     nodes_per_step: int = 1
     wait_ms: float = 0.0
+    siblings: int = 0
+    proposers: tuple[str, ...] = ("PROPOSER_DRAFT",)
 
     @property
     def is_synchronous(self) -> bool:
@@ -55,7 +58,7 @@ def variants_of(draft_lengths: Sequence[int]) -> list[Variant]:
 def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
     """The variant as a request says it."""
     if variant.draft_length is None:
-        return pb.SpeculativePolicy(policy=pb.POLICY_AUTO)
+        return pb.SpeculativePolicy(policy=pb.POLICY_AUTO, proposers=variant.proposers)
     if variant.draft_length == 0:
         return pb.SpeculativePolicy(policy=pb.POLICY_OFF)
     return pb.SpeculativePolicy(
@@ -64,6 +67,8 @@ def speculative_policy(variant: Variant) -> pb.SpeculativePolicy:
         draft_window=variant.window,
         draft_nodes_per_step=variant.nodes_per_step,
         draft_wait_ms=variant.wait_ms,
+        draft_siblings=variant.siblings,
+        proposers=variant.proposers,
     )
 
 

@@ -11,6 +11,7 @@ import math
 
 from specdec.policy.policy import LOCAL_PLAN, OFF_PLAN, Plan
 from specdec.policy.steps import StepCurve
+from specdec.protocol.types import SIBLINGS_MAX
 
 DRAFT_PLANS = (
     Plan(1, 2, 1, 1),
@@ -73,10 +74,11 @@ class DraftTimes:
         return self.network_s + max(1, plan.wait_length) * self.step_s(plan.nodes_per_step * sessions)
 
 
-def catalogue(with_draft: bool, with_local: bool) -> tuple[Plan, ...]:
+def catalogue(with_draft: bool = True, with_local: bool = False, siblings_max: int = SIBLINGS_MAX) -> tuple[Plan, ...]:
     """Returns the plans of a service: plain decoding first, then that of its own proposers, if it has any, then those
-    of its draft."""
-    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *DRAFT_PLANS * with_draft)
+    of its draft with at most `siblings_max` siblings."""
+    of_draft = [plan for plan in DRAFT_PLANS if plan.siblings <= siblings_max]
+    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *of_draft * with_draft)
 
 
 def expected_accepted(acceptance: float, length: float) -> float:

@@ -8,6 +8,7 @@ over the lengths that arrived. Old measurements decay: by rounds while a plan ru
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted, prior_of
@@ -111,21 +112,18 @@ def beside_step_s(record: RoundRecord) -> float:
 
 
 class Table:
-    """The plans of all requests of one rule with the same limit of draft tokens."""
+    """The plans of all requests of one rule with the same limit of draft tokens and the same proposers; `plans`: as
+    `catalogue` returns them."""
 
     def __init__(
-        self,
-        steps: Steps,
-        draft: DraftTimes,
-        draft_length_cap: int,
-        with_draft: bool = True,
-        with_local: bool = False,
+        self, steps: Steps, draft: DraftTimes, draft_length_cap: int, plans: Sequence[Plan] | None = None
     ) -> None:
         self._steps, self._draft = steps, draft
-        plans = [plan.capped(draft_length_cap) for plan in catalogue(with_draft, with_local)]
-        self.lines = [Line(plan) for plan in dict.fromkeys(plans)]
+        capped = [plan.capped(draft_length_cap) for plan in plans or catalogue()]
+        self.lines = [Line(plan) for plan in dict.fromkeys(capped)]
         self.off, *self.others = self.lines
-        self.rest = self.others[0] if with_local else self.off
+        has_local = bool(self.others) and not self.others[0].plan.window
+        self.rest = self.others[0] if has_local else self.off
         self.drafting = [line for line in self.others if line is not self.rest]
         self.local_accepted = 0.0
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))

@@ -254,7 +254,7 @@ SPECULATION = (
         "SIBLINGS_MAX",
         types.SIBLINGS_MAX,
         "a further one would be right once in thirty misses",
-        "CommitItem.siblings SpeculativePolicy.draft_siblings",
+        "CommitItem.siblings SpeculativePolicy.draft_siblings CoordinatorDescribeResponse.draft_siblings_max",
     ),
     Limit("CONFIDENCE_MAX", types.CONFIDENCE_MAX, "the bins of a confidence", "TreeNode.confidence"),
     Limit("proposers", len(types.Proposer) - 1, "each is named once at most", "SpeculativePolicy.proposers"),

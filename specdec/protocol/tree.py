@@ -62,8 +62,8 @@ class TreeNode(NodeBase):
     """A node of the coordinator's tree.
 
     `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child, named `first_name`, and its siblings, in
-    the order in which they were drawn from it without replacement, with the names that follow. `rank`: place among the children of its parent; `confidence`: the
-    draft's, as a bin (not under REJECTION).
+    the order in which they were drawn from it without replacement, with the names that follow. `rank`: place among the
+    children of its parent; `confidence`: the draft's, as a bin (not under REJECTION).
     """
 
     draft_probs: DraftProbs | None = None

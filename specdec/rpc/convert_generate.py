@@ -231,4 +231,5 @@ def coordinator_description_to_message(
         num_speculative_tokens_max=limits.num_speculative_tokens_max,
         draft_window_max=limits.draft_window_max,
         draft_nodes_per_step_max=limits.draft_nodes_per_step_max,
+        draft_siblings_max=limits.draft_siblings_max,
     )

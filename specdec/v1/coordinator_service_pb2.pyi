@@ -339,7 +339,7 @@ class TimeSplit(_message.Message):
     def __init__(self, time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., target_queue_s: _Optional[float] = ..., target_forward_s: _Optional[float] = ..., target_sampling_s: _Optional[float] = ..., target_link_s: _Optional[float] = ...) -> None: ...
 
 class CoordinatorDescribeResponse(_message.Message):
-    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max")
+    __slots__ = ("target", "draft", "draft_absent_reason", "num_speculative_tokens_max", "num_speculative_tokens", "draft_window_max", "draft_nodes_per_step_max", "draft_siblings_max")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ABSENT_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class CoordinatorDescribeResponse(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_MAX_FIELD_NUMBER: _ClassVar[int]
     DRAFT_NODES_PER_STEP_MAX_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SIBLINGS_MAX_FIELD_NUMBER: _ClassVar[int]
     target: _types_pb2.DescribeResponse
     draft: _types_pb2.DescribeResponse
     draft_absent_reason: str
@@ -354,4 +355,5 @@ class CoordinatorDescribeResponse(_message.Message):
     num_speculative_tokens: int
     draft_window_max: int
     draft_nodes_per_step_max: int
-    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_window_max: _Optional[int] = ..., draft_nodes_per_step_max: _Optional[int] = ...) -> None: ...
+    draft_siblings_max: int
+    def __init__(self, target: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft: _Optional[_Union[_types_pb2.DescribeResponse, _Mapping]] = ..., draft_absent_reason: _Optional[str] = ..., num_speculative_tokens_max: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., draft_window_max: _Optional[int] = ..., draft_nodes_per_step_max: _Optional[int] = ..., draft_siblings_max: _Optional[int] = ...) -> None: ...
