@@ -135,7 +135,7 @@ class Speculation:
                 self._tables[key] = Table(self._steps[rule], self._drafts[rule], cap, plans)
             return AutoPolicy(self._tables[key], cap)
         length = settings.num_speculative_tokens if asked is None else asked
-        if own.draft_window is not None and own.draft_window < length:
+        if own.draft_window is not None and own.draft_window < length and not own.draft_siblings:
             least = f"at least the draft tokens of a verification, {length}"
             raise InvalidRequest("speculative.draft_window", own.draft_window, least)
         wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms

@@ -25,8 +25,9 @@ DRAFT_PLANS = (
     Plan(6, 16, 8, 2),
     Plan(16, 32, 4, 2),
     Plan(16, 32, 8, 3),
+    Plan(6, 3, 1, 2, siblings=2),
+    Plan(10, 5, 1, 4, siblings=2),
     Plan(16, 12, 4, siblings=2),
-    Plan(16, 16, 8, 2, siblings=3),
 )
 DEPTH, DEPTH_MORE = 8.0, 8.0  # path depth in the fits; more where nearly all tokens are accepted
 DEPTH_A_STEP = 1.3  # path depth per draft step in a target step

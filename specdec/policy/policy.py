@@ -106,7 +106,8 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """Offers up to `draft_length` tokens and waits for all, `wait_s` at most; `wait_s` 0 never waits.
+    """Offers up to `draft_length` tokens and waits for all, or for a path of the window's length, `wait_s` at most;
+    `wait_s` 0 never waits.
 
     `window` defaults to one more than the draft length: if all are accepted and the bonus token is the guess after
     them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches. A
@@ -127,7 +128,7 @@ class FixedPolicy:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
         self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
         self.reach_min = 0.0
-        wait_length = draft_length if wait_s and window else 0
+        wait_length = min(draft_length, window) if wait_s else 0
         asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings)
         self._asked = asked if draft_length else OFF_PLAN
         self._plan, self._limit = self._asked, limit
