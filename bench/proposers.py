@@ -144,7 +144,7 @@ def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_deepened(Path(scratch))
         with served(folder, DRAFT_MODEL, chains_only, {}) as (fixed, plain_auto, tree_auto):
-            for rule in RULES_DEFAULT:
+            for rule in [RULES_DEFAULT[number] for number in asked.rules]:
                 found = Found()
                 ways = [(OFF, fixed), *((one, fixed) for one in chains)]
                 ways += [(one, fixed) for rows in ROWS for one in tree_variants(rows)]
@@ -301,6 +301,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.proposers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=["trees", "chat", []], default=["trees", "chat"], help="(both)")
     parser.add_argument("--prompts", type=int, default=40, help="prompts of each kind (%(default)s)")
+    parser.add_argument(
+        "--rules", type=int, nargs="+", default=[0, 1, 2], help="of trees, as bench.pipeline lists them"
+    )
     parser.add_argument("--tuning-prompts", type=int, default=8, help="for prompt lookup's setting (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")

@@ -35,6 +35,7 @@ STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # a tree's accepted tokens, as a shar
 OFFERED_SHARE = 0.4  # of that depth, offered even where few tokens are accepted
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
 LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
+SIBLING_GAIN = 0.08  # of one sibling of each token of a chain, in accepted tokens
 LOCAL_OFFERED = 0.5  # draft tokens of a round by the coordinator's own proposers, in a text without repetitions
 DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S = 0.003, 0.1, 0.005
 OUTSIDE_SHARE = 0.43  # of rounds whose next token was not in the tree: they wait for the draft
@@ -101,7 +102,11 @@ def prior_of(
         return LOCAL_OFFERED, 0.0, 0.0
     trip_s = draft.trip_s(plan, sessions)
     if plan.wait_length and plan.nodes_per_step == 1:
-        return plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s
+        gain = 1 + SIBLING_GAIN * plan.siblings
+        offered = (
+            min(plan.wait_length * (1 + plan.siblings), plan.draft_length_max) if plan.siblings else plan.wait_length
+        )
+        return offered, gain * expected_accepted(acceptance, plan.wait_length), trip_s
     draft_s = draft.step_s(plan.nodes_per_step * sessions)
     if plan.wait_length:
         share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * trip_s

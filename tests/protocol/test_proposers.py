@@ -66,8 +66,8 @@ def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
 
 
 def test_a_prediction_is_followed_left_and_found_again() -> None:
-    """Claim: a prediction is proposed from its start; while the output follows it the strength grows; output that leaves
-    it gets no run until its last tokens stand in the prediction again."""
+    """Claim: a prediction is proposed from its start; while the output follows it the strength grows; output that
+    leaves it gets no run until its last tokens stand in the prediction again."""
     prediction, committed = [5, 6, 7, 8, 9, 10, 11, 12], [3, 3, 3]
     proposer = PredictionProposer(prediction, output_start=3)
     (first,) = proposer.propose(committed)
