@@ -45,6 +45,7 @@ class VerificationRequest:
 
     `draft_probs`: the draft distribution of each draft token, under REJECTION; empty otherwise. Each was checked
     against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.shape`).
+    `wants_heads`: the proposals of heads on the target are wanted; `verify` does not read it.
     """
 
     params: ResolvedSamplingParams
@@ -53,6 +54,7 @@ class VerificationRequest:
     draft_token_ids: tuple[int, ...] = ()
     draft_probs: tuple[DraftProbs, ...] = ()
     parents: tuple[int, ...] = ()
+    wants_heads: bool = False
 
     @property
     def row_count(self) -> int:
@@ -154,7 +156,9 @@ def logprobs_of(
     following = children(request.parents, len(request.draft_token_ids))
     most = max(map(len, following))
     filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
-    token_ids = torch.cat([recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1)
+    token_ids = torch.cat(
+        [recovered[:, None], sent(filled, logits.device, torch.int64).view(len(following), most)], dim=1
+    )
     every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
 
     def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
@@ -270,9 +274,7 @@ def next_draws(requests: Sequence[VerificationRequest]) -> list[float]:
     ]
 
 
-def draft_entries(
-    support: Support, draft_probs: Sequence[tuple[int, DraftProbs]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def draft_entries(support: Support, draft_probs: Sequence[tuple[int, DraftProbs]]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the draft distributions, each for a line, as (line, column, probability); 0 for a token outside the
     target's support. Probabilities are those of `DraftProbs.probability`, which the acceptance test uses."""
     device = support.scores.device

@@ -108,7 +108,7 @@ class Verification(NamedTuple):
 
     Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.shape`. Under REJECTION each has
     the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a token
-    that was not drawn.
+    that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
     """
 
     session: int
@@ -120,6 +120,7 @@ class Verification(NamedTuple):
     draft_probs: tuple[DraftProbs, ...] = ()
     trace: Trace = NO_TRACE
     parents: tuple[int, ...] = ()
+    wants_heads: bool = False
 
     def checked(self) -> Verification:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -142,10 +143,10 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...]]:
+    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...], bool]:
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
-        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents
+        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents, self.wants_heads
 
     @property
     def depth(self) -> int:

@@ -40,6 +40,8 @@ DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enume
 DRAFT_LENGTH_LIMIT = 64
 NODES_PER_STEP_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 contain nearly all committed ones
 NODES_PER_ITEM_MAX = 2 * NODES_PER_STEP_LIMIT  # each evaluated node sends its proposal child and, once, itself
+HEADS_MAX = 8  # on a target; later positions are hardly ever right
+HEAD_CANDIDATES = 2  # tokens that a head proposes for its position, likeliest first
 STEP_TIME_COUNT_MAX = 16
 DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
 NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
@@ -269,19 +271,46 @@ class PositionLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+class HeadToken(NamedTuple):
+    """A token that a head on the target proposes. `confidence`: its probability there, times 255, rounded down."""
+
+    token_id: int
+    confidence: int
+
+
+class HeadProposals(NamedTuple):
+    """The proposals of the heads on a target after each row of a verification (Medusa: Cai et al. 2024).
+
+    Head h = 1, 2, ... proposes tokens h positions after the row's own next one: with the recovered or bonus token of
+    the row committed, those of head 1 follow it. A head does not see the tokens between.
+    """
+
+    token_ids: tuple[int, ...]  # [rows, heads, HEAD_CANDIDATES] in row-major order, likeliest first
+    confidences: bytes  # the same shape
+    head_count: int
+
+    def after(self, row: int) -> list[list[HeadToken]]:
+        """Returns the candidates of each head after a row, likeliest first."""
+        size = self.head_count * HEAD_CANDIDATES
+        own = slice(row * size, (row + 1) * size)
+        tokens = list(map(HeadToken, self.token_ids[own], self.confidences[own]))
+        return [tokens[start : start + HEAD_CANDIDATES] for start in range(0, size, HEAD_CANDIDATES)]
+
+
 class SamplerOutput(NamedTuple):
     """The sampler output of one verification: a row after the committed tokens, and one after each draft token.
 
     `recovered_token_ids`: one per row, the target's token if no child of the row is accepted. `target_probs`: one per
     draft token under REJECTION, else empty: its probability in what is left of the target distribution of its parent's
     row when the siblings before it are rejected. `draft_logprobs`, `recovered_logprobs`: one per draft token and per
-    row if requested, else empty.
+    row if requested, else empty. `head_proposals`: if requested, and the target has heads.
     """
 
     recovered_token_ids: tuple[int, ...]
     target_probs: tuple[float, ...] = ()
     draft_logprobs: tuple[PositionLogprobs, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
+    head_proposals: HeadProposals | None = None
 
 
 class Verdict(NamedTuple):
