@@ -1,9 +1,9 @@
 """`python -m bench.gpu`: the engine on one GPU, with random weights of 1B and 8B shape.
 
 Needs this repository, torch and transformers, and nothing else. Checks that the engine answers what `transformers`
-answers, then times the steps speculation is made of: a draft step, verifications of 1 to 8 rows, several together; with
-captured graphs and without, beside the time in which the device reads the model's weights once, measured in the same
-run. Last, how far a row's logits drift with the shape of the step, and how many decisions lie within that.
+answers, then times the steps speculation is made of: a draft step, verifications of 1 to 8 rows, a tree, several
+together; with captured graphs and without, beside the time in which the device reads the model's weights once, measured
+in the same run. Last, how far a row's logits drift with the shape of the step, and how many decisions lie within that.
 
 `--small` runs all of it on a CPU with tiny shapes in less than a minute; its times mean nothing.
 """
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import transformers
 
-from specdec.bench.gpu_checks import check_greedy, check_logits, margin_measurements
+from specdec.bench.gpu_checks import check_greedy, check_logits, check_tree, margin_measurements
 from specdec.bench.gpu_models import EIGHT_B, ONE_B, TINY, build
-from specdec.bench.gpu_steps import STEPS, StepMeasurement, bandwidth_gb_per_s, time_steps
+from specdec.bench.gpu_steps import STEPS, Step, StepMeasurement, bandwidth_gb_per_s, time_steps
 from specdec.engine.devices import find_device
 
 GOALS = {("1B", 1, 1): (1.4, 1.2), ("8B", 1, 8): (1.25, 1.1)}  # model, sequences, rows: goal and stretch
-TINY_STEPS = ((1, 1), (1, 3), (2, 2))
+TINY_STEPS = (Step(1, 1), Step(1, 3), Step(2, 2), Step(1, 8, paths=4))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     """All parts in order, printed as they come."""
     say(f"torch {torch.__version__}, transformers {transformers.__version__}, {name_of(device)}")
-    checks = [check_greedy(device), *(check_logits(device, dtype) for dtype in (torch.float32, torch.bfloat16))]
+    dtypes = (torch.float32, torch.bfloat16)
+    checks = [check_greedy(device), *(check(device, dtype) for check in (check_logits, check_tree) for dtype in dtypes)]
     for check in checks:
         say(f"{'ok    ' if check.passed else 'FAILED'} {check.claim}: {check.found}")
     limit = bandwidth_gb_per_s(device, 1 << (22 if is_small else 31))
@@ -58,7 +59,7 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     steps: list[StepMeasurement] = []
     margins = []
     for shape in (TINY,) if is_small else (ONE_B, EIGHT_B):
-        model = build(shape, device, torch.bfloat16, max(count for count, _ in steps_requested))
+        model = build(shape, device, torch.bfloat16, max(step.path_count for step in steps_requested))
         timed = time_steps(model, shape.name, steps_requested, limit, 2 if is_small else rounds)
         margins.append({"model": shape.name} | margin_measurements(model))
         print_steps(timed)
@@ -80,18 +81,20 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
 
 def goal_of(step: StepMeasurement) -> tuple[float, float] | None:
     """(goal, stretch) of a step's ratio; None where there is none."""
-    return GOALS.get((step.model, step.sequences, step.rows)) if step.with_graphs else None
+    is_chain = step.paths == 1
+    return GOALS.get((step.model, step.sequences, step.rows)) if step.with_graphs and is_chain else None
 
 
 def print_steps(steps: Sequence[StepMeasurement]) -> None:
-    heads = ("seqs", "rows", "graphs", "step ms", "forward", "outside", "limit", "ratio")
+    heads = ("seqs", "rows", "paths", "graphs", "step ms", "forward", "outside", "limit", "ratio")
     say("     " + "".join(f"{head:>9}" for head in heads) + "  goal")
     for step in steps:
         goal = goal_of(step)
         told = "" if goal is None else f"<= {goal[0]} {'met' if step.ratio <= goal[0] else 'missed'}"
         say(
-            f"{step.model:5}{step.sequences:9}{step.rows:9}{'yes' if step.with_graphs else 'no':>9}{step.step_ms:9.3f}"
-            f"{step.forward_ms:9.3f}{step.outside_ms:9.3f}{step.limit_ms:9.3f}{step.ratio:9.2f}  {told}"
+            f"{step.model:5}{step.sequences:9}{step.rows:9}{step.paths:9}{'yes' if step.with_graphs else 'no':>9}"
+            f"{step.step_ms:9.3f}{step.forward_ms:9.3f}{step.outside_ms:9.3f}{step.limit_ms:9.3f}{step.ratio:9.2f}"
+            f"  {told}"
         )
 
 

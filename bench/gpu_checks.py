@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 
 from specdec.bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
@@ -17,6 +18,7 @@ from specdec.engine.transformers_model import TransformersModel
 PROMPT_COUNT, NEW_COUNT = 96, 32
 SCALE = 8.0  # of weights in the checks, so that texts vary
 BLOCK_COUNT = 9
+TREE_ROWS, TREE_PATHS = 8, 4
 MARGIN_TEXT = 512  # positions of the margin report
 # Of the largest logit: another order of additions in float32; a few roundings of 16-bit activations.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
@@ -56,6 +58,24 @@ def random_ids(count: int, vocabulary: int) -> list[int]:
     return torch.randint(1, vocabulary, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
+def tree_chunks(
+    blocks: Sequence[Sequence[int]], start: int, token_ids: Sequence[int], block_size: int
+) -> list[SequenceChunk]:
+    """Returns the chunks of a tree at `start`, a path in each of `blocks`: a chain, then branches of one token, the
+    last one below the root. Blocks before the one where branches begin are the chain's."""
+    branch_count = len(blocks) - 1
+    chain_count = len(token_ids) - branch_count
+    first = (start + 1) // block_size
+    chunks = [SequenceChunk(blocks[0], start, token_ids[:chain_count], chain_count)]
+    for index, own in enumerate(blocks[1:]):
+        position = start + branch_count - index
+        table = [*blocks[0][:first], *own[first:]]
+        copied_count = position - max(start, first * block_size)
+        token = token_ids[chain_count + index]
+        chunks.append(SequenceChunk(table, position, [token], 1, copied_count=copied_count))
+    return chunks
+
+
 @torch.inference_mode()
 def check_greedy(device: torch.device) -> Check:
     """Greedy text in float32, token for token, with verifications of several widths on the way."""
@@ -78,26 +98,66 @@ def check_greedy(device: torch.device) -> Check:
     return Check(claim, found == wanted, "equal" if found == wanted else f"{found} instead of {wanted}")
 
 
+def plain_and_exact(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[transformers.LlamaForCausalLM, transformers.LlamaForCausalLM]:
+    """Returns the plain model, and one with its weights that computes in float32."""
+    plain, exact = (plain_model(SMALL, device, each, SCALE) for each in (dtype, torch.float32))
+    exact.load_state_dict(plain.state_dict())
+    return plain, exact
+
+
 @torch.inference_mode()
 def check_logits(device: torch.device, dtype: torch.dtype) -> Check:
     """Logits at every position of a prompt fed in chunks, against the plain model's in float32."""
     prompt = random_ids(PROMPT_COUNT, SMALL.vocabulary)
     ids = torch.tensor([prompt], device=device)
-    plain = plain_model(SMALL, device, dtype, SCALE)
-    exact = plain_model(SMALL, device, torch.float32, SCALE)
-    exact.load_state_dict(plain.state_dict())
+    plain, exact = plain_and_exact(device, dtype)
     wanted, its_own = exact(ids).logits[0], plain(ids).logits[0].float()
     text = open_text(engine_model(plain, device, 1), device, PROMPT_COUNT)
     found = torch.cat(
         [text.feed(start, prompt[start : start + 40], len(prompt[start : start + 40])) for start in (0, 40, 80)]
     )
-    scale = float(wanted.abs().max())
-    ours, theirs = (float((logits - wanted).abs().max()) / scale for logits in (found, its_own))
-    limit = max(TOLERANCES[dtype], 2 * theirs if dtype != torch.float32 else 0.0)
     claim = f"logits at {PROMPT_COUNT} positions equal transformers' ({str(dtype).removeprefix('torch.')})"
-    return Check(
-        claim, ours <= limit, f"{ours:.2g} of the largest away; transformers' own {theirs:.2g}; limit {limit:.2g}"
-    )
+    return compare(claim, found, its_own, wanted, dtype, "transformers' own")
+
+
+@torch.inference_mode()
+def check_tree(device: torch.device, dtype: torch.dtype) -> Check:
+    """Logits of a tree after a text, in a captured step, and of its paths as chains, against the plain model's in
+    float32."""
+    plain, exact = plain_and_exact(device, dtype)
+    model = engine_model(plain, device, TREE_PATHS)
+    block_size = default_block_size(device)
+    block_count = -(-(PROMPT_COUNT + TREE_ROWS) // block_size)
+    storage = model.allocate(1 + (1 + TREE_PATHS) * block_count, block_size)
+    chain, *paths = (Text(model, 1 + index * block_count, block_count) for index in range(1 + TREE_PATHS))
+    ids = random_ids(PROMPT_COUNT + TREE_ROWS, SMALL.vocabulary)
+    prompt, token_ids = ids[:PROMPT_COUNT], ids[PROMPT_COUNT:]
+    for text in (chain, paths[0]):
+        text.feed(0, prompt, 1)
+    tree = [path.block_ids for path in paths]
+    first = (PROMPT_COUNT + 1) // block_size
+    storage.copy_block(tree[0][first], [blocks[first] for blocks in tree[1:]])
+    chunks = tree_chunks(tree, PROMPT_COUNT, token_ids, block_size)
+    found = model.forward(RaggedBatch(tuple(chunks))).logits
+    chains, wanted = [], []
+    for chunk in chunks:
+        path, count = [*token_ids[: chunk.start - PROMPT_COUNT], *chunk.token_ids], len(chunk.token_ids)
+        chains.append(chain.feed(PROMPT_COUNT, path, count))
+        wanted.append(exact(torch.tensor([[*prompt, *path]], device=device)).logits[0, -count:])
+    claim = f"a tree of {TREE_ROWS} rows on {TREE_PATHS} paths has their logits ({str(dtype).removeprefix('torch.')})"
+    return compare(claim, found, torch.cat(chains), torch.cat(wanted), dtype, "chains")
+
+
+def compare(
+    claim: str, found: torch.Tensor, others: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, name: str
+) -> Check:
+    """Compares logits with `wanted`, which are exact; in 16 bits twice the difference of `others` is allowed, too."""
+    scale = float(wanted.abs().max())
+    ours, theirs = (float((logits - wanted).abs().max()) / scale for logits in (found, others))
+    limit = max(TOLERANCES[dtype], 2 * theirs if dtype != torch.float32 else 0.0)
+    return Check(claim, ours <= limit, f"{ours:.2g} of the largest away; {name} {theirs:.2g}; limit {limit:.2g}")
 
 
 @torch.inference_mode()

@@ -6,18 +6,33 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from specdec.bench.gpu_checks import random_ids
+from specdec.bench.gpu_checks import random_ids, tree_chunks
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.devices import default_block_size
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import RaggedBatch, SequenceChunk, Storage
 from specdec.engine.transformers_model import TransformersModel
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
-STEPS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (8, 5))  # sequences, rows of each
+
+class Step(NamedTuple):
+    """Sequences of a step, rows of each, and paths of each one's tree: one is a chain."""
+
+    sequences: int
+    rows: int
+    paths: int = 1
+
+    @property
+    def path_count(self) -> int:
+        """Paths of all sequences."""
+        return self.sequences * self.paths
+
+
+STEPS = (*(Step(1, rows) for rows in range(1, 9)), Step(1, 8, paths=4), Step(8, 5))
 CONTEXT = 480  # positions before the rows, which end within 512
 READS = 20
 FORWARDS = 8  # in a row, to time the forward alone
@@ -31,6 +46,7 @@ class StepMeasurement:
     model: str
     sequences: int
     rows: int
+    paths: int
     with_graphs: bool
     step_ms: float
     forward_ms: float
@@ -71,7 +87,7 @@ def device_s(device: torch.device, work: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def time_steps(
-    model: TransformersModel, name: str, steps: Sequence[tuple[int, int]], gb_per_s: float, rounds: int
+    model: TransformersModel, name: str, steps: Sequence[Step], gb_per_s: float, rounds: int
 ) -> list[StepMeasurement]:
     """Every step with graphs, then without."""
     backend = model.backend
@@ -79,48 +95,59 @@ def time_steps(
     measurements = []
     for with_graphs in (True, False):
         backend.with_graphs = with_graphs
-        prepare_cache(model, max(sequences for sequences, _ in steps))
-        measurements += [time_step(model, name, *step, with_graphs, gb_per_s, rounds) for step in steps]
+        storage = prepare_cache(model, max(step.path_count for step in steps))
+        measurements += [time_step(model, storage, name, step, with_graphs, gb_per_s, rounds) for step in steps]
     return measurements
 
 
-def prepare_cache(model: TransformersModel, sequence_count: int) -> None:
-    """Allocates a cache for `sequence_count` sequences, each with CONTEXT positions filled."""
+def prepare_cache(model: TransformersModel, sequence_count: int) -> Storage:
+    """Allocates a cache for `sequence_count` sequences, or paths, each with CONTEXT positions filled."""
     block_size = default_block_size(model.backend.device)
     per_sequence = blocks_each(block_size)
-    model.allocate(1 + sequence_count * per_sequence, block_size)
+    storage = model.allocate(1 + sequence_count * per_sequence, block_size)
     prompt = random_ids(context_of(model), model.description.vocabulary_size)
     for index in range(sequence_count):
         model.forward(RaggedBatch((SequenceChunk(blocks_of(index, block_size), 0, prompt, 1),)))
+    return storage
 
 
 def time_step(
-    model: TransformersModel, name: str, sequences: int, rows: int, with_graphs: bool, gb_per_s: float, rounds: int
+    model: TransformersModel,
+    storage: Storage,
+    name: str,
+    step: Step,
+    with_graphs: bool,
+    gb_per_s: float,
+    rounds: int,
 ) -> StepMeasurement:
-    """One shape of step: the whole, and the forward alone."""
+    """One shape of step: the whole, copies of blocks to further paths included, and the forward alone."""
     device = model.backend.device
     start, block_size = context_of(model), default_block_size(device)
-    token_ids = random_ids(rows, model.description.vocabulary_size)
-    batch = RaggedBatch(
-        tuple(SequenceChunk(blocks_of(index, block_size), start, token_ids, rows) for index in range(sequences))
-    )
+    token_ids = random_ids(step.rows, model.description.vocabulary_size)
+    tables = [blocks_of(index, block_size) for index in range(step.path_count)]
+    trees = [tables[index : index + step.paths] for index in range(0, step.path_count, step.paths)]
+    batch = RaggedBatch(tuple(chunk for tree in trees for chunk in tree_chunks(tree, start, token_ids, block_size)))
+    first = (start + 1) // block_size  # the block where branches begin
     params = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
-    requests = [VerificationRequest(params, 0, [1] * start, tuple(token_ids[1:]))] * sequences
+    parents = (*range(step.rows - step.paths), *reversed(range(step.paths - 1))) if step.paths > 1 else ()
+    request = VerificationRequest(params, 0, [1] * start, tuple(token_ids[1:]), parents=parents)
 
-    def step() -> None:
-        verify(requests, [rows] * sequences, model.forward(batch).logits)
+    def whole() -> None:
+        for tree in trees if step.paths > 1 else ():
+            storage.copy_block(tree[0][first], [blocks[first] for blocks in tree[1:]])
+        verify([request] * step.sequences, [step.rows] * step.sequences, model.forward(batch).logits)
 
     # Several in a row: while the device runs one, the host plans the next, so only the device's time is left.
     repeats = FORWARDS if device.type == "cuda" else 1
     step_s, forward_s = [], []
     for _ in range(3 + rounds):
         started_s = time.perf_counter()
-        step()
+        whole()
         step_s.append(time.perf_counter() - started_s)
         forward_s.append(device_s(device, lambda: [model.forward(batch) for _ in range(repeats)]) / repeats)
-    byte_count = model.product_bytes + sequences * start * model.cache_bytes_per_position
+    byte_count = model.product_bytes + step.sequences * start * model.cache_bytes_per_position
     step_ms, forward_ms = (statistics.median(times[3:]) * 1e3 for times in (step_s, forward_s))
-    return StepMeasurement(name, sequences, rows, with_graphs, step_ms, forward_ms, byte_count / gb_per_s / 1e6)
+    return StepMeasurement(name, *step, with_graphs, step_ms, forward_ms, byte_count / gb_per_s / 1e6)
 
 
 def context_of(model: TransformersModel) -> int:

@@ -74,7 +74,7 @@ class OnePlan:
     """A policy that runs one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self.reach_min = plan, 0.0
         self.draft_length_cap, self.is_speculating = plan.draft_length_max, plan.draft_length_max > 0
         self.prediction = Prediction(None, plan.description)
 
@@ -216,7 +216,8 @@ class Simulated(Simulation):
         self._commit(stream, ranks)
         stream.path_length(self.now_s, SPARE_TOKENS)  # goes as far along the committed tokens as has arrived
         was_found = not stream.ahead
-        counts = offered, len(ranks) - 1, len(ranks), TokenKind.BONUS, True, was_found, 0, 0
+        kind = TokenKind.BONUS if len(ranks) > offered else TokenKind.RECOVERED
+        counts = offered, len(ranks) - 1, len(ranks), kind, True, was_found, 0, 0
         of_step = 0.0, rows, count, active
         record = RoundRecord(round_index, plan, *counts, *times_s, queue_s, step_s, *of_step)
         session.timeline.append((self.now_s, stream.committed_count))

@@ -35,7 +35,7 @@ from specdec.protocol.items import (
 )
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
-from specdec.protocol.types import Rule, TokenKind
+from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
 from specdec.telemetry.logs import get_logger
 
@@ -215,7 +215,9 @@ class Generation:
         self._perform(actions)
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
         logprobs = logprobs_of(answer.output, verdict)[:kept]
-        self._emit(Delta(first_output_index, tokens[:kept], kinds, "".join(texts), tuple(map(len, texts)), logprobs))
+        proposers = (*record.accepted_proposers, Proposer.NONE)[:kept]
+        parts = "".join(texts), tuple(map(len, texts)), logprobs, proposers
+        self._emit(Delta(first_output_index, tokens[:kept], kinds, *parts))
         if ending is not None:
             self._finish(ending)
             return
@@ -286,6 +288,7 @@ class Generation:
         usage = session.params.prompt_length, self._walker.count
         finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
         self._request.finished(finished)
+        self._speculation.remember(session)
         self._emit(finished)
 
     def _fail(self, error: SpecdecError) -> None:

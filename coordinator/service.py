@@ -23,10 +23,13 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tokenizer import BYTES_PER_TOKEN_MAX, Tokenizer
 from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.proposers import LocalProposer
 from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
-from specdec.protocol.types import Description
+from specdec.protocol.shape import path_count_max
+from specdec.protocol.types import Description, Proposer
 from specdec.rpc.convert_generate import (
     check_counts,
     coordinator_description_to_message,
@@ -45,6 +48,7 @@ SERVICE = "specdec.v1.CoordinatorService"
 SWITCH_INTERVAL_S = 0.0005
 READY_POLL_S = 0.02
 DRAFT_GRACE_S = 2.0
+SESSION_OUTCOMES = 256.0  # that a generation's own calibration keeps: it follows its text
 POSITIONS_MAX_ASSUMED = 1 << 18  # of the target, for the message cap: the port opens before it is connected
 
 
@@ -84,7 +88,9 @@ class Coordinator:
     def text_bytes_max(self) -> dict[str, float]:
         """Returns the size of the longest text that is tokenised for the connected target, checked before parsing."""
         target = self.target.description
-        return {} if target is None else {"GenerateRequest.text": target.positions_max * BYTES_PER_TOKEN_MAX}
+        if target is None:
+            return {}
+        return dict.fromkeys(("GenerateRequest.text", "Prediction.text"), target.positions_max * BYTES_PER_TOKEN_MAX)
 
     async def generate(
         self, message: coordinator_pb.GenerateRequest, context: Context
@@ -131,9 +137,10 @@ class Coordinator:
 
     def _prepare(
         self, message: coordinator_pb.GenerateRequest, target: Description
-    ) -> tuple[GenerationRequest, tuple[int, ...], OutputWalker, Ending | None]:
+    ) -> tuple[GenerationRequest, tuple[int, ...], OutputWalker, Ending | None, list[int], list[LocalProposer]]:
         """Returns the request, its prompt's tokens, the walker after the resumed tokens and the end these reached, if
-        any. Runs in a thread, once the request has its slot. Raises InvalidRequest."""
+        any; the list of committed tokens, and the coordinator's proposers, which read it. Runs in a thread, once the
+        request has its slot. Raises InvalidRequest."""
         request = request_from_message(message, target.positions_max)
         prompt = (
             request.token_ids if request.text is None else self._tokenizer.encode(request.text, target.positions_max)
@@ -148,26 +155,36 @@ class Coordinator:
         if resumed.kept_count < len(request.resumed_token_ids):
             limit = f"at most {resumed.kept_count} tokens: the text ended there"
             raise InvalidRequest("resume.output_token_ids", len(request.resumed_token_ids), limit)
-        return request, prompt, walker, resumed.ending
+        predicted = request.predicted_token_ids
+        if request.predicted_text is not None:
+            predicted = self._tokenizer.encode(request.predicted_text, target.positions_max, "prediction.text")
+        committed = [*prompt, *request.resumed_token_ids]
+        proposers = self._speculation.proposers(request, committed, predicted)
+        return request, prompt, walker, resumed.ending, committed, proposers
 
     async def _admit(
         self, message: coordinator_pb.GenerateRequest, target: Description, statistics: RequestStatistics
     ) -> tuple[Generation, Ending | None]:
         """Returns the generation, not yet begun, and its end if the resumed tokens reached it. Raises SpecdecError."""
-        request, prompt, walker, ending = await asyncio.to_thread(self._prepare, message, target)
+        prepared = await asyncio.to_thread(self._prepare, message, target)
+        request, prompt, walker, ending, committed, proposers = prepared
         if self.target.usable() != target:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(request)
         params = request.params(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
         policy = self._speculation.policy(request, rule, 1 + len(self._generations))
-        committed = [*prompt, *request.resumed_token_ids]
-        sizes = len(prompt) + walker.max_tokens, target.vocabulary_size
-        session = Session(next(self._numbers), params, *sizes, policy, committed, request.cache_salt)
+        length_max = len(prompt) + walker.max_tokens
+        number, size = next(self._numbers), target.vocabulary_size
+        session = Session(number, params, length_max, size, policy, committed, request.cache_salt)
+        session.proposers = proposers
+        session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
+        session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": request.label} if request.label else {}))
         get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
         statistics.admitted(request, started, target)
-        return Generation(session, walker, started, self.target, self.draft, self._speculation, statistics), ending
+        draft = self.draft if Proposer.DRAFT in self._speculation.allowed(request) else None
+        return Generation(session, walker, started, self.target, draft, self._speculation, statistics), ending
 
     async def describe(
         self, _request: types_pb.DescribeRequest, _context: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
@@ -12,9 +13,19 @@ from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
+from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import Nodes
+from specdec.protocol.proposers import (
+    SUFFIX_LENGTH_MIN,
+    LocalProposer,
+    NgramProposer,
+    PredictionProposer,
+    SuffixProposer,
+    SuffixStore,
+)
 from specdec.protocol.request import GenerationRequest, SpeculationMode
-from specdec.protocol.types import Description, Rule
+from specdec.protocol.session import Session
+from specdec.protocol.types import Description, Proposer, Rule
 
 REJECTION_EVERY = 64  # of the requests whose rule is the service's choice, one in 64 measures REJECTION
 RULE_GAIN = 1.03  # least ratio of REJECTION to COUPLED for a choice of REJECTION: COUPLED sends less, trusts no draft
@@ -30,8 +41,11 @@ class Speculation:
         self._drafts = {rule: DraftTimes(math.inf if mbit is None else mbit * 1e6 / 8) for rule in Rule}
         self._steps = {rule: Steps() for rule in Rule}
         self._load = Load()
-        self._tables: dict[tuple[Rule, int], Table] = {}
+        self._tables: dict[tuple[Rule, int, bool, bool], Table] = {}
         self._choice_count = 0
+        self._own = frozenset(Proposer[name.upper()] for name in settings.proposers.split(",") if name)
+        self._store = SuffixStore(settings.suffix_store_mb << 20)
+        self.calibration = Calibration()
 
     def rule(self, request: GenerationRequest) -> tuple[Rule, str]:
         """Returns the rule of one request and its reason in one line; counts the requests that name no rule."""
@@ -55,35 +69,79 @@ class Speculation:
 
     def _worth(self, rule: Rule) -> float | None:
         """Tokens per second of the best plan under the server's own limit; None before RULE_ROUNDS rounds."""
-        table = self._tables.get((rule, self._settings.num_speculative_tokens_max))
+        table = self._tables.get((rule, self._settings.num_speculative_tokens_max, *self._kinds(self._own)))
         return None if table is None or table.round_count < RULE_ROUNDS else table.best_worth()
+
+    def _kinds(self, proposers: frozenset[Proposer]) -> tuple[bool, bool]:
+        """Whether the draft is among these proposers, and whether one of the coordinator is."""
+        with_draft = Proposer.DRAFT in proposers and self._settings.draft is not None
+        return with_draft, bool(proposers - {Proposer.DRAFT})
+
+    def allowed(self, request: GenerationRequest) -> frozenset[Proposer]:
+        """Returns the proposers of one request. Raises InvalidRequest for one that the server does not have."""
+        asked = frozenset(request.speculative.proposers)
+        for index, proposer in enumerate(request.speculative.proposers):
+            if proposer not in self._own:
+                limit = "one of " + ", ".join(own.name for own in sorted(self._own))
+                raise InvalidRequest(f"speculative.proposers[{index}]", proposer.name, limit)
+        if not request.speculative.enabled or self._mode(request) is SpeculationMode.OFF:
+            return frozenset()
+        if not asked:
+            asked = frozenset({Proposer.DRAFT}) if self._mode(request) is SpeculationMode.FIXED else self._own
+        return asked & self._own
+
+    def proposers(
+        self, request: GenerationRequest, committed: list[int], prediction: Sequence[int]
+    ) -> list[LocalProposer]:
+        """Returns the coordinator's own proposers of one request; it may run in a thread. `committed` grows with the
+        generation. Raises InvalidRequest."""
+        allowed = self.allowed(request)
+        made: list[LocalProposer] = []
+        if Proposer.PREDICTION in allowed and prediction:
+            made.append(PredictionProposer(list(prediction), len(committed) - len(request.resumed_token_ids)))
+        if Proposer.SUFFIX in allowed and self._settings.suffix_store_mb:
+            made.append(SuffixProposer(self._store, request.cache_salt))
+        if Proposer.NGRAM in allowed:
+            made.append(NgramProposer(committed, self._settings.ngram_length_min))
+        return made
+
+    def remember(self, session: Session) -> None:
+        """Stores a text that ends, for later requests with its salt."""
+        if Proposer.SUFFIX in self._own and self._settings.suffix_store_mb:
+            start = max(0, session.params.prompt_length - SUFFIX_LENGTH_MIN)
+            self._store.add(session.cache_salt, session.committed[start:])
+
+    def _mode(self, request: GenerationRequest) -> SpeculationMode:
+        return request.speculative.mode or SpeculationMode[self._settings.speculation_policy.upper()]
 
     def policy(self, request: GenerationRequest, rule: Rule, session_count: int = 1) -> Policy:
         """Returns the policy of one request under a rule; `session_count`: of the generations that run, this one
         included. Raises InvalidRequest above a maximum of the server."""
         settings, own = self._settings, request.speculative
+        allowed = self.allowed(request)
         for name in ("num_speculative_tokens", "draft_window", "draft_nodes_per_step"):
             asked, limit = getattr(own, name), getattr(settings, f"{name}_max")
             if asked is not None and asked > limit:
                 raise InvalidRequest(f"speculative.{name}", asked, f"at most this server's maximum, {limit}")
         asked, limit = own.num_speculative_tokens, settings.num_speculative_tokens_max
-        mode = own.mode or SpeculationMode[settings.speculation_policy.upper()]
-        if not own.enabled or mode is SpeculationMode.OFF or 0 in (asked, limit):
+        with_draft, with_local = self._kinds(allowed)
+        if not (with_draft or with_local) or 0 in (asked, limit):
             return OFF_POLICY
-        if mode is SpeculationMode.AUTO:
+        if self._mode(request) is SpeculationMode.AUTO:
             cap = limit if asked is None else asked
-            table = self._tables.get((rule, cap))
-            if table is None:
-                table = self._tables[rule, cap] = Table(self._steps[rule], self._drafts[rule], cap)
-            return AutoPolicy(table, cap)
+            key = rule, cap, with_draft, with_local
+            if key not in self._tables:
+                self._tables[key] = Table(self._steps[rule], self._drafts[rule], cap, with_draft, with_local)
+            return AutoPolicy(self._tables[key], cap)
         length = settings.num_speculative_tokens if asked is None else asked
         if own.draft_window is not None and own.draft_window < length:
             least = f"at least the draft tokens of a verification, {length}"
             raise InvalidRequest("speculative.draft_window", own.draft_window, least)
         wait_ms = settings.draft_wait_ms if own.draft_wait_ms is None else own.draft_wait_ms
         window = min(length + 1, settings.draft_window_max) if own.draft_window is None else own.draft_window
-        limit = DraftLimit(self._load, length, session_count)
-        return FixedPolicy(length, window, own.draft_nodes_per_step or 1, wait_ms / 1000, limit)
+        limit, window = DraftLimit(self._load, length, session_count), window if with_draft else 0
+        tree = own.draft_nodes_per_step or 1, wait_ms / 1000, limit, own.draft_siblings or 0
+        return FixedPolicy(length, window, *tree)
 
     def on_target(self, description: Description) -> None:
         """A target is connected: its own step times count until rounds are measured."""

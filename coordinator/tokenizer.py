@@ -36,12 +36,14 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for a file it cannot read
             raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
 
-    def encode(self, text: str, positions_max: int) -> tuple[int, ...]:
-        """Returns a prompt's token ids, with the file's special tokens. Raises InvalidRequest for one far too long."""
+    def encode(self, text: str, positions_max: int, field: str = "prompt.text") -> tuple[int, ...]:
+        """Returns the token ids of a prompt, with the file's special tokens, or of another field, without. Raises
+        InvalidRequest for a text far too long."""
         size, limit = len(text.encode("utf-8", "surrogatepass")), positions_max * BYTES_PER_TOKEN_MAX
         if size > limit:
-            raise InvalidRequest("prompt.text", f"{size} bytes", f"at most {limit} bytes")
-        (encoding,) = self._tokenizer.encode_batch([text])  # unlike `encode`, releases the interpreter's lock
+            raise InvalidRequest(field, f"{size} bytes", f"at most {limit} bytes")
+        # Unlike `encode`, `encode_batch` releases the interpreter's lock.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=field == "prompt.text")
         return tuple(encoding.ids)
 
     def stream(self, prompt: tuple[int, ...] = ()) -> TextStream:

@@ -20,7 +20,8 @@ from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
-from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import DraftTreeNode, Growth
 from specdec.protocol.items import NO_TRACE, UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
@@ -50,6 +51,7 @@ class DraftSession(ReplicaSession):
     secret: int = field(default_factory=lambda: secrets.randbits(64))
     window: int = 0
     nodes_per_step: int = 1
+    siblings: int = 0
     grown: list[DraftNode] = field(default_factory=list)
     traced_step_count: int = 0
     phase: Trace = NO_TRACE
@@ -96,14 +98,14 @@ class DraftSession(ReplicaSession):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One session's part of a step: nodes, and the name reserved for the proposal child of each.
+    """One session's part of a step: nodes, and the names reserved for the children that each sends.
 
     `fed`: cells of committed tokens, the root's last; without nodes more committed tokens follow.
     """
 
     session: DraftSession
     nodes: Sequence[DraftTreeNode]
-    names: Sequence[int]
+    names: Sequence[Sequence[int]]
     fed: Sequence[int]
 
 
@@ -195,7 +197,7 @@ class Drafter(ReplicaService):
             if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
-        session.nodes_per_step = item.nodes_per_step
+        session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         session.phase = item.trace
         self._growing[session] = None
@@ -275,18 +277,18 @@ class Drafter(ReplicaService):
     ) -> Piece[list[ProposalRequest]]:
         """Returns one session's rows of a step; `paths` end with the nodes of its last rows, which need logits."""
         growth, params, names, requests = session.growth, session.opened.params, [], []
-        branch_count = 0 if session.nodes_per_step == 1 else BRANCH_COUNT
-        draw_bits = 0
+        branch_count = session.siblings or (0 if session.nodes_per_step == 1 else BRANCH_COUNT)
+        draws: tuple[int, ...] = ()
         for path in paths:
             filed = growth.file(path[-1])
             if filed is not None:
                 session.grown.append(filed)
-            names.append(growth.reserve_name())
+            names.append([growth.reserve_name() for _ in range(1 + session.siblings)])
             if params.rule is Rule.REJECTION:
-                draw_bits = uniform_bits(session.secret, Lane.DRAFT, growth.epoch, names[-1])
+                draws = tuple(uniform_bits(session.secret, Lane.DRAFT, growth.epoch, name) for name in names[-1])
             draft = () if fed else [node.token_id for node in path]
             before = TokenPath(session.tokens, len(session.tokens), draft)
-            requests.append(ProposalRequest(params, before, session.opened.vocabulary_size, draw_bits, branch_count))
+            requests.append(ProposalRequest(params, before, session.opened.vocabulary_size, draws, branch_count))
         self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 
@@ -306,9 +308,9 @@ class Drafter(ReplicaService):
             if own.fed:
                 session.cells.commit(own.fed)
             found: Sequence[Proposal] = outcome or ()
-            for node, name, proposal in zip(own.nodes, own.names, found):
-                session.grown.append(
-                    session.growth.evaluated(node, name, proposal.guesses, proposal.draft_probs, node.cell)
+            for node, names, proposal in zip(own.nodes, own.names, found):
+                session.grown += session.growth.evaluated(
+                    node, names, proposal.guesses, proposal.draft_probs, node.cell
                 )
             if session.grown:
                 served.append(session)

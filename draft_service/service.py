@@ -28,7 +28,7 @@ def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piec
     cells.commit(context)
     rows = cells.nodes([[cells.take(context_length)] for _ in range(row_count)])
     path, params = TokenPath([0] * context_length, context_length, [0]), ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0)
-    requests = [ProposalRequest(params, path, TOKENS_MAX, 0, BRANCH_COUNT)] * row_count
+    requests = [ProposalRequest(params, path, TOKENS_MAX, (0,), BRANCH_COUNT)] * row_count
     return Piece(table, 0, [0] * row_count, row_count, requests, rows)
 
 

@@ -21,6 +21,7 @@ from specdec.settings import (
     OUTPUT,
     PROCESS,
     PROMPT,
+    PROPOSERS,
     RANKS,
     SAMPLING,
     SECURITY,
@@ -28,6 +29,7 @@ from specdec.settings import (
     Address,
     ListenAddress,
     LogLevel,
+    ProposerNames,
     ServiceSettings,
     Settings,
     TlsSettings,
@@ -209,6 +211,18 @@ class SpeculationSettings(Settings):
     draft_wait_ms: float = setting(
         50.0, SPECULATION, "With policy fixed: milliseconds a verification waits for draft tokens.", ge=0, le=60000
     )
+    proposers: ProposerNames = setting(
+        ",".join(PROPOSERS),
+        SPECULATION,
+        "Sources of draft tokens, separated by commas.",
+        metavar="NAME,NAME,…",
+    )
+    ngram_length_min: int = setting(
+        2, SPECULATION, "Tokens that must match for a guess from the same prompt and output.", ge=1, le=16
+    )
+    suffix_store_mb: int = setting(
+        64, SPECULATION, "Megabytes of generated text kept for guesses, by cache salt; 0: none.", ge=0, le=1 << 16
+    )
     draft_link_mbit: float | None = setting(
         None,
         SPECULATION,
@@ -260,7 +274,9 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, 
     """The coordinator: accepts requests, holds the committed tokens, applies the verification rule."""
 
     target: Address = setting(..., CONNECTION, "HOST:PORT of the target service.")
-    draft: Address | None = setting(None, CONNECTION, "HOST:PORT of the draft service; absent: plain decoding.")
+    draft: Address | None = setting(
+        None, CONNECTION, "HOST:PORT of the draft service; absent: only the other proposers."
+    )
     tokenizer: str = setting(..., MODEL, "Folder or hub id of the target model, for its tokenizer.json.", min_length=1)
     max_num_seqs: int = setting(
         64, LIMITS, "Maximum number of generations at a time; more are refused at once.", ge=1, le=65536
@@ -300,7 +316,7 @@ class ServeSettings(
     draft_model: str = setting(
         str(EMBEDDED_MODELS / "draft"),
         MODEL,
-        "Draft model: folder or hub id.",
+        "Draft model: folder or hub id; none: no draft service, only the other proposers.",
         min_length=1,
     )
     served_model_name: str | None = setting(None, MODEL, "Name of the served target; absent: the value of --model.")
@@ -326,8 +342,13 @@ class ServeSettings(
         own = self._shared(DraftSettings, 2)
         return DraftSettings(**own, model=self.draft_model, target_tokenizer=self.model)
 
-    def coordinator_settings(self, target: str, draft: str) -> CoordinatorSettings:
-        """Returns the coordinator's settings, connected to target and draft on loopback."""
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft service is started."""
+        return self.draft_model != "none"
+
+    def coordinator_settings(self, target: str, draft: str | None) -> CoordinatorSettings:
+        """Returns the coordinator's settings, connected to target and draft, if there is one, on loopback."""
         own = {name: getattr(self, name) for name in CoordinatorSettings.model_fields if hasattr(self, name)}
         own.update(target=target, draft=draft, tokenizer=self.model, insecure_links=True)
         return CoordinatorSettings(**own)

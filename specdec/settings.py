@@ -74,6 +74,16 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def check_proposers(names: str) -> str:
+    """Returns the names of proposers, separated by commas. ValueError for an unknown one."""
+    unknown = [name for name in names.split(",") if name and name not in PROPOSERS]
+    if unknown:
+        raise ValueError(f"it must be some of {', '.join(PROPOSERS)}, separated by commas, not {unknown[0]}")
+    return names
+
+
+PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
+ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port

@@ -16,11 +16,11 @@ Rules, from which it follows that every session ends, whatever the others do:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
-from specdec.protocol.items import Open
+from specdec.protocol.items import Open, Verification
 from specdec.protocol.shape import path_tokens
 from specdec.replica.handler import Reply, log_names
 from specdec.target_service.session import FedBranch, TargetSession
@@ -154,10 +154,19 @@ class Admission:
         """Allocates the blocks of a session's request, of all its paths or of none."""
         return self._grow(session.table, session.wanted_length) and self._branch_out(session)
 
+    def exceeds_cache(self, length_max: int, item: Verification) -> bool:
+        """Whether the paths of a verification do not fit the whole cache beside a session of full length."""
+        ends = [item.base_position + part.depth + part.end - part.start for part in item.branches[1:]]
+        needed_count = self._cache.blocks_for(length_max) + self._block_count(item.base_position, ends)
+        return needed_count * self._cache.block_size > self._cache.position_count
+
+    def _block_count(self, base: int, ends: Sequence[int]) -> int:
+        """Returns the number of blocks of paths that leave the committed tokens at `base`."""
+        return sum(self._cache.blocks_for(end) - base // self._cache.block_size for end in ends)
+
     def _branch_block_count(self, session: TargetSession) -> int:
         """Returns the number of blocks of the further paths of a session's request."""
-        first = len(session.tokens) // self._cache.block_size
-        return sum(self._cache.blocks_for(end) - first for end in session.wanted_ends)
+        return self._block_count(len(session.tokens), session.wanted_ends)
 
     def _branch_out(self, session: TargetSession) -> bool:
         """Allocates the blocks of the further paths of a session's request."""

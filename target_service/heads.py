@@ -15,10 +15,10 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.heads import Heads, load_heads
 from specdec.engine.interface import CausalModel, HiddenStates
 from specdec.errors import ConfigError
-from specdec.protocol.types import HEAD_CANDIDATES, HeadProposals, SamplerOutput
+from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HeadProposals
+from specdec.protocol.types import SamplerOutput
 
 NO_HEADS = "none"
-CONFIDENCE_MAX = 255
 
 
 def load_head_proposer(model: CausalModel, settings: HeadSettings) -> HeadProposer | None:
@@ -71,6 +71,6 @@ class HeadProposer:
         logits = self._output(inputs)  # [rows * heads, vocab] float32
         values, token_ids = logits.topk(HEAD_CANDIDATES)
         probabilities = (values - logits.logsumexp(1, keepdim=True)).exp()
-        confidences = (probabilities * CONFIDENCE_MAX).nan_to_num().clamp(0, CONFIDENCE_MAX).long()
+        confidences = (probabilities * HEAD_CONFIDENCE_MAX).nan_to_num().clamp(0, HEAD_CONFIDENCE_MAX).long()
         both = torch.stack([token_ids, confidences]).flatten(1).tolist()  # one copy to the host
         return both[0], both[1]

@@ -99,7 +99,7 @@ class TargetSession(ReplicaSession):
         for branch in self.branches:
             length = self._agreement(branch.blocks.length, branch.base, branch.token_ids)
             if length > self.agreement() and length >= branch.blocks.first * cache.block_size:
-                cache.adopt(self.table, branch.blocks, length)
+                cache.continue_on(self.table, branch.blocks, length)
                 self.fed_draft = branch.token_ids
             cache.drop_branch(branch.blocks)
         self.branches.clear()

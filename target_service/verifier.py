@@ -17,7 +17,6 @@ from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, MissingTokens, Open, Verification, VerificationResult
-from specdec.protocol.shape import fits_trees
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
 from specdec.replica.handler import ReplicaService, Reply, check_params_tokens
 from specdec.target_service.admission import IDLE_S, Admission
@@ -148,8 +147,10 @@ class Verifier(ReplicaService):
         if length > session.opened.length_max:
             limit = f"with its draft tokens at most length_max {session.opened.length_max}"
             raise InvalidRequest("base_position", length, limit)
-        if item.parents and not fits_trees(self._engine.cache.position_count, session.opened.length_max):
-            limit = f"none for {session.opened.length_max} positions, beside whose paths the cache must have space"
+        if item.parents and self._admission.exceeds_cache(session.opened.length_max, item):
+            limit = (
+                f"fewer paths: beside a session of {session.opened.length_max} positions the cache lacks their blocks"
+            )
             raise InvalidRequest("parents", len(item.parents), limit)
 
     @staticmethod

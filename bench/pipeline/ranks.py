@@ -58,7 +58,7 @@ def outcomes_along(text: Text, logits: Tensor, params: ResolvedSamplingParams) -
     chance = random.Random(params.seed)
     width = text.logits.shape[1]
     requests = [
-        ProposalRequest(params, text.before(index), width, chance.getrandbits(UNIFORM_BITS), BRANCH_COUNT)
+        ProposalRequest(params, text.before(index), width, (chance.getrandbits(UNIFORM_BITS),), BRANCH_COUNT)
         for index in range(len(text.output))
     ]
     proposals = propose(requests, logits)

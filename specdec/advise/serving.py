@@ -51,9 +51,18 @@ def served(target: str, draft: str) -> Iterator[Served]:
     """Yields the pair, served by this machine with one thread a model. Raises SpecdecError."""
     from specdec.cli import serve
 
-    settings = ServeSettings(model=target, draft_model=draft, port=0, threads=1, log_level="error", drain_grace_s=1.0)
+    settings = ServeSettings(
+        model=target,
+        draft_model=draft,
+        proposers="draft",
+        port=0,
+        threads=1,
+        log_level="error",
+        drain_grace_s=1.0,
+    )
     with serve.running(settings, []) as (coordinator, target_child, draft_child, _):
-        found = asyncio.run(serve.check_match(settings, target_child.address, draft_child.address))
+        addresses = target_child.address, None if draft_child is None else draft_child.address
+        found = asyncio.run(serve.check_match(settings, *addresses))
         curves = StepCurve(), StepCurve()
         for curve, name in zip(curves, ("target", "draft")):
             curve.prime(found[name].step_times)

@@ -145,7 +145,7 @@ def demo(settings: DemoSettings) -> int:
             print(json.dumps(report_of(settings, texts), indent=2))
         else:
             view = demo_view.DemoView()
-            view.begin(settings, (target, draft, coordinator))
+            view.begin(settings, [child for child in (target, draft, coordinator) if child is not None])
             asyncio.run(measure(coordinator.address, settings, texts, view.streaming))
             view.conclude(texts)
     misses = misses_of(texts) if settings.check else []
@@ -200,6 +200,7 @@ async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSett
         "temperature": settings.temperature,
         "seed": settings.seed,
         "ignore_eos": not settings.chat,  # past the end of a text, so that all have the same length
+        "cache_salt": "on" if speculative else "off",  # so that neither finds the other's text
     }
     request = build_request(GenerateSettings(**own, speculative=speculative), text.request_text)
     await fill(text.on if speculative else text.off, channel, request)

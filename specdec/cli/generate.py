@@ -23,8 +23,17 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 METHOD = "/specdec.v1.CoordinatorService/Generate"
 RESET = "\x1b[0m"
 COLORS = {coordinator_pb.TOKEN_KIND_ACCEPTED: "\x1b[32m", coordinator_pb.TOKEN_KIND_RECOVERED: "\x1b[33m"}
-LEGEND = f"{COLORS[coordinator_pb.TOKEN_KIND_ACCEPTED]}accepted draft tokens{RESET}, \
-{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}, bonus tokens"
+PROPOSER_COLORS = {
+    coordinator_pb.PROPOSER_DRAFT: COLORS[coordinator_pb.TOKEN_KIND_ACCEPTED],
+    coordinator_pb.PROPOSER_NGRAM: "\x1b[36m",
+    coordinator_pb.PROPOSER_SUFFIX: "\x1b[34m",
+    coordinator_pb.PROPOSER_PREDICTION: "\x1b[35m",
+    coordinator_pb.PROPOSER_HEADS: "\x1b[92m",
+}
+NAMES = ("draft model", "n-gram", "earlier text", "prediction", "heads")
+_COLORED = ", ".join(f"{color}{name}{RESET}" for name, color in zip(NAMES, PROPOSER_COLORS.values()))
+_RECOVERED = f"{COLORS[coordinator_pb.TOKEN_KIND_RECOVERED]}recovered tokens{RESET}"
+LEGEND = f"accepted tokens of {_COLORED}; {_RECOVERED}, bonus tokens"
 
 
 def generate(settings: GenerateSettings) -> int:
@@ -82,9 +91,12 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
 
 def colored(delta: coordinator_pb.Delta) -> str:
     """Returns the delta's text, each token's part in the token's colour."""
-    return "".join(
-        f"{COLORS[kind]}{piece}{RESET}" if kind in COLORS and piece else piece for piece, kind in pieces_of(delta)
-    )
+    proposers = list(delta.proposers) or [coordinator_pb.PROPOSER_UNSPECIFIED] * len(delta.kinds)
+    parts = []
+    for (piece, kind), proposer in zip(pieces_of(delta), proposers, strict=True):
+        color = PROPOSER_COLORS.get(proposer) or COLORS.get(kind)
+        parts.append(f"{color}{piece}{RESET}" if color and piece else piece)
+    return "".join(parts)
 
 
 def pieces_of(delta: coordinator_pb.Delta) -> list[tuple[str, coordinator_pb.TokenKind]]:
@@ -101,5 +113,18 @@ def summary(finished: coordinator_pb.Finished) -> str:
     speed = f", {finished.usage.output_tokens / seconds:.1f} tokens/s" if seconds else ""
     return (
         f"{finished.usage.output_tokens} tokens{speed}, acceptance {count:.2f}, "
-        f"{statistics.mean_acceptance_length:.2f} tokens a speculating round; trace {finished.trace_id}"
+        f"{statistics.mean_acceptance_length:.2f} tokens a speculating round{shares(statistics)}; "
+        f"trace {finished.trace_id}"
     )
+
+
+def shares(statistics: coordinator_pb.Statistics) -> str:
+    """Returns accepted and verified tokens of each proposer; nothing if only the draft model proposed."""
+    counts = {
+        name: (getattr(statistics, f"num_{field}_accepted_tokens"), getattr(statistics, f"num_{field}_draft_tokens"))
+        for name, field in (("draft", "model"), *((own, own) for own in ("ngram", "suffix", "prediction", "heads")))
+    }
+    used = {name: pair for name, pair in counts.items() if pair[1]}
+    if not used.keys() - {"draft"}:
+        return ""
+    return " (" + ", ".join(f"{name} {accepted}/{offered}" for name, (accepted, offered) in used.items()) + ")"

@@ -6,13 +6,14 @@ message are refused here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from specdec.config import OUTPUT, PROMPT, SAMPLING, SPECULATION, ClientSettings
 from specdec.errors import ConfigError
-from specdec.settings import setting
+from specdec.settings import ProposerNames, setting
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -108,12 +109,24 @@ class GenerateSettings(ClientSettings):
     draft_wait_ms: float | None = option(
         SPECULATION, "With --policy fixed: maximum wait for draft tokens before a verification; 0: none."
     )
+    draft_siblings: int | None = option(
+        SPECULATION,
+        "With --policy fixed: siblings of each draft token, verified with it as a tree; at most 3.",
+        ge=0,
+        le=UINT32_MAX,
+    )
+    proposers: ProposerNames = option(
+        SPECULATION, "Sources of draft tokens, of those the server has; absent: all.", "", "NAME,NAME,…"
+    )
+    prediction: Path | None = option(
+        SPECULATION, "File with the text expected in the answer, such as the text to edit: guesses for verification."
+    )
     rule: Literal["greedy", "rejection", "coupled"] | None = option(
         SPECULATION, "Verification rule; absent: by the sampling parameters."
     )
     as_json: bool = option(OUTPUT, "Print every message of the stream as one line of JSON.", False)
     color: Literal["auto", "always", "never"] = option(
-        OUTPUT, "Accepted draft tokens green, recovered tokens yellow, bonus tokens plain; auto: on a terminal.", "auto"
+        OUTPUT, "Accepted tokens by proposer, recovered tokens yellow, bonus tokens plain; auto: on a terminal.", "auto"
     )
     timeout_s: float | None = option(OUTPUT, "Maximum seconds for the request; absent: no limit.", gt=0)
 
@@ -132,6 +145,7 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
         "enabled": settings.speculative,
         "rule": f"RULE_{settings.rule.upper()}" if settings.rule else None,
         "policy": f"POLICY_{settings.policy.upper()}" if settings.policy else None,
+        "proposers": [f"PROPOSER_{name.upper()}" for name in settings.proposers.split(",") if name],
     }
     try:
         request = coordinator_pb.GenerateRequest(
@@ -144,6 +158,11 @@ def build_request(settings: GenerateSettings, prompt: str | None) -> coordinator
         )
     except (UnicodeEncodeError, ValueError) as error:
         raise ConfigError(f"the request cannot be sent, its texts must be UTF-8: {error}") from error
+    if settings.prediction is not None:
+        try:
+            request.prediction.text = settings.prediction.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--prediction {settings.prediction} cannot be read: {error}") from error
     if settings.resume_ids:
         request.resume.output_token_ids.extend(settings.resume_ids)
     return request

@@ -36,7 +36,8 @@ def serve(settings: ServeSettings) -> int:
     try:
         with running(settings, children) as (coordinator, target, draft, sizes):
             print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
-            print(f"target on {target.address}, draft on {draft.address}; Ctrl-C stops all three", flush=True)
+            where = f"draft on {draft.address}" if draft is not None else "no draft"
+            print(f"target on {target.address}, {where}; Ctrl-C stops all", flush=True)
             print("\n".join(sizes), flush=True)
             _watch(settings, children)
         return 1
@@ -45,11 +46,12 @@ def serve(settings: ServeSettings) -> int:
 
 
 @contextmanager
-def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child, list[str]]]:
-    """Yields coordinator, target, draft, and the size of each cache as text. At the end it stops all `children`, a list
-    that it fills. Raises SpecdecError when a service cannot start."""
+def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child | None, list[str]]]:
+    """Yields coordinator, target, draft (None without one), and the size of each cache as text. At the end it stops all
+    `children`, a list that it fills. Raises SpecdecError when a service cannot start."""
+    names = "target and draft" if settings.has_draft else "the target"
     try:
-        waiting = Console(stderr=True).status("loading target and draft") if sys.stderr.isatty() else nullcontext()
+        waiting = Console(stderr=True).status(f"loading {names}") if sys.stderr.isatty() else nullcontext()
         with waiting:  # shows activity, on a terminal only
             started = _start(settings, children)
         yield started
@@ -57,9 +59,9 @@ def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Ch
         stop_all(reversed(children), settings.drain_grace_s + KILL_GRACE_S)
 
 
-def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child, list[str]]:
-    """Starts all three; each is in `children` as soon as it exists, so that `running` can stop it. Returns them and the
-    sizes of their caches."""
+def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child | None, list[str]]:
+    """Starts the services; each is in `children` as soon as it exists, so that `running` can stop it. Returns them and
+    the sizes of their caches."""
     from specdec.engine.model_folder import open_model_folder
     from specdec.rpc.ports import check_port
 
@@ -68,21 +70,24 @@ def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child
         open_model_folder(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     target = start("target", settings.target_settings())
     children.append(target)
-    draft = start("draft", settings.draft_settings())
-    children.append(draft)
-    wait_all_ready((target, draft), LOADING_S_MAX)
-    described = asyncio.run(check_match(settings, target.address, draft.address))
+    draft = start("draft", settings.draft_settings()) if settings.has_draft else None
+    if draft is not None:
+        children.append(draft)
+    wait_all_ready(tuple(children), LOADING_S_MAX)
+    draft_address = None if draft is None else draft.address
+    described = asyncio.run(check_match(settings, target.address, draft_address))
     sizes = [f"{name}'s cache: {own.cache.sentence(own.positions_max)}" for name, own in described.items() if own.cache]
-    if sentence := described["draft"].draft_vocabulary_sentence:
-        sizes.append(sentence)
-    coordinator = start("coordinator", settings.coordinator_settings(target.address, draft.address))
+    sizes += [own.draft_vocabulary_sentence for own in described.values() if own.draft_vocabulary_sentence]
+    coordinator = start("coordinator", settings.coordinator_settings(target.address, draft_address))
     children.append(coordinator)
     coordinator.wait_ready()
     return coordinator, target, draft, sizes
 
 
-async def check_match(settings: ServeSettings, target_address: str, draft_address: str) -> dict[str, Description]:
-    """Returns both descriptions by name. Raises Mismatch with both models unless their tokenizers are equal."""
+async def check_match(
+    settings: ServeSettings, target_address: str, draft_address: str | None
+) -> dict[str, Description]:
+    """Returns the descriptions by name. Raises Mismatch with both models unless their tokenizers are equal."""
     from specdec.rpc.client import call_unary, open_channel
     from specdec.rpc.convert import description_from_message
     from specdec.v1 import types_pb2 as types_pb
@@ -92,13 +97,15 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
         ("target", "TargetService", target_address),
         ("draft", "DraftService", draft_address),
     ):
+        if address is None:
+            continue
         async with open_channel(address, INSECURE) as channel:
             method = f"/specdec.v1.{service}/Describe"
             request = types_pb.DescribeRequest()
             answer = await call_unary(channel, method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
             found[name] = description_from_message(answer)
-    fingerprints = found["target"].tokenizer_fingerprint, found["draft"].tokenizer_fingerprint
-    if fingerprints[0] != fingerprints[1]:
+    fingerprints = [own.tokenizer_fingerprint for own in found.values()]
+    if len({*fingerprints}) > 1:
         raise Mismatch(
             f"draft {settings.draft_model} and target {settings.model} have different tokenizers (fingerprints "
             f"{fingerprints[1][:12]} and {fingerprints[0][:12]}); choose a draft with the target's tokenizer"
@@ -109,12 +116,11 @@ async def check_match(settings: ServeSettings, target_address: str, draft_addres
 def _watch(settings: ServeSettings, children: list[Child]) -> None:
     """Restarts every service that ends. Never returns: raises ReplicaUnavailable when target or coordinator is given
     up."""
-    target, draft, _ = children
-    own: tuple[ServiceSettings, ...] = (
-        settings.target_settings(),
-        settings.draft_settings(),
-        settings.coordinator_settings(target.address, draft.address),
-    )
+    replicas = children[:-1]
+    target, draft = replicas[0].address, replicas[1].address if settings.has_draft else None
+    own: list[ServiceSettings] = [settings.target_settings(), settings.coordinator_settings(target, draft)]
+    if settings.has_draft:
+        own.insert(1, settings.draft_settings())
     keepers = [Keeper(children, index, service) for index, service in enumerate(own)]
     while True:
         time.sleep(POLL_S)

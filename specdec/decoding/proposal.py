@@ -46,14 +46,14 @@ class ProposalRequest:
     """One node to propose a token for.
 
     `path`: every token before the position, committed and draft; not stored. `vocabulary_size`: the target's; higher
-    ids are never proposed. `draw_bits`: uniform_bits(secret, Lane.DRAFT, epoch, node), an integer of 53 bits; used
-    under REJECTION only.
+    ids are never proposed. `draws`: under REJECTION, uniform_bits(secret, Lane.DRAFT, epoch, node) of each child drawn,
+    integers of 53 bits; several are drawn without replacement. `branch_count`: most guesses beside the first.
     """
 
     params: ResolvedSamplingParams
     path: Sequence[int]
     vocabulary_size: int
-    draw_bits: int = 0
+    draws: tuple[int, ...] = (0,)
     branch_count: int = 0
 
 
@@ -61,10 +61,11 @@ class ProposalRequest:
 class Proposal:
     """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
 
-    The others are the likeliest after it, best first, at most `branch_count`. `draft_probs` under REJECTION: the draft
-    distribution of the proposed token. Confidences are probabilities of the softmax (GREEDY), of the distribution after
-    the noise (COUPLED) or of the draft distribution (REJECTION). They may choose the nodes evaluated next; they may not
-    decide whether a drawn token is sent.
+    The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first,
+    in the order of the draws. `draft_probs` under REJECTION: the draft distribution of the tokens drawn. Confidences
+    are probabilities of the softmax (GREEDY), of the distribution after the noise (COUPLED) or of the draft
+    distribution (REJECTION). They may choose the nodes evaluated next; they may not decide whether a drawn token is
+    sent.
     """
 
     guesses: Guesses
@@ -236,16 +237,17 @@ def column(numbers: list[float], like: Tensor) -> Tensor:
 
 
 def proposal_of_codes(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
-    """Draws from the tokens whose code has a weight, likeliest first; adds the likeliest others as branches."""
+    """Draws without replacement from the tokens whose code has a weight; adds the likeliest others as branches."""
     code_count = len(DRAFT_PROBS_WEIGHTS)
     ranked = [(token_id, DRAFT_PROBS_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
     probs = DraftProbs(*zip(*sorted(ranked)))
-    drawn = draw(probs, request.draw_bits)
-    total = probs.total
-    others = itertools.islice((one for one in ranked if one[0] != drawn), request.branch_count)
-    weight = next(weight for token_id, weight in ranked if token_id == drawn)
-    guesses = ((drawn, weight / total), *((token_id, weight / total) for token_id, weight in others))
-    return Proposal(guesses, probs)
+    drawn: list[int] = []
+    for draw_bits in request.draws[: len(ranked)]:
+        drawn.append(draw(probs.without(drawn), draw_bits))
+    total, weights = probs.total, dict(ranked)
+    others = (token_id for token_id, _ in ranked if token_id not in drawn)
+    chosen = [*drawn, *itertools.islice(others, max(0, request.branch_count + 1 - len(drawn)))]
+    return Proposal(tuple((token_id, weights[token_id] / total) for token_id in chosen), probs)
 
 
 def draw(probs: DraftProbs, draw_bits: int) -> int:

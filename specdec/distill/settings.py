@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from specdec.protocol.types import HEADS_MAX
+from specdec.protocol.heads import HEADS_MAX
 from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
 
 OF_DRAFTS = ("layers", "hidden_size", "target_layers", "draft_vocabulary")

@@ -65,8 +65,8 @@ class AttentionPlan:
     """Indices of one step: writes, reads and results; the same for every layer of a window.
 
     `written` [2 * writes * kv heads] int64: cache positions of the step's keys, then values; `sources` [writes] int64:
-    the row of each, if some rows are written for several paths. `groups`: by the window of a layer. `output_rows` [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated
-    results.
+    the row of each, if some rows are written for several paths. `groups`: by the window of a layer. `output_rows`
+    [padded rows * heads] int64: the index of each (row, head) in the groups' concatenated results.
     """
 
     storage: PagedStorage
@@ -160,24 +160,28 @@ def probe_query_tiles(
 ) -> tuple[int, ...]:
     """Returns those of `tiles`, row counts per query tile, at which a row's attention has the same bits in every batch.
 
-    `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width
-    is tried with several tiles at once, with neighbours one and two splits longer and, if one of the model's rules has
-    a window, with a split before the visible one; at the model's own scales, because a kernel rounds at the point
-    where it applies a scale that is no power of two.
+    `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width is
+    tried with several tiles at once, with neighbours one and two splits longer, with masked splits before and between
+    its own, as the other paths of a tree are, and, if one of the model's rules has a window, with a split before the
+    visible one; at the model's own scales, because a kernel rounds at the point where it applies a scale that is no
+    power of two.
     """
     generator = torch.Generator().manual_seed(head_size)
     cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values
     cells[0] = 0
-    # Visible positions, those of cells 1 and 2, and the cells the row may be computed over.
-    texts = [((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0])), ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0]))]
+    # Visible positions, those of cells 1 and 2, and the cells the row may be computed over; cell 0 is masked.
+    texts = [
+        ((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0], [0, 1], [0, 0, 1])),
+        ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0], [1, 0, 2], [1, 0, 0, 2])),
+    ]
     if any(rule.window is not None for rule in rules):
-        texts.append(((KEY_SPLIT + 20, 2 * KEY_SPLIT - 28), ([2], [1, 2], [2, 0], [1, 2, 0])))
+        texts.append(((KEY_SPLIT + 20, 2 * KEY_SPLIT - 28), ([2], [1, 2], [2, 0], [1, 2, 0], [1, 0, 2])))
 
     def attend(
         rows: torch.Tensor, seen: tuple[int, int], order: list[int], batch: int, rule: ScoreRule
     ) -> torch.Tensor:
-        positions = torch.arange(len(order) * KEY_SPLIT) + (order[0] - 1) * KEY_SPLIT
-        is_hidden = (positions < seen[0]) | (positions >= seen[1])
+        positions = torch.cat([torch.arange(KEY_SPLIT) + (cell - 1) * KEY_SPLIT for cell in order])
+        is_hidden = (positions < seen[0]) | (positions >= seen[1])  # those of cell 0 are below 0
         mask = torch.zeros(is_hidden.shape).masked_fill_(is_hidden, -torch.inf).view(-1, 1, KEY_SPLIT)
         mask = mask.expand(-1, len(rows), -1).repeat(batch, 1, 1)
         halves = torch.tensor([order * batch, [cell and cell + 2 for cell in order] * batch])

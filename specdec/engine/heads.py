@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 
 from specdec.engine.model_folder import read_json
 from specdec.errors import ModelRefused
-from specdec.protocol.types import HEADS_MAX
+from specdec.protocol.heads import HEADS_MAX
 
 CONFIG_FILE = "heads.json"
 WEIGHTS_FILE = "heads.safetensors"

@@ -264,7 +264,7 @@ class KVCache:
         if table.length > first * self.block_size:
             self._storage.copy_block(table.block_ids[first], [branch.block_ids[0] for branch in branches])
 
-    def adopt(self, table: BlockTable, branch: BranchBlocks, length: int) -> None:
+    def continue_on(self, table: BlockTable, branch: BranchBlocks, length: int) -> None:
         """Replaces blocks of a table by those of a branch, of which `length` positions are kept: the table is that path
         now. Blocks beyond the branch stay reserved."""
         self._check_live(table)
@@ -323,7 +323,8 @@ class KVCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError with the broken invariant (numbered in the class docstring)."""
-        held = [block_id for holder in (*self._tables, *self._branches) for block_id in holder.block_ids]
+        held = [block_id for table in self._tables for block_id in table.block_ids]
+        held += [block_id for branch in self._branches for block_id in branch.block_ids]
         counted = [0] * self.block_count
         for block_id in held:
             counted[block_id] += 1

@@ -17,7 +17,7 @@ import torch
 
 from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup
 from specdec.engine.backend import StepInput
-from specdec.engine.interface import RaggedBatch
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import TileSizes
 
@@ -26,22 +26,54 @@ SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTile:
-    """Up to one tile of query rows of one chunk: batch rows [first_row, first_row + row_count) from `position` on."""
+class TileTree:
+    """The rows of a tile on several paths, and the keys they see: those of the positions that all paths share, then the
+    last splits of each path. To a row the splits of other paths are masked ones between its own."""
 
-    blocks: numpy.ndarray  # [blocks of the chunk] int64
+    positions: numpy.ndarray  # [rows] int64
+    paths: numpy.ndarray  # [rows] int64
+    key_positions: numpy.ndarray  # [splits * KEY_SPLIT] int64
+    key_paths: numpy.ndarray  # [splits * KEY_SPLIT] int64, -1 for all paths
+    shared_split_count: int
+
+    def mask(self, first: int, split_count: int, width: int, window: int | None) -> torch.Tensor:
+        """Returns 0 where a row may attend, from the split `first` on, minus infinity elsewhere; rows beyond the tile's
+        own repeat its first.  # [split_count, width, KEY_SPLIT] float32"""
+        rows = numpy.zeros(width, dtype=numpy.int64)
+        rows[: len(self.positions)] = numpy.arange(len(self.positions))
+        positions, paths = self.positions[rows][:, None], self.paths[rows][:, None]
+        keys, key_paths = self.key_positions[first * KEY_SPLIT :], self.key_paths[first * KEY_SPLIT :]
+        is_hidden = (keys > positions) | ((key_paths >= 0) & (key_paths != paths))
+        if window is not None:
+            is_hidden |= keys <= positions - window
+        mask = torch.full((split_count, width, KEY_SPLIT), -torch.inf)
+        shown = torch.from_numpy(is_hidden.reshape(width, -1, KEY_SPLIT).swapaxes(0, 1).copy())
+        mask[: len(shown)] = torch.zeros(shown.shape).masked_fill_(shown, -torch.inf)
+        return mask
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """Up to one tile of query rows of one chunk: batch rows [first_row, first_row + row_count) from `position` on; or
+    the rows of all paths of a `tree`."""
+
+    blocks: numpy.ndarray  # [blocks of the chunk, or of the splits of a tree] int64
     first_row: int
     row_count: int
     position: int
+    tree: TileTree | None = None
 
     @property
     def split_count(self) -> int:
         """Number of key splits up to the last one visible to the tile's last row."""
+        if self.tree is not None:
+            return len(self.tree.key_positions) // KEY_SPLIT
         return -(-(self.position + self.row_count) // KEY_SPLIT)
 
     def first_split(self, window: int | None) -> int:
         """Returns the first key split visible to the tile's first row."""
-        return 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
+        first = 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
+        return first if self.tree is None else min(first, self.tree.shared_split_count)
 
 
 class StepPlanner:
@@ -73,16 +105,20 @@ class StepPlanner:
         logit_rows: list[int] = []
         tiles: list[QueryTile] = []
         row = 0
-        for chunk in batch.chunks:
+        for index, chunk in enumerate(batch.chunks):
             count = len(chunk.token_ids)
             blocks = numpy.array(chunk.block_ids, dtype=numpy.int64)
             ids[row : row + count] = chunk.token_ids
             positions[row : row + count] = its_positions = numpy.arange(chunk.start, chunk.end)
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
             logit_rows += range(row + count - chunk.logit_count, row + count)
-            for offset in range(0, count, self._query_tiles[-1]):
-                tile_rows = min(count - offset, self._query_tiles[-1])
-                tiles.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
+            paths = self._paths(batch, index)
+            if len(paths) > 1:
+                tiles.append(self._tree_tile(paths, row))
+            elif paths:
+                for offset in range(0, count, self._query_tiles[-1]):
+                    tile_rows = min(count - offset, self._query_tiles[-1])
+                    tiles.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
             row += count
         written, sources = self._written(batch, row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, padded)
@@ -92,6 +128,40 @@ class StepPlanner:
             logit_rows=self._padded_logit_rows(logit_rows),
             attention=AttentionPlan(self._storage, row_count, written, groups, output_rows, sources),
         )
+
+    def _paths(self, batch: RaggedBatch, index: int) -> Sequence[SequenceChunk]:
+        """Returns the chunks whose rows one tile, or one series of tiles, contains: a chunk and the further paths of
+        its sequence if they fit one tile, else the chunk alone; none for a path in the tile of a chunk before."""
+        chunks = batch.chunks
+        first = index
+        while chunks[first].copied_count:
+            first -= 1
+        end = index + 1
+        while end < len(chunks) and chunks[end].copied_count:
+            end += 1
+        if end - first == 1 or sum(len(chunk.token_ids) for chunk in chunks[first:end]) > self._query_tiles[-1]:
+            return chunks[index : index + 1]
+        return chunks[first:end] if first == index else ()
+
+    def _tree_tile(self, paths: Sequence[SequenceChunk], first_row: int) -> QueryTile:
+        """Returns the tile of all rows of a sequence's paths."""
+        split_blocks = KEY_SPLIT // self._storage.block_size
+        shared = min(chunk.start - chunk.copied_count for chunk in paths[1:]) // KEY_SPLIT
+        blocks = [numpy.asarray(paths[0].block_ids[: shared * split_blocks], dtype=numpy.int64)]
+        keys, key_paths = [numpy.arange(shared * KEY_SPLIT)], [numpy.full(shared * KEY_SPLIT, -1)]
+        for path, chunk in enumerate(paths):
+            split_count = -(-chunk.end // KEY_SPLIT) - shared
+            own = numpy.zeros(split_count * split_blocks, dtype=numpy.int64)  # the zero block where the path has ended
+            tail = chunk.block_ids[shared * split_blocks :][: len(own)]
+            own[: len(tail)] = tail
+            blocks.append(own)
+            keys.append(shared * KEY_SPLIT + numpy.arange(split_count * KEY_SPLIT))
+            key_paths.append(numpy.full(split_count * KEY_SPLIT, path))
+        counts = [len(chunk.token_ids) for chunk in paths]
+        positions = numpy.concatenate([numpy.arange(chunk.start, chunk.end) for chunk in paths])
+        rows = numpy.repeat(numpy.arange(len(paths)), counts)
+        tree = TileTree(positions, rows, numpy.concatenate(keys), numpy.concatenate(key_paths), shared)
+        return QueryTile(numpy.concatenate(blocks), first_row, sum(counts), int(positions[0]), tree)
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:
@@ -137,7 +207,7 @@ class StepPlanner:
 
     def _group_by_window(self, members: list[QueryTile], width: int) -> list[QueryGroup]:
         """Returns one group for each window; windows that hide nothing from these tiles share one."""
-        end = max(tile.position + tile.row_count for tile in members)
+        end = max(tile.position + tile.row_count for tile in members)  # at least that of the longest path
         made: dict[int | None, QueryGroup] = {}
         groups = []
         for window in self._windows:
@@ -168,11 +238,16 @@ class StepPlanner:
         starts = [tile.position - first * KEY_SPLIT for tile, first in zip(members, firsts)]
         positions = torch.from_numpy(numpy.array(starts)[:, None] + offsets)  # relative to each tile's first split
         group_size = self._head_count // storage.kv_head_count
+        mask = _mask(positions, window, split_count, storage.kv_head_count, group_size)
+        sizes = (len(members), storage.kv_head_count, split_count, group_size, width, KEY_SPLIT)
+        for index, (tile, first) in enumerate(zip(members, firsts)):
+            if tile.tree is not None:
+                mask.view(sizes)[index] = tile.tree.mask(first, split_count, width, window)[None, :, None]
         return QueryGroup(
             split_count=split_count,
             query_rows=torch.from_numpy(query_rows.repeat(split_count, axis=2).reshape(-1)),
             cells=torch.from_numpy(cells.reshape(-1)),
-            mask=_mask(positions, window, split_count, storage.kv_head_count, group_size),
+            mask=mask,
         )
 
     def _width(self, row_count: int) -> int:

@@ -17,7 +17,7 @@ class LayerStorage:
 
     @torch.inference_mode()
     def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        places = torch.tensor(destinations, device=self.layers[0].device)
+        places = torch.tensor(destinations).to(self.layers[0].device, non_blocking=True)
         for layer in self.layers:
             layer[:, places] = layer[:, source, None]
 

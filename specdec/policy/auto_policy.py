@@ -28,6 +28,7 @@ START_S = 0.3  # longest time before the first draft token (the draft reads the 
 OWN_CREDIT_ROUNDS = 3.0
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
+LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of accepted tokens of local proposers
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
 SURPRISE_SHARE = 0.8  # of the level's weight, removed by such a deviation
@@ -53,6 +54,7 @@ class AutoPolicy:
     def __init__(self, table: Table, draft_length_cap: int) -> None:
         self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
+        self._local_accepted = table.local_accepted
         self._surprise = self._variance = 0.0
         self._exploration: Exploration | None = None
         self._exploration_rounds, self._exploration_loss_s = 0, 0.0
@@ -70,8 +72,8 @@ class AutoPolicy:
         name = line.plan.description if self.is_speculating else "off"
         tried = "" if self._exploration is None else ", tried"
         reason = f"{name}{tried}: {worth:.0f} tokens/s predicted, {rounds}; off {plain:.0f}"
-        if not self.is_speculating:
-            best = self._best(self._table.others)
+        if line is self._table.rest and self._table.drafting:
+            best = self._best(self._table.drafting)
             reason += f"; {best.plan.description}: {self._worth(best):.0f}"
         return Prediction(worth, reason, self._exploration_rounds, self._exploration_loss_s)
 
@@ -84,6 +86,9 @@ class AutoPolicy:
         self._table.on_round(record)
         self._credit_s += EXPLORATION_SHARE * record.round_s
         self._exploration_rounds += self._exploration is not None
+        if record.plan.draft_length_max:
+            self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
+            self._table.local_accepted += LOCAL_TABLE_GAIN * (self._local_accepted - self._table.local_accepted)
         if record.plan == self._plan and self._counts(record):
             self._counted_rounds += 1
             self._learn_level(record)
@@ -101,7 +106,7 @@ class AutoPolicy:
 
     def _learn_level(self, record: RoundRecord) -> None:
         """Updates the session's level, by the tokens up to the first rejection."""
-        tested = min(record.offered_count, record.accepted_count + 1)
+        tested = record.tested_count
         if not tested:
             return
         expected = probability(self._level)
@@ -118,17 +123,19 @@ class AutoPolicy:
 
     def _first(self) -> Line:
         """Returns the plan a session begins with: the best measured one, or the best by the formulas if none was."""
-        off, others = self._table.off, self._table.others
-        measured = [line for line in others if line.rounds >= STARTING_ROUNDS]
-        best = self._best(measured or others)
+        rest, drafting = self._table.rest, self._table.drafting
+        measured = [line for line in drafting if line.rounds >= STARTING_ROUNDS]
+        if not drafting:
+            return rest
+        best = self._best(measured or drafting)
         gain = WORTH_GAIN if measured else START_GAIN
-        return best if self._worth(best) > gain * self._worth(off) else off
+        return best if self._worth(best) > gain * self._worth(rest) else rest
 
     def _worth(self, line: Line) -> float:
-        return line.worth(self._level)
+        return self._table.worth(line, self._level, self._local_accepted)
 
     def _sure(self, line: Line) -> float:
-        return line.worth(self._level) * (1 - DOUBT * line.spread)
+        return self._worth(line) * (1 - DOUBT * line.spread)
 
     def _best(self, lines: Iterable[Line]) -> Line:
         return max(lines, key=self._sure)
@@ -136,13 +143,14 @@ class AutoPolicy:
     def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
         self.is_speculating = line is not self._table.off
+        self.reach_min = self._table.reach_min(self._worth(line))
         self._counted_rounds, self._is_first = 0, now_s is None
         if now_s is not None:
             self._counts_from_s = now_s + self._warm_s(line)
 
     def _warm_s(self, line: Line) -> float:
         """Seconds from a change of plan to the first round that counts."""
-        if line is self._table.off or line.plan.wait_length:
+        if not line.plan.window or line.plan.wait_length:
             return 0.5 * line.round_s
         return line.round_s + self._table.trip_s(line.plan)
 
@@ -152,20 +160,21 @@ class AutoPolicy:
         elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)
-        if not self.is_speculating and self._exploration is None:
+        self.reach_min = table.reach_min(self._worth(current))
+        if current is table.rest and self._exploration is None:
             back = 1 - math.exp(-elapsed_s / BACKOFF_LEVEL_S)
             self._level += back * (table.level - self._level)
             self._tested *= 1 - back
         if self._exploration is not None and not self._is_over(self._exploration, now_s):
             return
         best = self._best(
-            line for line in table.lines if line.rounds >= STARTING_ROUNDS or line in (table.off, current)
+            line for line in table.lines if line.rounds >= STARTING_ROUNDS or line in (table.rest, current)
         )
-        if self._worth(best) < WORTH_GAIN * self._worth(table.off):
-            best = table.off
+        if self._worth(best) < WORTH_GAIN * self._worth(table.rest):
+            best = table.rest
         if self._exploration is not None:
             exploration, self._exploration = self._exploration, None
-            table.on_exploration_end(now_s, without_gain=best is exploration.otherwise is table.off)
+            table.on_exploration_end(now_s, without_gain=best is exploration.otherwise is table.rest)
             lost_s = self._loss_s(current, exploration.otherwise, self._worth(best), now_s - exploration.began_s)
             self._charge(lost_s - exploration.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
@@ -184,9 +193,9 @@ class AutoPolicy:
         """Returns the loss of an exploration of `seconds` against the best plan, in seconds. Between two plans that
         draft, the tokens under way stay usable; otherwise the warm-up runs at the rate of plain decoding."""
         lost_s = seconds * (1 - self._worth(line) / best)
-        off = self._table.off
-        if off in (line, otherwise):
-            lost_s += self._warm_s(line if otherwise is off else otherwise) * (1 - self._worth(off) / best)
+        rest = self._table.rest
+        if not (line.plan.window and otherwise.plan.window):
+            lost_s += self._warm_s(otherwise if otherwise.plan.window else line) * (1 - self._worth(rest) / best)
         return max(0.0, lost_s)
 
     def _charge(self, lost_s: float) -> None:
@@ -197,7 +206,7 @@ class AutoPolicy:
     def _consider_exploration(self, best: Line, now_s: float) -> None:
         """Begins an exploration if one is promising and the credit covers it; from time to time a baseline probe."""
         table, off, worth, spread = self._table, self._table.off, self._worth(best), 0.0
-        if best is off:
+        if best is table.rest:
             spread = LEVEL_SPREAD / math.sqrt(1 + max(0.0, self._tested) / LEVEL_TESTED)
         elif now_s >= table.next_baseline_s:
             lost_s = self._loss_s(off, best, worth, BASELINE_ROUNDS * off.round_s)
@@ -207,7 +216,10 @@ class AutoPolicy:
                 self._try(off, best, worth, BASELINE_ROUNDS, lost_s, now_s)
                 return
         level = self._level + spread
-        line = max((line for line in table.lines if line is not best), key=lambda line: line.promise(level))
+        others = [line for line in table.drafting if line is not best]
+        if not others:
+            return
+        line = max(others, key=lambda line: line.promise(level))
         lost_s = self._loss_s(line, best, worth, self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s)
         if line.promise(level) > worth and lost_s <= min(table.credit_s, self._credit_s):
             self._try(line, best, worth, EXPLORATION_ROUNDS, lost_s, now_s)

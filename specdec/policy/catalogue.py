@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 
-from specdec.policy.policy import OFF_PLAN, Plan
+from specdec.policy.policy import LOCAL_PLAN, OFF_PLAN, Plan
 from specdec.policy.steps import StepCurve
 
-CATALOGUE = (
-    OFF_PLAN,
+DRAFT_PLANS = (
     Plan(1, 2, 1, 1),
     Plan(2, 3, 1, 2),
     Plan(4, 5, 1, 4),
@@ -25,6 +24,8 @@ CATALOGUE = (
     Plan(6, 16, 8, 2),
     Plan(16, 32, 4, 2),
     Plan(16, 32, 8, 3),
+    Plan(16, 12, 4, siblings=2),
+    Plan(16, 16, 8, 2, siblings=3),
 )
 DEPTH, DEPTH_MORE = 8.0, 8.0  # path depth in the fits; more where nearly all tokens are accepted
 DEPTH_A_STEP = 1.3  # path depth per draft step in a target step
@@ -32,6 +33,7 @@ STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # a tree's accepted tokens, as a shar
 OFFERED_SHARE = 0.4  # of that depth, offered even where few tokens are accepted
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
 LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
+LOCAL_OFFERED = 0.5  # draft tokens of a round by the coordinator's own proposers, in a text without repetitions
 DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S = 0.003, 0.1, 0.005
 OUTSIDE_SHARE = 0.43  # of rounds whose next token was not in the tree: they wait for the draft
 
@@ -71,6 +73,12 @@ class DraftTimes:
         return self.network_s + max(1, plan.wait_length) * self.step_s(plan.nodes_per_step * sessions)
 
 
+def catalogue(with_draft: bool, with_local: bool) -> tuple[Plan, ...]:
+    """Returns the plans of a service: plain decoding first, then that of its own proposers, if it has any, then those
+    of its draft."""
+    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *DRAFT_PLANS * with_draft)
+
+
 def expected_accepted(acceptance: float, length: float) -> float:
     """Returns a + a^2 + ... + a^length, also for a `length` that is not an integer."""
     if acceptance >= 0.999:
@@ -86,6 +94,8 @@ def prior_of(
     `target_s`: a round of one row without waiting; `acceptance`: per token."""
     if not plan.draft_length_max:
         return 0.0, 0.0, 0.0
+    if not plan.window:
+        return LOCAL_OFFERED, 0.0, 0.0
     trip_s = draft.trip_s(plan, sessions)
     if plan.wait_length and plan.nodes_per_step == 1:
         return plan.wait_length, expected_accepted(acceptance, plan.wait_length), trip_s

@@ -27,7 +27,7 @@ class Acceptance:
     def add(self, record: RoundRecord) -> None:
         """Adds one round: the tokens up to the first rejection were tested."""
         self._accepted = self._kept * self._accepted + record.accepted_count
-        self._tested = self._kept * self._tested + min(record.offered_count, record.accepted_count + 1)
+        self._tested = self._kept * self._tested + record.tested_count
 
     @property
     def share(self) -> float:

@@ -20,9 +20,10 @@ class Plan:
     """The plan of the next round.
 
     `draft_length_max`: most draft tokens it may carry; 0 is plain decoding. `window`: positions past the committed
-    length that the draft tree may reach. `nodes_per_step`: nodes the draft evaluates for this session in one step; 1
-    is a chain without branches. `wait_length`, `wait_s`: the verification waits for `wait_length` draft tokens, at most
-    `wait_s` seconds; 0 never waits.
+    length that the draft tree may reach; 0: the draft rests, and the coordinator's own proposers propose. `siblings`:
+    further children of each draft token that may be verified beside it. `nodes_per_step`: nodes the draft evaluates for
+    this session in one step; 1 is a chain without branches. `wait_length`, `wait_s`: the verification waits for
+    `wait_length` draft tokens, at most `wait_s` seconds; 0 never waits.
     """
 
     draft_length_max: int
@@ -30,6 +31,7 @@ class Plan:
     nodes_per_step: int = 1
     wait_length: int = 0
     wait_s: float = 0.0
+    siblings: int = 0
 
     def within(self, positions_left: int) -> Plan:
         """Returns the plan for a session with `positions_left`; a round commits one token more than it accepts."""
@@ -39,7 +41,8 @@ class Plan:
         if most <= 0:
             return OFF_PLAN
         length, wait_length = min(self.draft_length_max, most), min(self.wait_length, most)
-        return Plan(length, min(self.window, most), self.nodes_per_step, wait_length, self.wait_s)
+        window = min(self.window, most)
+        return replace(self, draft_length_max=length, window=window, wait_length=wait_length)
 
     def capped(self, draft_length_cap: int) -> Plan:
         """Returns the plan with at most `draft_length_cap` draft tokens a round."""
@@ -59,11 +62,15 @@ class Plan:
     def description(self) -> str:
         """The plan in words."""
         shape = "a chain" if self.nodes_per_step == 1 else f"a tree of {self.nodes_per_step} nodes per step"
+        if not self.window:
+            shape = "no draft model"
+        siblings = f", verified with {self.siblings} siblings" if self.siblings else ""
         wait = f", waiting for {self.wait_length}" if self.wait_length else ""
-        return f"{shape}, up to {self.draft_length_max} tokens{wait}"
+        return f"{shape}{siblings}, up to {self.draft_length_max} tokens{wait}"
 
 
 OFF_PLAN = Plan(draft_length_max=0, window=0)
+LOCAL_PLAN = Plan(draft_length_max=DRAFT_LENGTH_LIMIT, window=0)  # the coordinator's own proposers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +86,13 @@ class Prediction:
 
 class Policy(Protocol):
     """The choice of one session's plans, one per round. `draft_length_cap`: most draft tokens any of its plans offers,
-    0 if the session needs no draft. `is_speculating`: whether the plan in force drafts.
+    0 if the session needs no draft. `is_speculating`: whether the plan in force has draft tokens. `reach_min`: least
+    probability, that the tokens before it and a draft token are committed, at which the token is worth its row.
     """
 
     draft_length_cap: int
     is_speculating: bool
+    reach_min: float
 
     @property
     def prediction(self) -> Prediction:
@@ -101,7 +110,8 @@ class FixedPolicy:
 
     `window` defaults to one more than the draft length: if all are accepted and the bonus token is the guess after
     them, the next round's tokens are under way already. `nodes_per_step` above 1 lets the draft grow branches. A
-    `limit` shrinks the plan while other sessions load the target.
+    `limit` shrinks the plan while other sessions load the target. `siblings`: of each draft token, in a tree of at most
+    `draft_length` tokens.
     """
 
     def __init__(
@@ -111,12 +121,15 @@ class FixedPolicy:
         nodes_per_step: int = 1,
         wait_s: float = WAIT_S,
         limit: DraftLimit | None = None,
+        siblings: int = 0,
     ) -> None:
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
         self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
-        wait_length = draft_length if wait_s else 0
-        self._asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s) if draft_length else OFF_PLAN
+        self.reach_min = 0.0
+        wait_length = draft_length if wait_s and window else 0
+        asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings)
+        self._asked = asked if draft_length else OFF_PLAN
         self._plan, self._limit = self._asked, limit
         self._shrink()
 

@@ -100,7 +100,7 @@ class Steps:
         self._waiting += weight * (waits - self._waiting)
         if abs(self._waiting - waits) < ALIKE:
             self._turns[waits] += weight * (self.active / self.sessions - self._turns[waits])
-        if record.plan.draft_length_max:
+        if record.plan.window:
             self._drafted_s = record.end_s
         is_drafting = self._drafted_s > record.start_s
         if is_drafting != self._is_drafting:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from specdec.policy.catalogue import CATALOGUE, DraftTimes, expected_accepted, prior_of
+from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted, prior_of
 from specdec.policy.policy import Plan
 from specdec.policy.steps import Steps
 from specdec.protocol.report import RoundRecord
@@ -28,6 +28,8 @@ REFRESH_S = 0.05
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.25, 8.0  # between explorations while plain decoding is the best
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
+SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
+REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a row costs bytes and the coordinator's time too
 WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
 
 
@@ -111,10 +113,21 @@ def beside_step_s(record: RoundRecord) -> float:
 class Table:
     """The plans of all requests of one rule with the same limit of draft tokens."""
 
-    def __init__(self, steps: Steps, draft: DraftTimes, draft_length_cap: int) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        draft: DraftTimes,
+        draft_length_cap: int,
+        with_draft: bool = True,
+        with_local: bool = False,
+    ) -> None:
         self._steps, self._draft = steps, draft
-        self.lines = [Line(plan) for plan in dict.fromkeys(plan.capped(draft_length_cap) for plan in CATALOGUE)]
+        plans = [plan.capped(draft_length_cap) for plan in catalogue(with_draft, with_local)]
+        self.lines = [Line(plan) for plan in dict.fromkeys(plans)]
         self.off, *self.others = self.lines
+        self.rest = self.others[0] if with_local else self.off
+        self.drafting = [line for line in self.others if line is not self.rest]
+        self.local_accepted = 0.0
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
         self.round_count = 0
         self.exploration_ends_s, self.next_baseline_s = -math.inf, 0.0
@@ -128,7 +141,7 @@ class Table:
 
     def forget_draft(self, share: float = 0.0, but: Line | None = None) -> None:
         """Another draft is connected, or the same again: scales the measurements of all plans except `but`."""
-        for line in self.others:
+        for line in self.drafting:
             if line is not but:
                 line.keep(share)
         self._arrival_share, self._refreshed_s = 1.0, -math.inf
@@ -147,10 +160,10 @@ class Table:
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
         line.add(record, level)
-        if line is self.off:
+        if line is self.off or (line is self.rest and not record.offered_count):
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
-        else:
+        if line in self.drafting:
             self._watch_arrivals(line, record)
 
     def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
@@ -159,7 +172,7 @@ class Table:
         keep = math.exp(min(0.0, self._noticed_s - record.end_s) / FAST_S)
         self._noticed_s = max(self._noticed_s, record.end_s)
         self._fast_expected = self._fast_expected * keep + expected
-        self._fast_offered = self._fast_offered * keep + record.offered_count
+        self._fast_offered = self._fast_offered * keep + record.model_offered_count
         self._fast_squares = self._fast_squares * keep + expected * expected + ARRIVALS_SPREAD
         surplus = self._fast_offered - self._fast_expected
         is_known = line.rounds >= (KNOWN_ROUNDS if line.arrivals else SILENT_ROUNDS)
@@ -170,7 +183,7 @@ class Table:
             share = self._fast_offered / self._fast_expected
             self._arrival_share *= share
             self._refreshed_s = -math.inf
-            for other in self.lines:
+            for other in self.drafting:
                 other.scale_arrivals(share)
             line.keep(LOST_KEPT)
         else:
@@ -192,7 +205,26 @@ class Table:
 
     def best_worth(self) -> float:
         """Tokens per second of the best measured plan, for a session of the mean level."""
-        return max(line.worth(self.level) for line in self.lines if line.rounds >= 1 or line is self.off)
+        return max(
+            self.worth(line, self.level, self.local_accepted)
+            for line in self.lines
+            if line.rounds >= 1 or line in (self.off, self.rest)
+        )
+
+    def worth(self, line: Line, level: float, local_accepted: float) -> float:
+        """Tokens per second of a session at an acceptance level, of whose rounds each accepts `local_accepted` tokens
+        of the coordinator's own proposers. Their use differs from text to text, so only the session's own counts."""
+        if line is self.rest and line is not self.off:
+            return (1.0 + local_accepted) / line.round_s
+        return line.worth(level)
+
+    def reach_min(self, worth: float) -> float:
+        """The least probability at which a draft token is worth its row, for sessions of `worth` tokens per second: the
+        row delays all sessions of its step."""
+        sessions = self._steps.active
+        most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
+        row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)
+        return min(max(REACH_SLACK * sessions * worth * row_s, REACH_LEAST), REACH_MOST)
 
     def wait_s(self, plan: Plan) -> float:
         """Seconds for which a plan may hold a verification back at present; 0 if it does not wait."""
@@ -212,6 +244,6 @@ class Table:
         line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
         level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
         line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
-        is_off, waits = line is self.off, line.plan.wait_length > 0
-        line.round_s = self._steps.round_s(1 + line.usual_offered, not is_off, waits) + line.beside_s
-        line.spread = 0.0 if is_off else ROUND_SPREAD / math.sqrt(count)
+        is_drafting, waits = line.plan.window > 0, line.plan.wait_length > 0
+        line.round_s = self._steps.round_s(1 + line.usual_offered, is_drafting, waits) + line.beside_s
+        line.spread = ROUND_SPREAD / math.sqrt(count) if is_drafting else 0.0

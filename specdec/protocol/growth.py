@@ -8,13 +8,13 @@ path and frees all others. Pure: no model, no clock, no messages.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specdec.protocol.calibration import Calibration, confidence_bin, confidence_features
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import NodeBase
 from specdec.protocol.types import DraftProbs, Rule
@@ -22,44 +22,6 @@ from specdec.protocol.types import DraftProbs, Rule
 LIKELIHOOD_MIN = 0.003  # a path committed once in 300 rounds is not worth its evaluation
 CANDIDATES_MAX = 1024  # above, candidates that commits have passed are removed
 NO_CELL = -1
-EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-RANK_COUNT = 4  # the proposal child and three branch children
-PRIOR_COUNT = 8.0  # weight of the confidence itself, in outcomes of a bin
-COUNT_MAX = 2048.0  # a fuller bin is halved, so that it follows a changing text
-PROBABILITY_MIN, PROBABILITY_MAX = 0.001, 0.999
-
-
-class Calibration:
-    """Maps a draft's confidence in a token to the probability that the token is committed, learned from past commits.
-
-    Sharply trained drafts are overconfident. So confidences are sorted into bins, one set per rule and rank, and each
-    bin counts how often its tokens were committed. The result orders the draft's work and nothing else, so it cannot
-    change the target distribution (docs/exactness.md).
-    """
-
-    def __init__(self) -> None:
-        bin_count = (1 + max(rule.value for rule in Rule)) * RANK_COUNT
-        self._bins = [[[0.0, 0.0] for _ in range(len(EDGES) + 1)] for _ in range(bin_count)]
-
-    def probability(self, rule: Rule, rank: int, confidence: float) -> float:
-        """Returns P(committed | the path before it is) of a guess: the bin's share, shrunk towards the confidence."""
-        came_true, count = self._bin(rule, rank, confidence)
-        share = (came_true + PRIOR_COUNT * confidence) / (count + PRIOR_COUNT)
-        return min(max(share, PROBABILITY_MIN), PROBABILITY_MAX)
-
-    def record(self, rule: Rule, rank: int, confidence: float, came_true: bool) -> None:
-        """Counts one guess whose parent's path was committed, once."""
-        counts = self._bin(rule, rank, confidence)
-        counts[0] += came_true
-        counts[1] += 1
-        if counts[1] > COUNT_MAX:
-            counts[0] /= 2
-            counts[1] /= 2
-
-    def _bin(self, rule: Rule, rank: int, confidence: float) -> list[float]:
-        """Returns [committed, counted] of the bin of a confidence."""
-        bins = self._bins[rule.value * RANK_COUNT + min(rank, RANK_COUNT - 1)]
-        return bins[bisect.bisect_right(EDGES, confidence)]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +89,7 @@ class Growth:
         freed: list[int] = []
         for token_id in token_ids:
             for rank, (guess, confidence) in enumerate(self.root.guesses):
-                self._calibration.record(self.rule, rank, confidence, guess == token_id)
+                self._calibration.record(confidence_features(self.rule, rank, confidence), guess == token_id)
             child = self.root.children.pop(token_id, None)
             freed += cells_of(self.root.end())
             if child is None or not child.name:  # the coordinator knows no name for what lies below a guess
@@ -210,22 +172,27 @@ class Growth:
     def evaluated(
         self,
         node: DraftTreeNode,
-        name: int,
+        names: Sequence[int],
         guesses: Sequence[tuple[int, float]],
         draft_probs: DraftProbs | None,
         cell: int = NO_CELL,
-    ) -> DraftNode:
-        """Stores the model's `guesses` at a node's children, (token, confidence), and returns the first, its proposal
-        child, drawn from `draft_probs`; `name` was reserved for it. `cell`: of the node; none if it is committed."""
+    ) -> list[DraftNode]:
+        """Stores the model's `guesses` at a node's children, (token, confidence), and returns those to send: the first,
+        its proposal child, and its siblings, as far as `names` were reserved for them. With `draft_probs` all of these
+        are drawn from it, in order. `cell`: of the node; none if it is committed."""
         node.guesses, node.cell = tuple(guesses), cell
-        probability = self._calibration.probability
+        is_drawn, sent = draft_probs is not None, []
         for rank, (token_id, confidence) in enumerate(guesses):
-            score = node.score + math.log(probability(self.rule, rank, confidence))
+            probability = self._calibration.probability(confidence_features(self.rule, rank, confidence), confidence)
+            score = node.score + math.log(probability)
             child = node.children[token_id] = DraftTreeNode(node.length + 1, token_id, node, score=score)
             self.give_back(child)
-            if rank == 0:
-                child.name, node.proposal = name, child
-        return DraftNode(name, node.name, guesses[0][0], True, draft_probs)
+            if rank < len(names):
+                child.name = names[rank]
+                certainty = 0 if is_drawn else confidence_bin(confidence)
+                sent.append(DraftNode(child.name, node.name, token_id, is_drawn or rank == 0, draft_probs, certainty))
+        node.proposal = node.children[guesses[0][0]]
+        return sent
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.shape import check_shape, depth_of
+from specdec.protocol.shape import Branch, branches, check_shape, depth_of
 from specdec.protocol.types import (
+    CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
+    SIBLINGS_MAX,
     TOKENS_MAX,
     DraftProbs,
     ResolvedSamplingParams,
@@ -149,6 +151,11 @@ class Verification(NamedTuple):
         return self.base_position, self.draft_token_ids, self.draft_probs, self.parents, self.wants_heads
 
     @property
+    def branches(self) -> list[Branch]:
+        """The paths of the draft tokens."""
+        return branches(self.parents, len(self.draft_token_ids))
+
+    @property
     def depth(self) -> int:
         """Draft tokens on the longest path."""
         return depth_of(self.parents, len(self.draft_token_ids))
@@ -170,6 +177,7 @@ class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
     `nodes_per_step`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
+    `siblings`: further children sent with each proposal child.
     """
 
     session: int
@@ -179,6 +187,7 @@ class Commit(NamedTuple):
     window: int
     nodes_per_step: int = 1
     trace: Trace = NO_TRACE
+    siblings: int = 0
 
     def checked(self) -> Commit:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -187,6 +196,7 @@ class Commit(NamedTuple):
         check_suffix(self.committed_length, self.suffix_token_ids)
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
         check_integer("nodes_per_step", self.nodes_per_step, 1, NODES_PER_STEP_LIMIT)
+        check_integer("siblings", self.siblings, 0, SIBLINGS_MAX)
         return self
 
     @property
@@ -259,18 +269,25 @@ class VerificationResult(NamedTuple):
 
 
 class DraftNode(NamedTuple):
-    """One draft token; `parent_id` 0 is the root. `draft_probs` only on a proposal child under REJECTION."""
+    """One draft token; `parent_id` 0 is the root.
+
+    `draft_probs` only on a proposal child under REJECTION; siblings drawn from it without replacement have the names
+    that follow.
+    `confidence`: bin of CONFIDENCE_EDGES, from 1; 0 if unknown.
+    """
 
     node_id: int
     parent_id: int
     token_id: int
     proposal: bool
     draft_probs: DraftProbs | None = None
+    confidence: int = 0
 
     def checked(self) -> DraftNode:
         """Itself. Raises InvalidRequest where it breaks a limit."""
         check_integer("node_id", self.node_id, 1, UINT32_MAX)
         check_integer("parent_id", self.parent_id, 0, self.node_id - 1)
+        check_integer("confidence", self.confidence, 0, CONFIDENCE_MAX)
         return self
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specdec.protocol import items, report, request, types
+from specdec.protocol import heads, items, report, request, types
 
 BOTH_SAMPLING = "SamplingParams,ResolvedSamplingParams"
 
@@ -61,7 +61,7 @@ TOKENS = (
         "DELTA_TOKEN_COUNT_MAX",
         report.DELTA_TOKEN_COUNT_MAX,
         "with log-probabilities and text a message stays far below a client's own limit of 4 MiB",
-        "Delta.token_ids,kinds,text_lengths,logprobs",
+        "Delta.token_ids,kinds,text_lengths,logprobs,proposers",
         low=1,
     ),
 )
@@ -193,7 +193,7 @@ SPECULATION = (
         "DRAFT_LENGTH_LIMIT",
         types.DRAFT_LENGTH_LIMIT,
         "draft tokens of a round, and positions of a draft tree: deeper ones are hardly ever committed",
-        """VerifyItem.draft_token_ids,draft_probs CommitItem.window
+        """VerifyItem.draft_token_ids,draft_probs,parents,parents[] CommitItem.window
         SpeculativePolicy.num_speculative_tokens,draft_window
         CoordinatorDescribeResponse.num_speculative_tokens,num_speculative_tokens_max,draft_window_max""",
     ),
@@ -212,13 +212,13 @@ SPECULATION = (
     ),
     Limit(
         "candidates of heads",
-        types.HEADS_MAX * types.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
         "HEAD_CANDIDATES of each head for each position",
         "VerificationResultItem.head_token_ids",
     ),
     Limit(
         "their confidences",
-        types.HEADS_MAX * types.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
         "a byte for each candidate",
         "VerificationResultItem.head_confidences",
         is_bytes=True,
@@ -261,9 +261,17 @@ SPECULATION = (
     Limit(
         "NODES_PER_ITEM_MAX",
         types.NODES_PER_ITEM_MAX,
-        "each evaluated node sends its proposal child and, once, itself; further nodes count as malformed",
+        "each evaluated node sends its children and, once, itself; further nodes count as malformed",
         "NodesItem.nodes",
     ),
+    Limit(
+        "SIBLINGS_MAX",
+        types.SIBLINGS_MAX,
+        "a further one would be right once in thirty misses",
+        "CommitItem.siblings SpeculativePolicy.draft_siblings",
+    ),
+    Limit("CONFIDENCE_MAX", types.CONFIDENCE_MAX, "the bins of a confidence", "TreeNode.confidence"),
+    Limit("proposers", len(types.Proposer) - 1, "each is named once at most", "SpeculativePolicy.proposers"),
     Limit(
         "DRAFT_WAIT_MS_MAX",
         request.DRAFT_WAIT_MS_MAX,
@@ -283,7 +291,10 @@ MEASUREMENTS = (
         VerificationResultItem.step_count,preemptions Statistics.rounds,num_spec_steps,num_draft_tokens
         Statistics.num_accepted_draft_tokens,acceptance_histogram[],draft_waits_expired,num_evaluated_nodes
         Statistics.num_branch_nodes,num_recovered_lookups,num_recovered_hits,num_bonus_lookups,num_bonus_hits
-        Statistics.num_branch_tokens_accepted,num_rounds_off,preemptions,num_rounds_exploring""",
+        Statistics.num_branch_tokens_accepted,num_rounds_off,preemptions,num_rounds_exploring,num_paths
+        Statistics.num_model_draft_tokens,num_model_accepted_tokens,num_ngram_draft_tokens,num_ngram_accepted_tokens
+        Statistics.num_suffix_draft_tokens,num_suffix_accepted_tokens,num_heads_draft_tokens,num_heads_accepted_tokens
+        Statistics.num_prediction_draft_tokens,num_prediction_accepted_tokens""",
     ),
     Limit(
         "64 bits",
@@ -313,7 +324,7 @@ MESSAGES = (
         "message size",
         (1 << 32) - 1,
         "the size of a message is limited by the connection, before it is parsed (specdec.rpc.limits)",
-        "GenerateRequest.text Delta.text",
+        "GenerateRequest,Prediction.text Delta.text",
     ),
 )
 LIMITS = (*TOKENS, *SAMPLING, *NAMES, *SPECULATION, *MEASUREMENTS, *MESSAGES)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from specdec.policy.policy import Plan
 from specdec.protocol.items import Nodes
-from specdec.protocol.types import FinishReason, PositionLogprobs, Rule, TokenKind
+from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each and their text below 1 MiB, of a client's 4 MiB
 
@@ -32,7 +32,8 @@ class Started:
 
 
 class Delta(NamedTuple):
-    """Tokens that became final, and the text that became final with them: `text_lengths[i]` characters with token i."""
+    """Tokens that became final, and the text that became final with them: `text_lengths[i]` characters with token i.
+    `proposers`: of each token, NONE for one that was not accepted."""
 
     first_output_index: int
     token_ids: tuple[int, ...]
@@ -40,6 +41,7 @@ class Delta(NamedTuple):
     text: str
     text_lengths: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+    proposers: tuple[Proposer, ...] = ()
 
     def merged(self, later: Delta) -> Delta:
         """Returns this delta and the next one as one."""
@@ -50,6 +52,7 @@ class Delta(NamedTuple):
             self.text + later.text,
             self.text_lengths + later.text_lengths,
             self.logprobs + later.logprobs,
+            self.proposers + later.proposers,
         )
 
     def parts(self) -> Iterator[Delta]:
@@ -60,23 +63,26 @@ class Delta(NamedTuple):
             lengths = self.text_lengths[own]
             text_end = text_start + sum(lengths)
             text = self.text[text_start:text_end]
-            yield Delta(
-                self.first_output_index + start, self.token_ids[own], self.kinds[own], text, lengths, self.logprobs[own]
-            )
+            first = self.first_output_index + start
+            parts = self.logprobs[own], self.proposers[own]
+            yield Delta(first, self.token_ids[own], self.kinds[own], text, lengths, *parts)
             text_start = text_end
 
 
 class RoundRecord(NamedTuple):
     """A round from the verdict before it (the start, for round 0) to its own. Times in seconds by the monotonic clock.
 
-    `plan`: in force when the verification was sent. `kept_count`: tokens kept, fewer than accepted + 1 only if the
-    text ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one
-    of these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
+    `plan`: in force when the verification was sent. `kept_count`: tokens kept, fewer than accepted + 1 only if the text
+    ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one of
+    these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
     proposal path that the commit left. `wait_s`: wait for draft tokens; `round_trip_s`: from sending the verification
     to its answer; `server_s`: at the target, 0 if unknown; `queue_s`, `forward_s`, `sampling_s` of the target's step;
     `step_rows` and `step_sessions` of all sessions in it, of `active_sessions` with work; `step_count` above 1: the
     target read a prompt or a reopened session. `cached_prompt_tokens`: in the first round only; `preemptions`: since
     the round before. `is_speculating`: the policy drafts, though the plan may have had no positions left for it.
+    `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones.
+    `local_accepted_count`: of the accepted tokens, from the first on, those that a proposer of the coordinator had
+    guessed. `path_count`: paths of the draft tokens.
     """
 
     round_index: int
@@ -104,6 +110,22 @@ class RoundRecord(NamedTuple):
     preemptions: int = 0
     server_s: float = 0.0
     is_speculating: bool = True
+    proposers: tuple[Proposer, ...] = ()
+    accepted_proposers: tuple[Proposer, ...] = ()
+    local_accepted_count: int = 0
+    path_count: int = 0
+
+    @property
+    def tested_count(self) -> int:
+        """Places of the walked path at which draft tokens were tested: the accepted ones, and a rejection."""
+        if self.path_count <= 1:
+            return min(self.offered_count, self.accepted_count + 1)
+        return self.accepted_count + (self.next_kind is TokenKind.RECOVERED)
+
+    @property
+    def model_offered_count(self) -> int:
+        """Draft tokens of the draft model."""
+        return self.proposers.count(Proposer.DRAFT) if self.proposers else self.offered_count
 
     @property
     def round_s(self) -> float:
@@ -153,6 +175,21 @@ def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), is
 traced = partial(summed, is_traced=True)
 
 
+def of_proposer(name: str, help: str, proposer: str) -> Any:
+    """Returns the field of a statistic summed over generations, of one proposer."""
+    return traced(name, help, ("proposer", proposer))
+
+
+# The statistics of each proposer: draft tokens, accepted ones.
+PROPOSER_FIELDS = {
+    Proposer.DRAFT: ("num_model_draft_tokens", "num_model_accepted_tokens"),
+    Proposer.NGRAM: ("num_ngram_draft_tokens", "num_ngram_accepted_tokens"),
+    Proposer.SUFFIX: ("num_suffix_draft_tokens", "num_suffix_accepted_tokens"),
+    Proposer.PREDICTION: ("num_prediction_draft_tokens", "num_prediction_accepted_tokens"),
+    Proposer.HEADS: ("num_heads_draft_tokens", "num_heads_accepted_tokens"),
+}
+
+
 @dataclass(slots=True)
 class Statistics:
     """The statistics of one stream, counted round by round. Times in seconds, summed over rounds."""
@@ -190,6 +227,17 @@ class Statistics:
     num_rounds_off: int = traced(
         "specdec_rounds_without_speculation", "Rounds in which the policy in force did not speculate."
     )
+    num_paths: int = traced("specdec_verified_paths", "Paths of verifications with draft tokens.")
+    num_model_draft_tokens: int = of_proposer("specdec_proposed_tokens", "Draft tokens offered, by proposer.", "draft")
+    num_model_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "Accepted ones.", "draft")
+    num_ngram_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "ngram")
+    num_ngram_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "ngram")
+    num_suffix_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "suffix")
+    num_suffix_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "suffix")
+    num_prediction_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "prediction")
+    num_prediction_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "prediction")
+    num_heads_draft_tokens: int = of_proposer("specdec_proposed_tokens", "", "heads")
+    num_heads_accepted_tokens: int = of_proposer("specdec_proposed_accepted_tokens", "", "heads")
     num_rounds_exploring: int = traced()
     exploration_loss_s: float = summed()
     cached_prompt_tokens: int = traced("specdec_cached_prompt_tokens", "Prompt tokens the target found in its cache.")
@@ -257,11 +305,19 @@ class Statistics:
         self.follows_branch_hit = record.is_branch_hit
         if record.offered_count:
             self.num_spec_steps += 1
+            self.num_paths += record.path_count
+            self._count_proposers(record)
             self.num_draft_tokens += record.offered_count
             self.num_accepted_draft_tokens += record.accepted_count
             missing = record.accepted_count + 1 - len(self.acceptance_histogram)
             self.acceptance_histogram.extend([0] * missing)
             self.acceptance_histogram[record.accepted_count] += 1
+
+    def _count_proposers(self, record: RoundRecord) -> None:
+        for index, proposers in enumerate((record.proposers, record.accepted_proposers)):
+            for proposer in {*proposers}:
+                name = PROPOSER_FIELDS[proposer][index]
+                setattr(self, name, getattr(self, name) + proposers.count(proposer))
 
     def count_rate(self) -> None:
         """Sets the observed rate of the stream, from its first token on."""

@@ -14,9 +14,11 @@ from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
     SEED_LIMIT,
+    SIBLINGS_MAX,
     TOKENS_MAX,
     CommonSamplingParams,
     Description,
+    Proposer,
     ResolvedSamplingParams,
     Rule,
     check_integer,
@@ -85,7 +87,9 @@ class SpeculationMode(enum.Enum):
 class SpeculativePolicy:
     """How a request speculates; never changes the distribution of its text. None leaves it to the server.
 
-    `draft_window`, `draft_nodes_per_step` and `draft_wait_ms` belong to mode FIXED, which must be named with them.
+    `draft_window`, `draft_nodes_per_step`, `draft_wait_ms` and `draft_siblings` belong to mode FIXED, which must be
+    named with them. `proposers`: those that may propose; empty: with FIXED the draft model, otherwise all of the
+    server.
     """
 
     enabled: bool = True
@@ -95,6 +99,8 @@ class SpeculativePolicy:
     draft_window: int | None = None
     draft_nodes_per_step: int | None = None
     draft_wait_ms: float | None = None
+    draft_siblings: int | None = None
+    proposers: tuple[Proposer, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None:
@@ -106,14 +112,17 @@ class SpeculativePolicy:
             check_integer("speculative.draft_nodes_per_step", self.draft_nodes_per_step, 1, NODES_PER_STEP_LIMIT)
         if self.draft_wait_ms is not None:
             check_number("speculative.draft_wait_ms", self.draft_wait_ms, 0, DRAFT_WAIT_MS_MAX)
-        for name in ("draft_window", "draft_nodes_per_step", "draft_wait_ms"):
+        if self.draft_siblings is not None:
+            check_integer("speculative.draft_siblings", self.draft_siblings, 0, SIBLINGS_MAX)
+        for name in ("draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings"):
             if getattr(self, name) is not None and self.mode is not SpeculationMode.FIXED:
                 raise InvalidRequest(f"speculative.{name}", getattr(self, name), "absent, or policy FIXED with it")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before."""
+    """One request: `text` or `token_ids` is the prompt; `resumed_token_ids` were generated before; `predicted_text` or
+    `predicted_token_ids` is expected in the answer."""
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
@@ -122,6 +131,8 @@ class GenerationRequest:
     resumed_token_ids: tuple[int, ...] = ()
     label: str = ""
     cache_salt: str = ""
+    predicted_text: str | None = None
+    predicted_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.text is not None and not self.text:
@@ -173,6 +184,7 @@ class GenerationRequest:
         size = target.vocabulary_size
         check_token_ids("prompt.token_ids", prompt, size)
         check_token_ids("resume.output_token_ids", self.resumed_token_ids, size)
+        check_token_ids("prediction.token_ids", self.predicted_token_ids, size)
         check_token_ids("sampling.stop_token_ids", self.sampling.stop_token_ids, size)
         check_token_ids("sampling.logit_bias", tuple(entry[0] for entry in self.sampling.logit_bias), size)
 

@@ -7,10 +7,12 @@ the verification results that the session expects, and reports the end of a wait
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.policy.policy import Plan, Policy
+from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import (
     Close,
     Commit,
@@ -25,10 +27,13 @@ from specdec.protocol.items import (
     VerificationResult,
     catch_up,
 )
+from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
+from specdec.protocol.proposers import LocalProposer
 from specdec.protocol.report import RoundRecord
+from specdec.protocol.shape import check_shape, children
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, DraftProbs, ResolvedSamplingParams, Rule, Verdict
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, ResolvedSamplingParams, Rule, Verdict
 
 ANSWERS_PER_COMMIT_MAX = 1024  # items of a draft between two commits: many times the steps that a window needs
 RESEND_COUNT_MAX = 64  # times without nodes that a draft lacks tokens: commits that may be on the way to it
@@ -62,6 +67,8 @@ class Session:
     """One generation. Every method returns the actions to carry out, in order; none fails.
 
     `plan` comes from the policy once a round, at the commit of the round before it, and stays until the next commit.
+    `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
+    learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
     """
 
     number: int
@@ -71,6 +78,10 @@ class Session:
     policy: Policy
     committed: list[int]
     cache_salt: str = ""
+    proposers: Sequence[LocalProposer] = ()
+    path_max: int = 1
+    calibration: Calibration = field(default_factory=Calibration)
+    offer: Offer = NOTHING
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
@@ -192,14 +203,27 @@ class Session:
         was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
+        offer, kept = self.offer, verdict.accepted[:kept_count]
+        self._learn(offer, verdict.accepted)
         counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
         found = (was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
         step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.sampling_us / 1e6, answer.step_rows)
         sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
         cache = (answer.cached_prompt_tokens, answer.preemptions, answer.server_us / 1e6)
-        parts = (*counts, *found, *times, *step, *sessions, *cache)
-        record = RoundRecord(flying.round_index, plan, *parts, is_speculating)
+        proposed = (offer.proposers, tuple(map(offer.proposers.__getitem__, kept)), offer.local_count(kept))
+        parts = (*counts, *found, *times, *step, *sessions, *cache, is_speculating, *proposed, offer.path_count)
+        record = RoundRecord(flying.round_index, plan, *parts)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
+
+    def _learn(self, offer: Offer, accepted: tuple[int, ...]) -> None:
+        """Counts the guesses whose parent's path was accepted. What lies below a rejection enters no estimate."""
+        if not offer.token_ids:
+            return
+        following = children(offer.parents, len(offer.token_ids))
+        for row in (0, *(index + 1 for index in accepted)):
+            for index in following[row]:
+                for _, features in offer.guesses[index]:
+                    self.calibration.record(features, index in accepted)
 
     def _commit(self, tokens: list[int], flying: Verification) -> bool:
         """Commits the tokens of the round in flight; returns whether the last was in the tree."""
@@ -222,7 +246,7 @@ class Session:
             self.target_incarnation += 1
             actions.append(ToTarget(self._open(self.target_incarnation, self.cache_salt)))
         self._target_known_length = 0 if missing.unknown else min(missing.known_length, len(self.committed) - 1)
-        return actions + self._send_verification(flying.draft_token_ids, flying.draft_probs)
+        return actions + self._send_verification(self.offer)
 
     def on_draft_up(self) -> list[Action]:
         """A draft is connected: opens the session there and lets it draft from the current commit on."""
@@ -303,16 +327,23 @@ class Session:
         return self._verify_now()
 
     def _verify_now(self) -> list[Action]:
-        path = self.tree.proposal_path(self.plan.draft_length_max)
-        probs = self.tree.proposal_probs(len(path)) if self.params.rule is Rule.REJECTION else ()
-        return self._send_verification(tuple(node.token_id for node in path), probs)
+        plan = self.plan
+        self.offer = NOTHING
+        if plan.draft_length_max:
+            runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)]
+            limits = Limits(
+                plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings, self.policy.reach_min
+            )
+            self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
+        return self._send_verification(self.offer)
 
-    def _send_verification(self, draft_token_ids: tuple[int, ...], draft_probs: tuple[DraftProbs, ...]) -> list[Action]:
+    def _send_verification(self, offer: Offer) -> list[Action]:
         base_position = len(self.committed)
         extends, suffix = catch_up(self.number, self.target_incarnation, self.committed, self._target_known_length)
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
-        self.in_flight = Verification(*name, base_position, suffix, draft_token_ids, draft_probs)
+        tree = offer.token_ids, offer.draft_probs
+        self.in_flight = Verification(*name, base_position, suffix, *tree, parents=offer.parents)
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:
@@ -321,7 +352,8 @@ class Session:
             return []
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
-        commit = Commit(*name, len(self.committed), suffix, plan.window, max(1, plan.nodes_per_step))
+        length, count = len(self.committed), max(1, plan.nodes_per_step)
+        commit = Commit(*name, length, suffix, plan.window, count, siblings=plan.siblings)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 
@@ -335,6 +367,8 @@ class Session:
             assert flying.base_position == len(self.committed), "the base position is the committed length"
             most = max(0, min(self.policy.draft_length_cap, self.positions_left - 1))
             assert len(flying.draft_token_ids) <= most, "a round offers what was planned and fits the positions left"
+            check_shape(flying.parents, flying.draft_token_ids)
+            assert self.path_max > 1 or not flying.parents, "trees are offered where they are allowed"
             if self.params.rule is Rule.REJECTION:
                 assert len(flying.draft_probs) == len(flying.draft_token_ids), (
                     "there is one distribution per draft token"

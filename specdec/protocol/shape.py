@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.types import CacheSize
 
 PATH_COUNT_MAX = 16  # of one tree: each has cache blocks of its own and is attended to separately
-
-PATH_POSITIONS = 96  # of one path's own blocks, at most: DRAFT_LENGTH_LIMIT, and what fills its first and last block
 
 
 class Branch(NamedTuple):
@@ -90,7 +89,11 @@ def check_shape(parents: Sequence[int], token_ids: Sequence[int]) -> None:
         raise InvalidRequest("parents", path_count, f"at most {PATH_COUNT_MAX} paths")
 
 
-def fits_trees(cache_position_count: int, length_max: int) -> bool:
-    """Whether a target's cache has space for the paths of trees beside a session of full length, so that a session
-    that is alone never waits for blocks."""
-    return length_max + PATH_COUNT_MAX * PATH_POSITIONS <= cache_position_count
+def path_count_max(cache: CacheSize | None, length_max: int, depth_max: int) -> int:
+    """Returns the most paths of `depth_max` draft tokens for which a target's cache has blocks beside a session of full
+    length, so that a session that is alone never waits for blocks; at least 1, a chain."""
+    if cache is None:
+        return 1
+    own_count = 1 + -(-depth_max // cache.block_size)  # of a path: from the block of its base to that of its end
+    spare_count = cache.block_count - -(-length_max // cache.block_size)
+    return min(max(1, 1 + spare_count // own_count), PATH_COUNT_MAX)

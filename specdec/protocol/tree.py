@@ -59,9 +59,18 @@ class NodeBase:
 
 @dataclass(slots=True, eq=False)
 class TreeNode(NodeBase):
-    """A node of the coordinator's tree. `draft_probs`: of its proposal child (REJECTION only)."""
+    """A node of the coordinator's tree.
+
+    `draft_probs`: of its proposal child (REJECTION only); `drawn`: that child, named `first_name`, and its siblings, in
+    the order in which they were drawn from it without replacement, with the names that follow. `rank`: place among the children of its parent; `confidence`: the
+    draft's, as a bin (not under REJECTION).
+    """
 
     draft_probs: DraftProbs | None = None
+    drawn: list[TreeNode] = field(default_factory=list)
+    first_name: tuple[int, int] = (0, 0)
+    rank: int = 0
+    confidence: int = 0
 
 
 class DraftTree:
@@ -78,8 +87,8 @@ class DraftTree:
     def add(self, epoch: int, root_length: int, sent: DraftNode) -> TreeNode | None:
         """Adds a node of the draft and returns it; None if it is stale, a duplicate, or its parent is unknown.
 
-        Of two proposal children of one node the first to arrive stays: the order does not depend on the tokens, so it
-        cannot change the target distribution (docs/exactness.md).
+        Of two proposal children of one node that were not drawn together the first to arrive stays: the order does not
+        depend on the tokens, so it cannot change the target distribution (docs/exactness.md).
         """
         name = (epoch, sent.node_id)
         parent, length = self._parent(epoch, root_length, sent.parent_id)
@@ -90,7 +99,7 @@ class DraftTree:
                 return None
             node = self.root if length + 1 == self.root.length else TreeNode(length + 1, sent.token_id)
         else:
-            node = self._attach(parent or self.root, sent)
+            node = self._attach(parent or self.root, name, sent)
         self.named[name] = node
         return node
 
@@ -103,13 +112,19 @@ class DraftTree:
         return (node, node.length) if node is not None and node.alive else (None, 0)
 
     @staticmethod
-    def _attach(parent: TreeNode, sent: DraftNode) -> TreeNode:
+    def _attach(parent: TreeNode, name: tuple[int, int], sent: DraftNode) -> TreeNode:
         node = parent.children.get(sent.token_id)
         if node is None:
-            node = parent.children[sent.token_id] = TreeNode(parent.length + 1, sent.token_id, parent)
-        if sent.proposal and parent.proposal is None:
-            parent.proposal = node
-            parent.draft_probs = sent.draft_probs
+            node = TreeNode(parent.length + 1, sent.token_id, parent, rank=len(parent.children))
+            node.confidence = sent.confidence
+            parent.children[sent.token_id] = node
+        if not sent.proposal:
+            return node
+        if parent.proposal is None:
+            parent.proposal, parent.draft_probs, parent.first_name = node, sent.draft_probs, name
+        epoch, first_id = parent.first_name
+        if sent.draft_probs is not None and name == (epoch, first_id + len(parent.drawn)):
+            parent.drawn.append(node)
         return node
 
     def commit(self, token_ids: Sequence[int]) -> bool:
@@ -130,7 +145,7 @@ class DraftTree:
         child = root.children.pop(token_id, None)
         for sibling in root.children.values():
             sibling.end()
-        root.children, root.proposal, root.draft_probs = {}, None, None
+        root.children, root.proposal, root.draft_probs, root.drawn = {}, None, None, []
         if child is not None:
             child.parent = None
         return child
@@ -156,11 +171,6 @@ class DraftTree:
             path.append(node)
             node = node.proposal
         return path
-
-    def proposal_probs(self, length: int) -> tuple[DraftProbs, ...]:
-        """Returns the draft distributions of the first `length` tokens of the proposal path (REJECTION only)."""
-        nodes = [self.root, *self.proposal_path(length)][:length]
-        return tuple(node.draft_probs for node in nodes if node.draft_probs is not None)
 
     def check(self) -> None:
         """Raises AssertionError naming the broken invariant."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.heads import HeadProposals
 
 SEED_LIMIT = 1 << 64
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
@@ -39,16 +40,17 @@ DRAFT_PROBS_WEIGHTS = tuple(
 DRAFT_PROBS_WEIGHT_CODES = {weight: code for code, weight in reversed(list(enumerate(DRAFT_PROBS_WEIGHTS)))}
 DRAFT_LENGTH_LIMIT = 64
 NODES_PER_STEP_LIMIT = 64  # nodes of one session in one draft step; the likeliest 8 contain nearly all committed ones
-NODES_PER_ITEM_MAX = 2 * NODES_PER_STEP_LIMIT  # each evaluated node sends its proposal child and, once, itself
-HEADS_MAX = 8  # on a target; later positions are hardly ever right
-HEAD_CANDIDATES = 2  # tokens that a head proposes for its position, likeliest first
+SIBLINGS_MAX = 3  # of a proposal child; a fourth would be right once in thirty misses
+NODES_PER_ITEM_MAX = (2 + SIBLINGS_MAX) * NODES_PER_STEP_LIMIT  # each evaluated node: its children and, once, itself
+CONFIDENCE_EDGES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+CONFIDENCE_MAX = len(CONFIDENCE_EDGES) + 1
 STEP_TIME_COUNT_MAX = 16
 DIGEST_LENGTH_MAX = 128  # of a SHA-256 in hexadecimal there are 64
 NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of devices and libraries
 FAILURE_TEXT_LENGTH_MAX = 4096
 FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Rule(enum.Enum):
@@ -65,6 +67,17 @@ class DraftVocabulary(enum.Enum):
     EQUAL = 0
     SUBSET = 1
     MAPPED = 2
+
+
+class Proposer(enum.IntEnum):
+    """A source of draft tokens; NONE: of a token that was not proposed."""
+
+    NONE = 0
+    DRAFT = 1
+    NGRAM = 2
+    SUFFIX = 3
+    PREDICTION = 4
+    HEADS = 5
 
 
 class TokenKind(enum.IntEnum):
@@ -271,32 +284,6 @@ class PositionLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-class HeadToken(NamedTuple):
-    """A token that a head on the target proposes. `confidence`: its probability there, times 255, rounded down."""
-
-    token_id: int
-    confidence: int
-
-
-class HeadProposals(NamedTuple):
-    """The proposals of the heads on a target after each row of a verification (Medusa: Cai et al. 2024).
-
-    Head h = 1, 2, ... proposes tokens h positions after the row's own next one: with the recovered or bonus token of
-    the row committed, those of head 1 follow it. A head does not see the tokens between.
-    """
-
-    token_ids: tuple[int, ...]  # [rows, heads, HEAD_CANDIDATES] in row-major order, likeliest first
-    confidences: bytes  # the same shape
-    head_count: int
-
-    def after(self, row: int) -> list[list[HeadToken]]:
-        """Returns the candidates of each head after a row, likeliest first."""
-        size = self.head_count * HEAD_CANDIDATES
-        own = slice(row * size, (row + 1) * size)
-        tokens = list(map(HeadToken, self.token_ids[own], self.confidences[own]))
-        return [tokens[start : start + HEAD_CANDIDATES] for start in range(0, size, HEAD_CANDIDATES)]
-
-
 class SamplerOutput(NamedTuple):
     """The sampler output of one verification: a row after the committed tokens, and one after each draft token.
 
@@ -314,7 +301,7 @@ class SamplerOutput(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict of the rule: draft tokens `accepted`, by their index, a path; the recovered or bonus token follows."""
+    """The verdict of the rule: the draft tokens `accepted`, by index; the recovered or bonus token follows."""
 
     accepted: tuple[int, ...]
     next_token_id: int

@@ -22,7 +22,7 @@ from specdec.protocol.request import (
     SpeculationMode,
     SpeculativePolicy,
 )
-from specdec.protocol.types import LOGIT_BIAS_COUNT_MAX, TOKENS_MAX, Description, PositionLogprobs, Rule
+from specdec.protocol.types import LOGIT_BIAS_COUNT_MAX, TOKENS_MAX, Description, PositionLogprobs, Proposer, Rule
 from specdec.rpc.convert import (
     bounded,
     description_to_message,
@@ -55,6 +55,7 @@ def check_counts(message: coordinator_pb.GenerateRequest, positions_max: int) ->
     sampling = message.sampling
     bounded("prompt.token_ids", message.token_ids.ids, positions_max)
     bounded("resume.output_token_ids", message.resume.output_token_ids, positions_max)
+    bounded("prediction.token_ids", message.prediction.token_ids.ids, positions_max)
     bounded("sampling.logit_bias", sampling.logit_bias, LOGIT_BIAS_COUNT_MAX)
     bounded("sampling.stop", sampling.stop, STOP_STRING_COUNT_MAX)
     bounded("sampling.stop_token_ids", sampling.stop_token_ids, STOP_TOKEN_COUNT_MAX)
@@ -107,9 +108,20 @@ def speculative_from_message(message: coordinator_pb.SpeculativePolicy) -> Specu
     except ValueError:
         limit = ", ".join(f"{mode.value} ({mode.name})" for mode in SpeculationMode)
         raise InvalidRequest("speculative.policy", message.policy, limit) from None
-    names = ("enabled", "num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms")
-    given = {name: getattr(message, name) for name in names if message.HasField(name)}
-    return SpeculativePolicy(rule=rule, mode=mode, **given)
+    numbers = ("num_speculative_tokens", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings")
+    given = {name: getattr(message, name) for name in ("enabled", *numbers) if message.HasField(name)}
+    return SpeculativePolicy(rule=rule, mode=mode, proposers=proposers_from_message(message), **given)
+
+
+def proposers_from_message(message: coordinator_pb.SpeculativePolicy) -> tuple[Proposer, ...]:
+    """Returns the proposers that a request names. Raises InvalidRequest."""
+    named = []
+    for index, number in enumerate(bounded("speculative.proposers", message.proposers, len(Proposer) - 1)):
+        if number not in (proposer.value for proposer in Proposer if proposer):
+            limit = ", ".join(f"{one.value} ({one.name})" for one in Proposer if one)
+            raise InvalidRequest(f"speculative.proposers[{index}]", number, limit)
+        named.append(Proposer(number))
+    return tuple(dict.fromkeys(named))
 
 
 def request_from_message(message: coordinator_pb.GenerateRequest, positions_max: int = TOKENS_MAX) -> GenerationRequest:
@@ -127,7 +139,20 @@ def request_from_message(message: coordinator_pb.GenerateRequest, positions_max:
         resumed_token_ids=tuple(message.resume.output_token_ids),
         label=message.label,
         cache_salt=message.cache_salt,
+        **prediction_from_message(message),
     )
+
+
+def prediction_from_message(message: coordinator_pb.GenerateRequest) -> dict[str, Any]:
+    """Returns the fields of the prediction, if the request has one. Raises InvalidRequest for an empty one."""
+    if not message.HasField("prediction"):
+        return {}
+    content = message.prediction.WhichOneof("content")
+    if content is None:
+        raise InvalidRequest("prediction", "absent", "text or token_ids")
+    if content == "text":
+        return {"predicted_text": message.prediction.text}
+    return {"predicted_token_ids": tuple(message.prediction.token_ids.ids)}
 
 
 def event_to_message(event: Event, target: Description) -> coordinator_pb.GenerateResponse:
@@ -153,7 +178,7 @@ def _started_to_message(event: Started, target: Description) -> coordinator_pb.S
 
 
 def _delta_fields(event: Delta) -> dict[str, Any]:
-    first_output_index, token_ids, kinds, text, text_lengths, logprobs = event
+    first_output_index, token_ids, kinds, text, text_lengths, logprobs, proposers = event
     return {
         "first_output_index": first_output_index,
         "token_ids": token_ids,
@@ -161,6 +186,7 @@ def _delta_fields(event: Delta) -> dict[str, Any]:
         "text": text,
         "text_lengths": text_lengths,
         "logprobs": list(map(_position_to_message, logprobs)),
+        "proposers": proposers if any(proposer > Proposer.DRAFT for proposer in proposers) else (),
     }
 
 

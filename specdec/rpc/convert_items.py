@@ -7,22 +7,21 @@ malformed one are valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     FAILURE_TEXT_LENGTH_MAX,
     FAILURE_WORD_LENGTH_MAX,
-    HEAD_CANDIDATES,
-    HEADS_MAX,
     LOGPROBS_MAX,
     NODES_PER_ITEM_MAX,
-    HeadProposals,
+    DraftProbs,
     PositionLogprobs,
     SamplerOutput,
 )
@@ -42,10 +41,13 @@ from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
 Fields = dict[str, Any]
+Value = TypeVar("Value")
+
+SAME = types_pb.DraftProbs()  # the distribution of the sibling before
 _NAME = ("session", "incarnation")
 _EXTEND = (*_NAME, "start_position")
 _VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
-_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step")
+_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings")
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
 _MISSING = (*_NAME, "known_length", "unknown")
 _TIMES = ("queue_us", "forward_us", "sampling_us")
@@ -107,7 +109,11 @@ def _suffix(message: Any) -> tuple[int, ...]:
 def _write_verification(item: items.Verification) -> Fields:
     fields = _verification_fields(item)
     if item.draft_probs:
-        fields["draft_probs"] = list(map(probs_to_message, item.draft_probs))
+        before = before_siblings(item.parents, item.draft_probs)
+        pairs = zip(item.draft_probs, before)
+        fields["draft_probs"] = [SAME if probs is other else probs_to_message(probs) for probs, other in pairs]
+    if item.parents:
+        fields["parents"] = item.parents
     if item.trace.trace_id:
         fields["trace"] = trace_to_message(item.trace)
     if item.wants_heads:
@@ -115,7 +121,32 @@ def _write_verification(item: items.Verification) -> Fields:
     return fields
 
 
+def before_siblings(parents: Sequence[int], values: Sequence[Value]) -> list[Value | None]:
+    """Returns for each draft token the value of the sibling before it, None for a first child."""
+    last: dict[int, Value] = {}
+    before: list[Value | None] = []
+    for parent, value in zip(parents or range(len(values)), values):
+        before.append(last.get(parent))
+        last[parent] = value
+    return before
+
+
+def _draft_probs_from_message(message: target_pb.VerifyItem, parents: Sequence[int]) -> tuple[DraftProbs, ...]:
+    """Returns the draft distributions; an empty one is that of the sibling before."""
+    messages = bounded("draft_probs", message.draft_probs, DRAFT_LENGTH_LIMIT)
+    if not messages or not parents:
+        return tuple(map(probs_from_message, messages))
+    read: list[DraftProbs] = []
+    last: dict[int, DraftProbs] = {}
+    for parent, own in zip(parents, messages):
+        is_same = parent in last and not own.token_id_steps and not own.weight_codes
+        last[parent] = last[parent] if is_same else probs_from_message(own)
+        read.append(last[parent])
+    return tuple(read)
+
+
 def _verification_from_message(message: target_pb.VerifyItem) -> items.Verification:
+    parents = tuple(bounded("parents", message.parents, DRAFT_LENGTH_LIMIT))
     return items.Verification(
         message.session,
         message.incarnation,
@@ -123,8 +154,9 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         message.base_position,
         _suffix(message),
         tuple(bounded("draft_token_ids", message.draft_token_ids, DRAFT_LENGTH_LIMIT)),
-        tuple(map(probs_from_message, bounded("draft_probs", message.draft_probs, DRAFT_LENGTH_LIMIT))),
+        _draft_probs_from_message(message, parents),
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
+        parents,
         wants_heads=message.want_heads,
     ).checked()
 
@@ -145,15 +177,21 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         message.window,
         message.nodes_per_step or 1,
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
+        message.siblings,
     ).checked()
 
 
-def _node_fields(node: items.DraftNode) -> Fields:
-    back = node.node_id - 1 - node.parent_id
-    fields = {"node_id": node.node_id, "parent_back": back, "token_id": node.token_id, "branch": not node.proposal}
-    if node.draft_probs is not None:
-        fields["draft_probs"] = probs_to_message(node.draft_probs)
-    return fields
+def _node_fields(nodes: Sequence[items.DraftNode]) -> Iterator[Fields]:
+    drawn = None  # the distribution that the proposal child before was drawn from
+    for node_id, parent_id, token_id, is_proposal, probs, confidence in nodes:
+        back = node_id - 1 - parent_id
+        fields = {"node_id": node_id, "parent_back": back, "token_id": token_id, "branch": not is_proposal}
+        if confidence:
+            fields["confidence"] = confidence
+        if probs is not None and probs is not drawn:
+            fields["draft_probs"] = probs_to_message(probs)
+        drawn = probs
+        yield fields
 
 
 def _write_nodes(item: items.Nodes) -> Fields:
@@ -162,7 +200,7 @@ def _write_nodes(item: items.Nodes) -> Fields:
         "incarnation": item.incarnation,
         "epoch": item.epoch,
         "root_length": item.root_length if any(node.parent_id == 0 for node in item.nodes) else 0,
-        "nodes": list(map(_node_fields, item.nodes)),
+        "nodes": list(_node_fields(item.nodes)),
         "step_us": item.step_us,
         "step_rows": item.step_rows,
         "detailed": item.is_detailed,
@@ -172,13 +210,18 @@ def _write_nodes(item: items.Nodes) -> Fields:
 
 def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     """Returns the nodes before the first malformed one; counts it and those after it, also those beyond the limit."""
-    nodes = []
+    nodes: list[items.DraftNode] = []
+    drawn: tuple[int, DraftProbs | None] = 0, None  # parent and distribution of the proposal child before
     try:
         for node in islice(message.nodes, NODES_PER_ITEM_MAX):
             number = node.node_id
-            probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
             parent = number - 1 - node.parent_back
-            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, probs).checked())
+            probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
+            if probs is None and not node.branch and parent == drawn[0]:
+                probs = drawn[1]
+            drawn = parent, probs
+            read = items.DraftNode(number, parent, node.token_id, not node.branch, probs, node.confidence)
+            nodes.append(read.checked())
     except InvalidRequest:
         pass
     return items.Nodes(

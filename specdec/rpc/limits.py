@@ -12,7 +12,7 @@ KEEPALIVE_OPTIONS = (
 )
 MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is refused by field, not by size
 STREAM_REQUEST_BYTES_MAX = 320 << 10  # of a replica's stream: the largest verification has 271 kB
-STREAM_RESPONSE_BYTES_MAX = 576 << 10  # to a coordinator: the largest item of nodes has 528 kB
+STREAM_RESPONSE_BYTES_MAX = 352 << 10  # to a coordinator: the largest item of nodes has 280 kB
 REQUEST_FIELD_COUNT_MAX = 4096  # of a Generate: 1024 biases of three fields, 64 stop tokens, 16 strings, 40 others
 PACKED_BYTES_MAX = 1 << 20  # of a request's lists of numbers together: 262,144 token ids of four bytes
 MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap

@@ -8,6 +8,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Proposer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROPOSER_UNSPECIFIED: _ClassVar[Proposer]
+    PROPOSER_DRAFT: _ClassVar[Proposer]
+    PROPOSER_NGRAM: _ClassVar[Proposer]
+    PROPOSER_SUFFIX: _ClassVar[Proposer]
+    PROPOSER_PREDICTION: _ClassVar[Proposer]
+    PROPOSER_HEADS: _ClassVar[Proposer]
+
 class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     POLICY_UNSPECIFIED: _ClassVar[Policy]
@@ -27,6 +36,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+PROPOSER_UNSPECIFIED: Proposer
+PROPOSER_DRAFT: Proposer
+PROPOSER_NGRAM: Proposer
+PROPOSER_SUFFIX: Proposer
+PROPOSER_PREDICTION: Proposer
+PROPOSER_HEADS: Proposer
 POLICY_UNSPECIFIED: Policy
 POLICY_AUTO: Policy
 POLICY_FIXED: Policy
@@ -40,7 +55,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt")
+    __slots__ = ("text", "token_ids", "sampling", "speculative", "resume", "label", "cache_salt", "prediction")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +63,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     sampling: SamplingParams
@@ -55,7 +71,16 @@ class GenerateRequest(_message.Message):
     resume: Resume
     label: str
     cache_salt: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    prediction: Prediction
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[SpeculativePolicy, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., label: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -100,7 +125,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[_types_pb2.LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativePolicy(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms")
+    __slots__ = ("enabled", "num_speculative_tokens", "rule", "policy", "draft_window", "draft_nodes_per_step", "draft_wait_ms", "draft_siblings", "proposers")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +133,8 @@ class SpeculativePolicy(_message.Message):
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     DRAFT_NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     rule: _types_pb2.Rule
@@ -115,7 +142,9 @@ class SpeculativePolicy(_message.Message):
     draft_window: int
     draft_nodes_per_step: int
     draft_wait_ms: float
-    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ...) -> None: ...
+    draft_siblings: int
+    proposers: _containers.RepeatedScalarFieldContainer[Proposer]
+    def __init__(self, enabled: bool = ..., num_speculative_tokens: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., draft_window: _Optional[int] = ..., draft_nodes_per_step: _Optional[int] = ..., draft_wait_ms: _Optional[float] = ..., draft_siblings: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("output_token_ids",)
@@ -154,20 +183,22 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[_Union[_types_pb2.NumericsProfile, _Mapping]] = ..., prompt_length: _Optional[int] = ..., max_tokens: _Optional[int] = ..., rule_reason: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths")
+    __slots__ = ("first_output_index", "token_ids", "kinds", "text", "logprobs", "text_lengths", "proposers")
     FIRST_OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TEXT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     first_output_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[TokenKind]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     text_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    proposers: _containers.RepeatedScalarFieldContainer[Proposer]
+    def __init__(self, first_output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[TokenKind, str]]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., text_lengths: _Optional[_Iterable[int]] = ..., proposers: _Optional[_Iterable[_Union[Proposer, str]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -204,7 +235,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s")
+    __slots__ = ("rounds", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "draft_link_bytes", "target_link_bytes", "draft_waits_expired", "time", "num_evaluated_nodes", "num_branch_nodes", "num_recovered_lookups", "num_recovered_hits", "num_bonus_lookups", "num_bonus_hits", "num_branch_tokens_accepted", "num_rounds_off", "predicted_tokens_per_s", "observed_tokens_per_s", "policy_reason", "step_sessions", "active_sessions", "cached_prompt_tokens", "preemptions", "rule", "rule_reason", "num_rounds_exploring", "exploration_loss_s", "num_model_draft_tokens", "num_model_accepted_tokens", "num_ngram_draft_tokens", "num_ngram_accepted_tokens", "num_suffix_draft_tokens", "num_suffix_accepted_tokens", "num_prediction_draft_tokens", "num_prediction_accepted_tokens", "num_heads_draft_tokens", "num_heads_accepted_tokens", "num_paths")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +266,17 @@ class Statistics(_message.Message):
     RULE_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_EXPLORING_FIELD_NUMBER: _ClassVar[int]
     EXPLORATION_LOSS_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODEL_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODEL_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NGRAM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NGRAM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUFFIX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUFFIX_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTION_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTION_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PATHS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -265,7 +307,18 @@ class Statistics(_message.Message):
     rule_reason: str
     num_rounds_exploring: int
     exploration_loss_s: float
-    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ...) -> None: ...
+    num_model_draft_tokens: int
+    num_model_accepted_tokens: int
+    num_ngram_draft_tokens: int
+    num_ngram_accepted_tokens: int
+    num_suffix_draft_tokens: int
+    num_suffix_accepted_tokens: int
+    num_prediction_draft_tokens: int
+    num_prediction_accepted_tokens: int
+    num_heads_draft_tokens: int
+    num_heads_accepted_tokens: int
+    num_paths: int
+    def __init__(self, rounds: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_link_bytes: _Optional[int] = ..., target_link_bytes: _Optional[int] = ..., draft_waits_expired: _Optional[int] = ..., time: _Optional[_Union[TimeSplit, _Mapping]] = ..., num_evaluated_nodes: _Optional[int] = ..., num_branch_nodes: _Optional[int] = ..., num_recovered_lookups: _Optional[int] = ..., num_recovered_hits: _Optional[int] = ..., num_bonus_lookups: _Optional[int] = ..., num_bonus_hits: _Optional[int] = ..., num_branch_tokens_accepted: _Optional[int] = ..., num_rounds_off: _Optional[int] = ..., predicted_tokens_per_s: _Optional[float] = ..., observed_tokens_per_s: _Optional[float] = ..., policy_reason: _Optional[str] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., rule_reason: _Optional[str] = ..., num_rounds_exploring: _Optional[int] = ..., exploration_loss_s: _Optional[float] = ..., num_model_draft_tokens: _Optional[int] = ..., num_model_accepted_tokens: _Optional[int] = ..., num_ngram_draft_tokens: _Optional[int] = ..., num_ngram_accepted_tokens: _Optional[int] = ..., num_suffix_draft_tokens: _Optional[int] = ..., num_suffix_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_prediction_accepted_tokens: _Optional[int] = ..., num_heads_draft_tokens: _Optional[int] = ..., num_heads_accepted_tokens: _Optional[int] = ..., num_paths: _Optional[int] = ...) -> None: ...
 
 class TimeSplit(_message.Message):
     __slots__ = ("time_to_first_token_s", "total_s", "draft_wait_s", "target_queue_s", "target_forward_s", "target_sampling_s", "target_link_s")

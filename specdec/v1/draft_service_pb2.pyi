@@ -28,7 +28,7 @@ class DraftRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class CommitItem(_message.Message):
-    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step")
+    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step", "siblings")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class CommitItem(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     committed_length: int
@@ -43,7 +44,8 @@ class CommitItem(_message.Message):
     window: int
     trace: _types_pb2.TraceContext
     nodes_per_step: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ...) -> None: ...
+    siblings: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ..., siblings: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("stamp", "items")
@@ -86,15 +88,17 @@ class NodesItem(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., root_length: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., step_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., detailed: bool = ..., worked_us: _Optional[int] = ...) -> None: ...
 
 class TreeNode(_message.Message):
-    __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs")
+    __slots__ = ("node_id", "parent_back", "token_id", "branch", "draft_probs", "confidence")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_BACK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     node_id: int
     parent_back: int
     token_id: int
     branch: bool
     draft_probs: _types_pb2.DraftProbs
-    def __init__(self, node_id: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., draft_probs: _Optional[_Union[_types_pb2.DraftProbs, _Mapping]] = ...) -> None: ...
+    confidence: int
+    def __init__(self, node_id: _Optional[int] = ..., parent_back: _Optional[int] = ..., token_id: _Optional[int] = ..., branch: bool = ..., draft_probs: _Optional[_Union[_types_pb2.DraftProbs, _Mapping]] = ..., confidence: _Optional[int] = ...) -> None: ...

@@ -28,7 +28,7 @@ class VerifyRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "want_heads")
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class VerifyItem(_message.Message):
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     WANT_HEADS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
@@ -46,8 +47,9 @@ class VerifyItem(_message.Message):
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftProbs]
     trace: _types_pb2.TraceContext
+    parents: _containers.RepeatedScalarFieldContainer[int]
     want_heads: bool
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., want_heads: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("stamp", "items")

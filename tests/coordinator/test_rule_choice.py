@@ -12,7 +12,7 @@ from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
 from specdec.protocol.types import Rule, TokenKind
 
-SETTINGS = CoordinatorSettings(target="localhost:1", tokenizer="none", speculation_policy="auto")
+SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
 OPEN = GenerationRequest(token_ids=(1,))
 
 

@@ -32,9 +32,9 @@ def test_the_small_run_needs_torch_and_transformers_only(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     measurements = json.loads(file.read_text())
-    assert len(measurements["checks"]) == 3 and all(check["passed"] for check in measurements["checks"])
-    shapes = {(step["sequences"], step["rows"], step["with_graphs"]) for step in measurements["steps"]}
-    assert shapes == {(s, r, g) for s, r in ((1, 1), (1, 3), (2, 2)) for g in (True, False)}
+    assert len(measurements["checks"]) == 5 and all(check["passed"] for check in measurements["checks"])
+    shapes = {(step["sequences"], step["rows"], step["paths"], step["with_graphs"]) for step in measurements["steps"]}
+    assert shapes == {(*shape, g) for shape in ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 8, 4)) for g in (True, False)}
     assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in measurements["steps"])
     (margins,) = measurements["margins"]
     assert margins["positions"] > 0 and margins["close"] <= margins["positions"] and margins["way"] == "plain"

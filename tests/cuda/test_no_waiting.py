@@ -108,7 +108,7 @@ def verification(policy: dict, seed: int) -> VerificationRequest:
 
 def proposal(policy: dict, seed: int) -> ProposalRequest:
     params = ResolvedSamplingParams(seed=seed, prompt_length=2, **policy)
-    return ProposalRequest(params, [8, 9, 17], VOCABULARY - 10, draw_bits=seed << 20, branch_count=seed % 3)
+    return ProposalRequest(params, [8, 9, 17], VOCABULARY - 10, draws=(seed << 20,), branch_count=seed % 3)
 
 
 @pytest.fixture

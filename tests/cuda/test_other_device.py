@@ -26,7 +26,12 @@ from tests.support.engine_models import ARCHITECTURES, model_class
 
 META = torch.device("meta")
 BATCH = RaggedBatch(
-    (SequenceChunk([1], 0, [5] * 9, 3), SequenceChunk([2], 30, [6], 1), SequenceChunk([3], 7, [8, 9], 0))
+    (
+        SequenceChunk([1], 0, [5] * 9, 3),
+        SequenceChunk([2], 30, [6], 1),
+        SequenceChunk([3], 7, [8, 9], 0),
+        SequenceChunk([4], 8, [7], 1, copied_count=1),  # a further path of the sequence before
+    )
 )
 ALONE = RaggedBatch((SequenceChunk([1], 9, [5, 7, 8], 3),))
 COPIES = ("copy_", "_to_copy")
@@ -78,7 +83,7 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
         backend._shapes = backend._shapes_for(512)
         for shape in backend._shapes:
             backend._fixed.reserve(shape)
-        for batch, count in ((BATCH, 4), (ALONE, 3)):
+        for batch, count in ((BATCH, 5), (ALONE, 3)):
             with OnePlace():
                 output = model.forward(batch)
             assert output.logits.shape == (count, 288)

@@ -12,11 +12,23 @@ import torch
 from specdec.engine.cuda.graphs import GRAPHS_MAX, capture_steps, graph_shapes
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
+from specdec.protocol.shape import branches
 
 CPU = torch.device("cpu")
 SCRATCH = 9 * 16
 BATCH = RaggedBatch((SequenceChunk([3, 1], 14, [7, 8, 9], 2), SequenceChunk([5], 0, [4], 1)))
 EARLIER = RaggedBatch((SequenceChunk([8] * 9, 130, [1] * 9, 9),))  # its values must not show in the next step
+# Four paths of one tree, and a neighbour: the root and two tokens, a branch below the first of them, one below the
+# root, one below the token of that.
+PATHS = RaggedBatch(
+    (
+        SequenceChunk([3, 1], 14, [7, 8, 9], 3),
+        SequenceChunk([4, 8], 16, [10], 1, copied_count=2),
+        SequenceChunk([2], 15, [11], 1, copied_count=1),
+        SequenceChunk([6, 7], 16, [12], 1, copied_count=2),
+        SequenceChunk([5], 0, [4], 1),
+    )
+)
 DECODES = RaggedBatch((SequenceChunk([2, 6, 4], 40, [7], 1), SequenceChunk([5], 0, [4], 1)))
 
 
@@ -37,6 +49,7 @@ def test_an_exact_plan_is_the_batch() -> None:
         "input_ids": [7, 8, 9, 4],
         "positions": [14, 15, 16, 0],
         "slots": [3 * 16 + 14, 3 * 16 + 15, 16, 5 * 16],
+        "sources": [],
         "logit_rows": [1, 2, 3],
         "query_starts": [0, 3, 4],
         "key_starts": [0, 17, 18],
@@ -63,6 +76,22 @@ def test_a_plan_of_trees_says_what_each_row_sees() -> None:
     assert not shape.holds(exact_shape(batch)) and not exact_shape(batch).holds(shape)
 
 
+def test_shared_rows_are_written_for_every_path() -> None:
+    """Claim: behind the slots of the rows stand those of the copies, in the blocks of their own paths, each with its
+    row; padding rows and copies write to the scratch block. By hand."""
+    shape = exact_shape(PATHS)
+    assert shape == StepShape(7, 5, 7, query_max=3, key_max=17, copy_count=5)
+    own = [3 * 16 + 14, 3 * 16 + 15, 16, 8 * 16, 2 * 16 + 15, 7 * 16, 5 * 16]
+    copied = [4 * 16 + 14, 4 * 16 + 15, 2 * 16 + 14, 6 * 16 + 14, 6 * 16 + 15]
+    exact = planned(PATHS, shape)
+    assert exact["slots"] == own + copied and exact["sources"] == [*range(7), 0, 1, 0, 0, 4]
+    assert exact["tables"][:2] == [[3, 1], [4, 8]] and exact["key_counts"] == [17, 17, 16, 17, 1]
+    padded = planned(PATHS, StepShape(9, 6, 9, query_max=9, key_max=48, copy_count=7))
+    assert padded["slots"] == own + [SCRATCH] * 2 + copied + [SCRATCH] * 2
+    assert padded["sources"] == [*range(9), 0, 1, 0, 0, 4, 0, 0]
+    assert padded["logit_rows"] == [*range(7), 0, 0]
+
+
 def test_padding_names_no_sequence() -> None:
     """Claim: behind the batch, padding rows write to the scratch block and padding sequences read the zero block: none
     where sequences have several rows, one row and one key each where every sequence has exactly one.
@@ -78,7 +107,8 @@ def test_padding_names_no_sequence() -> None:
 
 def test_a_shape_holds_what_fits_in_every_respect() -> None:
     """Claim: a captured shape takes a step only if rows, sequences, logits, rows of one sequence and keys all fit, and
-    both are of single rows or neither: the kernel takes another way for single rows.
+    both are of single rows or neither: the kernel takes another way for single rows. And both have copies or neither:
+    a step without any does not pay for them.
     """
     shape = StepShape(8, 4, 8, 8, 512)
     assert shape.holds(StepShape(8, 4, 3, 5, 512)) and shape.holds(StepShape(3, 1, 0, 3, 2))
@@ -86,6 +116,9 @@ def test_a_shape_holds_what_fits_in_every_respect() -> None:
         assert not shape.holds(StepShape(*larger))
     assert StepShape(4, 4, 4, 1, 99).holds(StepShape(3, 3, 3, 1, 99))
     assert not StepShape(4, 4, 4, 1, 99).holds(StepShape(3, 2, 3, 2, 99))
+    copying = replace(shape, copy_count=3)
+    assert copying.holds(StepShape(8, 4, 3, 5, 512, copy_count=2)) and not copying.holds(shape)
+    assert not shape.holds(copying) and not copying.holds(replace(copying, copy_count=4))
 
 
 @pytest.mark.parametrize("key_maxes, cells_max", [([131072], None), ([512, 2048], 1 << 15)])
@@ -100,8 +133,29 @@ def test_the_shapes_cover_decodes_and_verifications_within_bounds(key_maxes: lis
     for needed in needs:
         found = next(shape for shape in shapes if shape.holds(needed))
         assert found.row_count <= max(4 * needed.row_count, 4)
-    assert all(a.key_max < b.key_max or a.row_count <= b.row_count for a, b in itertools.pairwise(shapes))
+    plain = [shape for shape in shapes if not shape.copy_count]
+    assert shapes[: len(plain)] == plain, "bounds leave out trees first"
+    assert all(a.key_max < b.key_max or a.row_count <= b.row_count for a, b in itertools.pairwise(plain))
     assert max(shape.sequence_count for shape in graph_shapes(key_maxes, cells_max, 8)) == 8
+
+
+@pytest.mark.parametrize("key_maxes, cells_max", [([131072], None), ([512, 2048], 1 << 15)])
+def test_the_shapes_cover_trees(key_maxes: list[int], cells_max: int | None) -> None:
+    """Claim: every tree of up to 16 rows, whatever its paths, has a shape with space for its copies, as have eight
+    trees of 8 rows on 4 paths; it has at most four paths, or twice theirs. Conclusive: for each depth the trees tried
+    have most copies, as all tokens beyond the first path are siblings of its last; copies are counted path by path.
+    """
+    shapes = graph_shapes(key_maxes, cells_max, 64)
+    assert not any(shape.copy_count for shape in graph_shapes(key_maxes, cells_max, 64, has_trees=True))
+    for token_count, depth in ((n, d) for n in range(2, 16) for d in range(1, n)):
+        parents = [*range(depth), *[depth - 1] * (token_count - depth)]
+        parts = branches(parents, token_count)
+        copy_count = sum(part.depth + 1 for part in parts[1:])
+        assert copy_count == (token_count - depth) * depth
+        rows = token_count + 1
+        found = next(s for s in shapes if s.holds(StepShape(rows, len(parts), rows, depth + 1, 400, False, copy_count)))
+        assert found.sequence_count <= max(4, 2 * len(parts))
+    assert any(shape.holds(StepShape(64, 32, 64, 4, 400, copy_count=72)) for shape in shapes)
 
 
 def test_what_cannot_be_captured_ends_capturing_and_not_the_engine() -> None:

@@ -82,9 +82,10 @@ class Chains:
 
 @pytest.mark.parametrize("name, dtype", MODELS)
 def test_each_row_has_the_bits_of_its_path(name: str, dtype: str, driver_of: Callable[..., Driver]) -> None:
-    """Claim: shape, siblings and committed length change no bit of a row, alone and beside a long neighbour; and after
-    a branch is adopted, the text goes on with the bits of that path. Source: design section 10. Conclusive: ten nodes
-    on six paths, at committed lengths on both sides of block and split borders, with other tokens each time."""
+    """Claim: shape, siblings and committed length change no bit of a row, alone and beside a long neighbour; after
+    the table continues on a branch, the text goes on with the bits of that path. Source: design section 10.
+    Conclusive: ten nodes on six paths, at committed lengths on both sides of block and split borders, with other tokens
+    each time."""
     driver = driver_of(name, dtype)
     size = driver.model.description.vocabulary_size
     longest = driver.open(300)
@@ -99,7 +100,7 @@ def test_each_row_has_the_bits_of_its_path(name: str, dtype: str, driver_of: Cal
         chains = Chains(driver, text)
         chains.check(run_tree(driver, piece, neighbour), tokens)
         path = path_tokens(branches(PARENTS, NODE_COUNT), tokens)[4]
-        driver.cache.adopt(table, blocks[3], base + len(path))
+        driver.cache.continue_on(table, blocks[3], base + len(path))
         after = random_tokens(3, 7, size)
         assert torch.equal(driver.feed(table, after), chains.rows([*path, *after])[len(path) + 1 :])
         chains.close()

@@ -23,8 +23,10 @@ from specdec.decoding import verification as verification_module
 from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.errors import InvalidRequest
+from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane
+from specdec.protocol.offer import Limits, make_offer
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 
@@ -90,7 +92,7 @@ class Setting:
 
     def proposals(self, path: Path, draws: list[int]) -> list[proposal_module.Proposal]:
         """The proposals of the real draft side after `path`, one for each 53-bit draw."""
-        requests = [ProposalRequest(self.params, path, self.vocabulary_size, bits) for bits in draws]
+        requests = [ProposalRequest(self.params, path, self.vocabulary_size, (bits,)) for bits in draws]
         logits = torch.tensor([self.draft(path)] * len(draws), dtype=torch.float32)
         return proposal_module.propose(requests, logits)
 
@@ -124,8 +126,7 @@ class Setting:
     ) -> list[tuple[Fraction, tuple[Path, tuple[Child, ...]]]]:
         """Every outcome of a round for one drawn chain, through the real tree, sampler and rule."""
         tree = grown_tree(path, chain, self.vocabulary_size)
-        nodes = tree.proposal_path(self.offered_count(chain, length_max))
-        tokens, rows = tuple(node.token_id for node in nodes), tree.proposal_probs(len(nodes))
+        tokens, rows = chain_offer(tree, self.offered_count(chain, length_max))
         results = []
         for share, committed in self.verdicts(path, tokens, rows):
             left = chain[len(committed) :] if committed == tuple(c.token_id for c in chain[: len(committed)]) else ()
@@ -203,6 +204,13 @@ def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> Dr
             break
         tree.add(1, len(path), DraftNode(node, node - 1, child.token_id, True, child.draft_probs))
     return tree
+
+
+def chain_offer(tree: DraftTree, length: int) -> tuple[Path, tuple[DraftProbs, ...]]:
+    """The tokens and distributions of the real offer of a chain of at most `length` tokens."""
+    offer = make_offer(tree.root, [], Rule.REJECTION, Limits(length, 99), Calibration())
+    assert not offer.parents
+    return offer.token_ids, offer.draft_probs
 
 
 def sampler_outputs(

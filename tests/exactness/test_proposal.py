@@ -51,7 +51,7 @@ def test_draft_probs_hold_the_likeliest_tokens(policy: dict) -> None:
     """
     logits = torch.randn(1, 80, generator=torch.Generator().manual_seed(1)) * 2
     params = params_of(**policy)
-    row = propose([ProposalRequest(params, [0], 80, 0)], logits)[0].draft_probs
+    row = propose([ProposalRequest(params, [0], 80, (0,))], logits)[0].draft_probs
     wanted, _ = reference.sampled_distribution(params, logits[0].tolist(), [0])
     likeliest = sorted(range(80), key=lambda token: -wanted[token])[:PROPOSAL_PROBS_TOKENS_MAX]
     shares = {token: wanted[token] / max(wanted) for token in sorted(likeliest) if wanted[token] > 0}
@@ -84,7 +84,7 @@ def test_ids_the_target_lacks_are_never_proposed() -> None:
     logits = torch.arange(10, dtype=torch.float32).repeat(6, 1)
     all_params = [params_of(rule) for rule in Rule] * 2
     sizes = [4, 4, 4, 10, 10, 1000]
-    found = propose([ProposalRequest(params, [0], size, 0) for params, size in zip(all_params, sizes)], logits)
+    found = propose([ProposalRequest(params, [0], size, (0,)) for params, size in zip(all_params, sizes)], logits)
     for params, size, proposal in zip(all_params, sizes, found):
         assert proposal.token_id < min(size, 10)
         if params.rule is Rule.GREEDY:
@@ -100,7 +100,7 @@ def test_confidences_are_those_of_the_distribution_of_the_token() -> None:
     logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
     softmax, _ = reference.sampled_distribution(params_of(), logits[0].tolist(), [0])
     for params in (params_of(Rule.GREEDY), params_of(Rule.COUPLED, top_p=0.9), params_of(top_k=2)):
-        proposal = propose([ProposalRequest(params, [0], 4, 1 << 52, branch_count=3)], logits)[0]
+        proposal = propose([ProposalRequest(params, [0], 4, (1 << 52,), branch_count=3)], logits)[0]
         wanted = (
             softmax
             if params.rule is Rule.GREEDY

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.protocol.growth import Calibration, DraftTreeNode, Growth
+from specdec.protocol.calibration import Calibration
+from specdec.protocol.growth import DraftTreeNode, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
-from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution
+from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution, chain_offer
 from tests.exactness.exactness import target_output_distribution
 from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table
 
@@ -69,7 +70,7 @@ class Grown:
         filed, name = self.growth.file(candidate), self.growth.reserve_name()
         guesses = self.world.guesses(path, child)
         likelihood = self.growth.likelihood(candidate)
-        node = self.growth.evaluated(candidate, name, guesses, child.draft_probs)
+        (node,) = self.growth.evaluated(candidate, [name], guesses, child.draft_probs)
         for sent in ([] if filed is None else [filed]) + self.world.sent(node, guesses, likelihood):
             self.tree.add(self.growth.epoch, self.growth.root_length, sent)
 
@@ -90,7 +91,7 @@ class TreeWorld(Setting):
                     break
                 low += weight
             draw_bits = -(-low * (1 << 53) // total)
-            request = ProposalRequest(self.params, path, self.vocabulary_size, draw_bits, BRANCH_COUNT)
+            request = ProposalRequest(self.params, path, self.vocabulary_size, (draw_bits,), BRANCH_COUNT)
             logits = torch.tensor([self.draft(path)], dtype=torch.float32)
             (proposal,) = propose([request], logits)
             assert proposal.token_id == child.token_id and proposal.draft_probs == child.draft_probs
@@ -117,8 +118,7 @@ class TreeWorld(Setting):
         outcomes: dict[tuple[Path, History], Fraction] = {}
         for share, longer in self.grown(path, history, self.evaluation_count(path)):
             tree = Grown(self, path, longer).tree
-            nodes = tree.proposal_path(self.draft_length(path))
-            tokens, rows = tuple(node.token_id for node in nodes), tree.proposal_probs(len(nodes))
+            tokens, rows = chain_offer(tree, self.draft_length(path))
             for part, committed in self.verdicts(path, tokens, rows):
                 growth = Grown(self, path, longer).growth
                 growth.commit(committed)

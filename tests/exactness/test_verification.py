@@ -185,7 +185,10 @@ def mixed_requests(width: int) -> tuple[list[VerificationRequest], list[int], to
         params = ResolvedSamplingParams(rule, index, 2, temperature=0.0 if rule is Rule.GREEDY else 0.8, **policy)
         length = index % 4
         proposed = propose(
-            [ProposalRequest(params, [1, 2, 3], width, uniform_bits(5, Lane.DRAFT, 1, node)) for node in range(length)],
+            [
+                ProposalRequest(params, [1, 2, 3], width, (uniform_bits(5, Lane.DRAFT, 1, node),))
+                for node in range(length)
+            ],
             torch.randn(length, width, generator=generator),
         )
         rows = tuple(p.draft_probs for p in proposed if p.draft_probs is not None)

@@ -7,10 +7,12 @@ so the n likeliest paths can be enumerated without any queue. Where paths tie, o
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 
 import pytest
 
-from specdec.protocol.growth import LIKELIHOOD_MIN, Calibration, Growth
+from specdec.protocol.calibration import Calibration, confidence_features
+from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
@@ -28,8 +30,8 @@ def guesses_after(token_id: int) -> list[tuple[int, float]]:
 class ConfidenceItself(Calibration):
     """Returns confidences as probabilities; learning is tested separately."""
 
-    def probability(self, rule: Rule, rank: int, confidence: float) -> float:
-        return confidence
+    def probability(self, features: Hashable, prior: float) -> float:
+        return prior
 
 
 def likeliest_paths(root_token_id: int, count: int) -> list[tuple[int, ...]]:
@@ -73,8 +75,8 @@ class Grower:
         for taken in self.growth.take(count, reach, is_chain):
             self.evaluated.append(tuple(node.token_id for node in self.growth.path(taken)))
             filed, name = self.growth.file(taken), self.growth.reserve_name()
-            node = self.growth.evaluated(taken, name, guesses_after(taken.token_id), None)
-            sent += [node] if filed is None else [filed, node]
+            sent += [] if filed is None else [filed]
+            sent += self.growth.evaluated(taken, [name], guesses_after(taken.token_id), None)
         self.growth.check()
         for node in sent:
             assert self.remote.add(self.growth.epoch, self.growth.root_length, node) is not None
@@ -106,8 +108,8 @@ def test_the_proposal_child_is_sent_whatever_its_likelihood() -> None:
     """
 
     class Contrary(Calibration):
-        def probability(self, rule: Rule, rank: int, confidence: float) -> float:
-            return (0.1, 0.5, 0.2)[rank]
+        def probability(self, features: Hashable, prior: float) -> float:
+            return (0.1, 0.5, 0.2)[features[1]]
 
     grower = Grower([1], Contrary())
     sent = [node for _ in range(10) for node in grower.grow(4)]
@@ -176,7 +178,7 @@ def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
     chain.restart([1])
     for _ in range(40):
         (node,) = chain.take(1, 99, is_chain=True)
-        chain.evaluated(node, chain.reserve_name(), guesses_after(node.token_id)[:1], None)
+        chain.evaluated(node, [chain.reserve_name()], guesses_after(node.token_id)[:1], None)
     assert [len(chain.path(node)) for node in chain.take(1, 99, is_chain=True)] == [40]
 
 
@@ -214,17 +216,32 @@ def test_calibration_learns_what_confidence_is_worth(rule: Rule) -> None:
     (5 standard errors are 0.056)."""
     rng = random.Random(5)
     calibration = Calibration()
-    assert calibration.probability(rule, 0, 0.9) == 0.9
+    first, second = (confidence_features(rule, rank, 0.9) for rank in (0, 1))
+    assert calibration.probability(first, 0.9) == 0.9
     for _ in range(2000):
-        calibration.record(rule, 0, 0.9, rng.random() < 0.4)
-        calibration.record(rule, 1, 0.9, rng.random() < 0.7)
-    assert abs(calibration.probability(rule, 0, 0.9) - 0.4) < 0.06
-    assert abs(calibration.probability(rule, 1, 0.9) - 0.7) < 0.06
-    others = [other for other in Rule if other is not rule]
-    assert {calibration.probability(other, 0, 0.9) for other in others} == {0.9}, "rules do not mix"
+        calibration.record(first, rng.random() < 0.4)
+        calibration.record(second, rng.random() < 0.7)
+    assert abs(calibration.probability(first, 0.9) - 0.4) < 0.06
+    assert abs(calibration.probability(second, 0.9) - 0.7) < 0.06
+    others = [confidence_features(other, 0, 0.9) for other in Rule if other is not rule]
+    assert {calibration.probability(other, 0.9) for other in others} == {0.9}, "rules do not mix"
     for _ in range(200):
-        calibration.record(rule, 0, 0.9, True)
-    assert calibration.probability(rule, 0, 0.9) > 0.42, "and it follows a text that changes"
+        calibration.record(first, True)
+    assert calibration.probability(first, 0.9) > 0.42, "and it follows a text that changes"
+
+
+def test_a_session_starts_from_what_its_service_learned() -> None:
+    """Claim: a session's prior is the service's share, its own outcomes move it faster, and the service learns too.
+    Conclusive: with n outcomes and a prior of weight 8 the share is (true + 8 prior) / (n + 8)."""
+    shared = Calibration()
+    for _ in range(992):
+        shared.record("match", False)
+    session, other = Calibration(shared), Calibration(shared)
+    assert session.probability("match", 0.5) == pytest.approx(0.004)
+    for _ in range(8):
+        session.record("match", True)
+    assert session.probability("match", 0.5) == pytest.approx((8 + 8 * 12 / 1008) / 16)
+    assert other.probability("match", 0.5) == pytest.approx(12 / 1008)
 
 
 def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
@@ -233,8 +250,8 @@ def test_growth_reports_outcomes_along_the_committed_path_only() -> None:
     counted: list[tuple[int, bool]] = []
 
     class Counting(ConfidenceItself):
-        def record(self, rule: Rule, rank: int, confidence: float, came_true: bool) -> None:
-            counted.append((rank, came_true))
+        def record(self, features: Hashable, came_true: bool) -> None:
+            counted.append((features[1], came_true))
 
     grower = Grower([2], Counting())
     for _ in range(20):
@@ -257,7 +274,7 @@ def test_a_commit_keeps_the_cells_of_its_path_and_frees_all_others() -> None:
             growth.file(node)
             is_root = node is growth.root
             cell = -1 if is_root else next_cell
-            growth.evaluated(node, growth.reserve_name(), guesses_after(node.token_id), None, cell)
+            growth.evaluated(node, [growth.reserve_name()], guesses_after(node.token_id), None, cell)
             used |= set() if is_root else {cell}
             next_cell += not is_root
         growth.check()

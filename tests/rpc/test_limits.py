@@ -14,18 +14,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.limits import LIMITS
-from specdec.protocol.types import (
-    HEAD_CANDIDATES,
-    HEADS_MAX,
-    TOKENS_MAX,
-    DraftProbs,
-    HeadProposals,
-    PositionLogprobs,
-    ResolvedSamplingParams,
-    Rule,
-    SamplerOutput,
-)
+from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
@@ -217,11 +208,15 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     biases = tuple((TOKENS_MAX - 1024 + index, 1.5) for index in range(1024))
     params = ResolvedSamplingParams(Rule.REJECTION, 1, 1, logit_bias=biases, stop_token_ids=tuple(range(9000, 9128)))
     verification = items.Verification(*name, items.UINT32_MAX, TOKENS_MAX, many * 2048, many * 64, (probs,) * 64, TRACE)
-    nodes = tuple(items.DraftNode(index, 0, TOKENS_MAX - 1, True, probs) for index in range(1000, 1128))
+    nodes = []
+    for first in range(1000, 1320, 5):  # an evaluated node that the coordinator did not know, and its four children
+        nodes.append(items.DraftNode(first, 0, TOKENS_MAX - 1, False, None, 17))
+        own = DraftProbs(probs.token_ids, probs.weights)
+        nodes += [items.DraftNode(first + index, first, TOKENS_MAX - index, True, own) for index in range(1, 5)]
     for item in (items.Open(*name, params, TOKENS_MAX, TOKENS_MAX, TRACE, long), verification):
         yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(target_pb.VerifyRequest, item)
     yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(draft_pb.DraftRequest, items.Commit(*name, 9000, many * 2048, 64))
-    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, nodes))
+    yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, tuple(nodes)))
     position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
     candidate_count = 65 * HEADS_MAX * HEAD_CANDIDATES
     heads = HeadProposals(many * candidate_count, bytes(candidate_count), HEADS_MAX)

@@ -30,11 +30,11 @@ def test_prompts_are_of_held_out_text_and_none_twice() -> None:
 
 def test_params_and_ways_to_speculate_are_combined() -> None:
     """Claim: all sampling parameters occur with every way to speculate; each sampled generation has its own seed."""
-    asked = generations(48)
+    asked = generations(80)
     assert {(one.params, one.way) for one in asked} == {(params, way) for params in ALL_PARAMS for way in WAYS}
     seeds = [one.request(True, 8).get("seed") for one in asked]
     sampled = [seed for seed in seeds if seed is not None]
-    assert len(set(sampled)) == len(sampled) == 24
+    assert len(set(sampled)) == len(sampled) == 40
     assert asked[0].request(False, 8)["speculative"] == {"policy": "POLICY_OFF"}
 
 

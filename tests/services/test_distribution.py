@@ -1,7 +1,8 @@
 """The distribution of the text under REJECTION, through the running services.
 
 The target distribution is known exactly (a table by the last two tokens), the draft's is clearly different. Draft
-lengths vary and include 0, the draft tree is a chain or has branches, verifications wait for it or not. The null
+lengths vary and include 0, a verification is a chain or a tree with siblings and guesses of other proposers, and waits
+for the draft or not. The null
 hypothesis is the target distribution; the limit on the p-value is fixed at 1e-6, and the seeds are the server's, so a
 pass does not depend on a chosen seed and a failure is one run in a million.
 """
@@ -23,7 +24,8 @@ VOCABULARY_SIZE = 4
 P_LIMIT = 1e-6
 TOKENS_EACH = 400
 PROMPT = [1, 2]
-WAYS = (*map(fixed, range(5)), SHAPES["chain"], SHAPES["tree"], SHAPES["waiting tree"], SHAPES["auto"])
+TREES = SHAPES["siblings"], SHAPES["waiting siblings"], SHAPES["all proposers"], SHAPES["no draft"]
+WAYS = (*map(fixed, range(5)), SHAPES["chain"], SHAPES["tree"], SHAPES["waiting tree"], SHAPES["auto"], *TREES)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +69,13 @@ def p_value(counts: numpy.ndarray, probs: numpy.ndarray) -> float:
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def sample(services: Services, generation_count: int, **asked) -> list[Outcome]:
+def sample(services: Services, generation_count: int, ways: tuple = WAYS, **asked) -> list[Outcome]:
     requests = [
         {
             "prompt": PROMPT,
             "max_tokens": TOKENS_EACH,
             "ignore_eos": True,
-            "speculative": {**WAYS[index % len(WAYS)], "rule": "RULE_REJECTION"},
+            "speculative": {**ways[index % len(ways)], "rule": "RULE_REJECTION"},
             **asked,
         }
         for index in range(generation_count)
@@ -92,6 +94,18 @@ def test_the_output_distribution_is_the_targets(services: Services, models: tupl
     accepted = sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes)
     assert drafted > 5_000 and 0.05 < accepted / drafted < 0.95
     assert p_value(counts, distribution_of(models[0])) > P_LIMIT
+    assert p_value(counts, 0.97 * distribution_of(models[0]) + 0.03 * distribution_of(models[1])) < P_LIMIT
+
+
+@pytest.mark.more
+def test_trees_have_the_targets_distribution(services: Services, models: tuple[Path, Path]):
+    """The same with trees alone: n = 104,000 tokens, in rounds of which most have several paths."""
+    outcomes = sample(services, 260, ways=TREES)
+    statistics = [outcome.finished.statistics for outcome in outcomes]
+    steps, paths = (sum(getattr(own, name) for own in statistics) for name in ("num_spec_steps", "num_paths"))
+    assert paths > 1.5 * steps and min(sum(own.num_ngram_accepted_tokens for own in statistics), steps) > 1_000
+    counts = transitions(outcomes)
+    assert counts.sum() >= 100_000 and p_value(counts, distribution_of(models[0])) > P_LIMIT
     assert p_value(counts, 0.97 * distribution_of(models[0]) + 0.03 * distribution_of(models[1])) < P_LIMIT
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,8 +21,9 @@ from specdec.config import TargetSettings
 from specdec.engine.heads import Heads, save_heads
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
+from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import Failure, Open, Verification, VerificationResult
-from specdec.protocol.types import HEAD_CANDIDATES, HeadProposals, ResolvedSamplingParams, Rule
+from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.support.engine_models import make_tiny_model, model_class, random_tokens
@@ -108,17 +109,18 @@ def opened(session: int, params: ResolvedSamplingParams = GREEDY) -> Open:
     return Open(session, 1, params, 64, VOCABULARY_SIZE)
 
 
-def verification(session: int, prompt: list[int], wants: bool, round_index: int = 0) -> Verification:
-    return Verification(session, 1, round_index, len(prompt), tuple(prompt), DRAFT, wants_heads=wants)
+def verification(session: int, prompt: list[int], wants: bool, parents: tuple[int, ...] = ()) -> Verification:
+    return Verification(session, 1, 0, len(prompt), tuple(prompt), DRAFT, parents=parents, wants_heads=wants)
 
 
-def expected(model: Path, heads: Path, prompt: list[int]) -> torch.Tensor:
-    """Probabilities of the heads after the prompt and each draft token, from `transformers` and the formula.
+def expected(model: Path, heads: Path, prompt: list[int], paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Probabilities of the heads after the prompt and each path of draft tokens, from `transformers` and the formula.
     # [rows, heads, vocabulary]"""
     plain = model_class("llama").from_pretrained(model, dtype=torch.float32).eval()
     weights = {name: value.float() for name, value in load_file(heads / "heads.safetensors").items()}
     with torch.inference_mode():
-        x = plain.base_model(torch.tensor([[*prompt, *DRAFT]])).last_hidden_state[0, len(prompt) - 1 :]
+        texts = [torch.tensor([[*prompt, *path]]) for path in paths]
+        x = torch.stack([plain.base_model(text).last_hidden_state[0, -1] for text in texts])
         each = [x + silu(x @ weights["weight"][head] + weights["bias"][head]) for head in range(HEAD_COUNT)]
         return plain.lm_head(torch.stack(each, 1))[..., :VOCABULARY_SIZE].softmax(-1)
 
@@ -142,13 +144,18 @@ def check_proposals(found: HeadProposals, probabilities: torch.Tensor) -> None:
 @pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=[pytest.mark.more, pytest.mark.lengthy])])
 def test_every_row_has_the_proposals_of_plain_torch(model: Path, heads: Path, rank_count: int) -> None:
     """Claim: sessions of one step that want proposals get those of their own rows, the likeliest two tokens of every
-    head with their probabilities, under two rules; on one rank and on two. Conclusive: probabilities are computed by
-    `transformers` and the paper's formula."""
+    head with their probabilities, under two rules, after chains and after each node of a tree; on one rank and on two.
+    Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text."""
     with stream(model, heads, tensor_parallel_size=rank_count) as own:
         opens = [opened(session, (GREEDY, COUPLED, GREEDY)[session - 1]) for session in (1, 2, 3)]
-        asks = [verification(session, prompt, True) for session, prompt in enumerate(PROMPTS, 1)]
+        asks = [verification(session, prompt, True) for session, prompt in enumerate(PROMPTS[:2], 1)]
+        asks.append(verification(3, PROMPTS[2], True, parents=(0, 1, 0)))
         for answer in own.ask(*opens, *asks):
-            check_proposals(answer.output.head_proposals, expected(model, heads, PROMPTS[answer.session - 1]))
+            paths = [DRAFT[:length] for length in range(len(DRAFT) + 1)]
+            if answer.session == 3:
+                paths[3] = DRAFT[2:]
+            wanted = expected(model, heads, PROMPTS[answer.session - 1], paths)
+            check_proposals(answer.output.head_proposals, wanted)
 
 
 def test_only_who_asks_gets_proposals_and_they_change_nothing_else(with_heads: Stream, model: Path) -> None:

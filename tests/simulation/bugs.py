@@ -15,7 +15,9 @@ from specdec.coordinator.decode_loop import Generation
 from specdec.draft_service import drafter
 from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import Drafter
+from specdec.engine.interface import RaggedBatch
 from specdec.engine.kv_cache import KVCache
+from specdec.protocol import offer as offer_module
 from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
@@ -24,7 +26,7 @@ from specdec.protocol.report import Delta
 from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
-from specdec.protocol.types import TokenKind
+from specdec.protocol.types import DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
 from specdec.target_service.admission import Admission
 from specdec.target_service.session import TargetSession
@@ -87,9 +89,9 @@ def short_as(**changed: Callable[[Session], int]) -> Callable[[Callable], Callab
 def asks_anew(real: Callable) -> Callable:
     """A verification that is sent again offers the draft tokens of that moment."""
 
-    def mutant(self: Session, draft_token_ids: Any, rows: Any) -> Any:
+    def mutant(self: Session, offer: Any) -> Any:
         if self.in_flight is None:
-            return real(self, draft_token_ids, rows)
+            return real(self, offer)
         self.in_flight = None
         return self._verify_now()
 
@@ -121,12 +123,12 @@ def late_suffix(real: Callable) -> Callable:
 
 
 def next_token(kind: TokenKind, chosen: Callable[..., int | None]) -> Callable[[Callable], Callable]:
-    """The token after the accepted ones is another, `chosen(draft tokens, sampler output, accepted count)`."""
+    """The token after the accepted ones is another, `chosen(draft tokens, sampler output, last row)`."""
 
     def made(real: Callable) -> Callable:
-        def mutant(rule: Any, draft_token_ids: Any, rows: Any, output: Any, draws: Any) -> Any:
-            verdict = real(rule, draft_token_ids, rows, output, draws)
-            other = chosen(draft_token_ids, output, verdict.accepted_count) if verdict.next_kind is kind else None
+        def mutant(rule: Any, draft_token_ids: Any, rows: Any, output: Any, draws: Any, parents: Any) -> Any:
+            verdict = real(rule, draft_token_ids, rows, output, draws, parents)
+            other = chosen(draft_token_ids, output, verdict.last_row) if verdict.next_kind is kind else None
             return verdict if other is None else verdict._replace(next_token_id=other)
 
         return mutant
@@ -228,6 +230,14 @@ def with_other_noise(feed: Any, session: TargetSession) -> None:
     feed.payload = replace(feed.payload, round_index=feed.payload.round_index + session.opened.incarnation - 1)
 
 
+def swapped_paths(feed: Any, session: TargetSession) -> None:
+    """The blocks of two paths have each other's tokens."""
+    if len(session.branches) > 1:
+        first, second, *others = session.branches
+        tokens = first.token_ids, second.token_ids
+        session.branches = [first._replace(token_ids=tokens[1]), second._replace(token_ids=tokens[0]), *others]
+
+
 def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
     """After the method, attribute `name` of `of(*arguments)` has its value from before."""
 
@@ -244,12 +254,30 @@ def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]
     return made
 
 
+def of_the_parent(real: Callable) -> Callable:
+    """A drawn token has the distribution of the token before it."""
+
+    def mutant(remote: Any, *arguments: Any) -> Any:
+        nodes = real(remote, *arguments)
+        for node in nodes:
+            before = remote.parent and remote.parent.draft_probs
+            node.draft_probs = before or node.draft_probs
+        return nodes
+
+    return mutant
+
+
+def without_parents(real: Callable) -> Callable:
+    """The shape of the tree is lost."""
+    return lambda self, offer: real(self, offer._replace(parents=()))
+
+
 def likeliest_offered(real: Callable) -> Callable:
     """The likeliest child is offered with the draft distribution of another."""
 
-    def mutant(self: Growth, node: Any, name: int, guesses: Any, row: Any, *cell: int) -> DraftNode:
-        sent = real(self, node, name, guesses, row, *cell)
-        return DraftNode(sent.node_id, sent.parent_id, max(guesses, key=lambda guess: guess[1])[0], True, row)
+    def mutant(self: Growth, node: Any, names: Any, guesses: Any, row: Any, *cell: int) -> list[DraftNode]:
+        sent = real(self, node, names, guesses, row, *cell)
+        return [sent[0]._replace(token_id=max(guesses, key=lambda guess: guess[1])[0]), *sent[1:]]
 
     return mutant
 
@@ -412,13 +440,13 @@ ROUNDS = (
         "the bonus token is skipped",
         rejection,
         "decide",
-        next_token(TokenKind.BONUS, lambda drafted, output, accepted: drafted[-1] if drafted else None),
+        next_token(TokenKind.BONUS, lambda drafted, output, row: drafted[row - 1] if row else None),
     ),
     Bug(
         "a rejected token is replaced by its neighbour's recovered token",
         rejection,
         "decide",
-        next_token(TokenKind.RECOVERED, lambda drafted, output, accepted: output.recovered_token_ids[accepted + 1]),
+        next_token(TokenKind.RECOVERED, lambda drafted, output, row: output.recovered_token_ids[row + 1]),
     ),
     Bug(
         "the draws of the test share the noise of the recovered token",
@@ -428,9 +456,9 @@ ROUNDS = (
     ),
     Bug(
         "draft distributions are shifted by one",
-        DraftTree,
-        "proposal_probs",
-        instead(lambda self, length: tuple(n.draft_probs for n in self.proposal_path(length) if n.draft_probs)),
+        offer_module,
+        "_drawn",
+        of_the_parent,
     ),
     Bug(
         "the last token of a round is not emitted",
@@ -576,7 +604,28 @@ TIMES = (
     ),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES)
+PATHS = (
+    Bug("siblings are tested with one draw", rejection, "SIBLING_SHIFT", instead(0)),
+    Bug(
+        "the last drawn sibling is offered first",
+        offer_module,
+        "_drawn",
+        lambda real: lambda *arguments: real(*arguments)[::-1],
+    ),
+    Bug("a tree is sent as a chain", Session, "_send_verification", without_parents),
+    Bug("rows of several paths are written once", RaggedBatch, "copied_rows", instead(lambda self: iter(()))),
+    Bug("a path begins without its committed positions", KVCache, "begin_branches", instead(lambda *arguments: None)),
+    Bug("the blocks of a path are not freed", KVCache, "drop_branch", instead(lambda self, branch: None)),
+    Bug("two paths are taken for one another", Verifier, "_feed", fed(swapped_paths)),
+    Bug(
+        "a guess is offered with the draft's distribution",
+        offer_module,
+        "point_mass",
+        instead(lambda token: DraftProbs((token, token + 1), (1, 1))),
+    ),
+)
+
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)

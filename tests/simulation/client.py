@@ -23,10 +23,18 @@ from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.policy.policy import FixedPolicy, Policy
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
+from specdec.protocol.proposers import (
+    LocalProposer,
+    NgramProposer,
+    PredictionProposer,
+    SuffixProposer,
+    SuffixStore,
+)
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.session import Session
-from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule
+from specdec.protocol.shape import path_count_max
+from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import VOCABULARY_SIZE
 from tests.simulation.network import SimulatedReplica
@@ -34,7 +42,9 @@ from tests.simulation.wandering import WanderingPolicy
 
 RETRY_S = 0.15
 READ_S = 0.002
-SETTINGS = CoordinatorSettings(target="localhost:1", tokenizer="none", speculation_policy="auto")
+SETTINGS = CoordinatorSettings(
+    target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=0
+)
 
 
 class Choosing(enum.Enum):
@@ -55,6 +65,8 @@ class Order:
     output_length: int
     max_tokens: int
     policy: FixedPolicy | Choosing
+    proposers: tuple[Proposer, ...] = ()
+    prediction: tuple[int, ...] = ()
 
     def policy_of(self, attempt: int, speculation: Speculation) -> Policy:
         """The policy of one generation."""
@@ -135,6 +147,19 @@ class Coordinator:
     generations: dict[int, Generation] = field(default_factory=dict)
     speculation: Speculation = field(default_factory=lambda: Speculation(SETTINGS))
     is_alive: bool = True
+    target_cache: CacheSize | None = None
+    store: SuffixStore = field(default_factory=lambda: SuffixStore(1 << 16))
+
+    def _proposers(self, order: Order, committed: list[int]) -> list[LocalProposer]:
+        """The coordinator's own proposers of an order."""
+        made: list[LocalProposer] = []
+        if Proposer.PREDICTION in order.proposers:
+            made.append(PredictionProposer(list(order.prediction), len(order.prompt)))
+        if Proposer.SUFFIX in order.proposers:
+            made.append(SuffixProposer(self.store, ""))
+        if Proposer.NGRAM in order.proposers:
+            made.append(NgramProposer(committed))
+        return made
 
     def generate(self, order: Order, output: list[int], attempt: int) -> Generation:
         """Admits a request, with the tokens it resumes after. Raises SpecdecError while there is no target."""
@@ -145,9 +170,10 @@ class Coordinator:
         params = order.params(attempt)
         committed = [*order.prompt, *output]
         length_max = len(order.prompt) + order.max_tokens
-        session = Session(
-            number, params, length_max, VOCABULARY_SIZE, order.policy_of(attempt, self.speculation), committed
-        )
+        policy = order.policy_of(attempt, self.speculation)
+        session = Session(number, params, length_max, VOCABULARY_SIZE, policy, committed)
+        session.path_max = path_count_max(self.target_cache, length_max, policy.draft_length_cap)
+        session.proposers = self._proposers(order, committed)
         started = Started("", params.seed, params.rule, len(order.prompt), order.max_tokens)
         request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
         loop = Loop(self.clock)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.items import Commit, Extend, Nodes, Verification
 from specdec.protocol.session import Session
-from specdec.protocol.types import DraftProbs, Rule, SamplerOutput
+from specdec.protocol.types import DraftProbs, Rule, SamplerOutput, point_mass
 from tests.simulation.client import Client, Order
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
@@ -55,6 +56,8 @@ class Ledger:
     unsent: dict[Drawn, tuple[Any, int]] = field(default_factory=dict)
     texts: dict[int, list[int]] = field(default_factory=dict)  # by the seed of the order, which no other order has
     live: list[Watched] = field(default_factory=list)
+    pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
+    predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
 
     def on_session(self, coordinator: Any, session: Session, order: Order, wait_ends_s: dict[int, float]) -> None:
         """A generation begins."""
@@ -62,11 +65,16 @@ class Ledger:
         watched = Watched(coordinator, session, order, wait_ends_s, text, len(session.committed))
         self.sessions[coordinator, session.number] = watched
         self.live.append(watched)
+        self.pairs.update(pairwise(session.committed))
+        self.pairs.update(pairwise(order.prediction))
+        self.predicted.update((session.params.seed, token) for token in order.prediction[:1])
 
     def check_sessions(self, now_s: float) -> None:
         """After every event; a session that has ended is looked at once more."""
         for watched in self.live:
+            seen_length = watched.seen_length
             watched.check(now_s)
+            self.pairs.update(pairwise(watched.session.committed[max(0, seen_length - 1) :]))
         self.live = [watched for watched in self.live if not watched.session.finished]
 
     def sampler(
@@ -79,7 +87,8 @@ class Ledger:
             start += count
             found = output_at(self.table, request, paths)
             name = request.params.seed, request.round_index
-            content = tuple(request.committed), request.draft_token_ids, request.draft_probs
+            tree = request.draft_token_ids, request.draft_probs, request.parents
+            content = tuple(request.committed), *tree
             if request.params.rule is Rule.REJECTION and self.rounds.setdefault(name, (content, found)) != (
                 content,
                 found,
@@ -87,7 +96,7 @@ class Ledger:
                 raise Violation(
                     f"round {name[1]} has two contents or answers: {self.rounds[name]} and {content, found}"
                 )
-            self.check_offer(request.params.seed, content[0], request.draft_token_ids, request.draft_probs)
+            self.check_offer(request.params.seed, content[0], *tree)
             results.append(found)
         return results
 
@@ -100,12 +109,15 @@ class Ledger:
         paths = cached_paths(rows, [request.path for request in requests])
         for request, path in zip(requests, paths):
             proposal = proposal_after(self.table, request, path)
-            if request.params.rule is Rule.REJECTION and request.draw_bits in self.draws:
-                raise Violation(f"the draw after {path} was used before")
-            self.draws.add(request.draw_bits)
-            entry = request.params.seed, tuple(path), proposal.token_id, proposal.draft_probs
-            self.proposals.setdefault(entry[:2], []).append(entry[2:])
-            self.evaluated.append(entry)
+            if not self.draws.isdisjoint(request.draws):
+                raise Violation(f"a draw after {path} was used before")
+            self.draws.update(request.draws)
+            tokens = [token for token, _ in proposal.guesses]
+            for token in tokens[: len(request.draws)] if request.draws else tokens:
+                entry = request.params.seed, tuple(path), token, proposal.draft_probs
+                self.proposals.setdefault(entry[:2], []).append(entry[2:])
+                if request.draws or token == proposal.token_id:
+                    self.evaluated.append(entry)
             results.append(proposal)
         made = iter(results)
         return [[next(made) for _ in range(count)] for count in counts]
@@ -155,7 +167,7 @@ class Ledger:
             watched = self.sessions[stream.replica.coordinator, item.session]
             watched.check_requested(item)
             path = tuple(watched.session.committed)
-            self.check_offer(watched.session.params.seed, path, item.draft_token_ids, item.draft_probs)
+            self.check_offer(watched.session.params.seed, path, item.draft_token_ids, item.draft_probs, item.parents)
 
     def _check_known(self, name: tuple, item: Any) -> None:
         """No item builds on tokens that this incarnation of its session was never sent."""
@@ -164,13 +176,20 @@ class Ledger:
             raise Violation(f"{item} builds on {start} tokens; {self.sent_length.get(name, 0)} were sent")
         self.sent_length[name] = max(self.sent_length.get(name, 0), end)
 
-    def check_offer(self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[DraftProbs, ...]) -> None:
-        """Every draft token is the proposal drawn after its path, and has the distribution it was drawn from."""
+    def check_offer(
+        self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[DraftProbs, ...], parents: Path
+    ) -> None:
+        """Every draft token was proposed by the draft after its path, and has the distribution it was drawn from; or it
+        continues known text, with all weight on itself."""
+        paths, pairs = [path], self.pairs.union(pairwise(path))
         for index, token in enumerate(draft_token_ids):
+            before = paths[parents[index] if parents else index]
             row = rows[index] if rows else None
-            if (token, row) not in self.proposals.get((seed, path), ()):
-                raise Violation(f"token {token} with {row} was not proposed after {path}")
-            path = (*path, token)
+            is_known = (before[-1], token) in pairs or (seed, token) in self.predicted
+            is_guess = is_known and (row is None or row == point_mass(token))
+            if not is_guess and (token, row) not in self.proposals.get((seed, before), ()):
+                raise Violation(f"token {token} with {row} was not proposed after {before}")
+            paths.append((*before, token))
 
     def deliver(self, stream: Any, answer: Any, hand_over: Callable[[], None]) -> None:
         """Hands an answer to its session. A stale one changes nothing, and no node replaces another."""

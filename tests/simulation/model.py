@@ -118,36 +118,58 @@ def plain_text(table: int, params: ResolvedSamplingParams, prompt: Sequence[int]
     return tokens
 
 
+def without(row: DraftProbs, tokens: Sequence[int]) -> DraftProbs:
+    """The draft distribution of a token drawn after these, which it is not."""
+    kept = {token: weight for token, weight in zip(row.token_ids, row.weights) if token not in tokens}
+    return DraftProbs(tuple(kept), tuple(kept.values()))
+
+
+def children_of(request: VerificationRequest) -> list[list[int]]:
+    """The draft tokens that follow each row: row 0 the committed tokens, row i + 1 draft token i."""
+    following: list[list[int]] = [[] for _ in range(request.row_count)]
+    for index, parent in enumerate(request.parents or range(len(request.draft_token_ids))):
+        following[parent].append(index)
+    return following
+
+
 def output_at(table: int, request: VerificationRequest, paths: Sequence[Sequence[int]]) -> SamplerOutput:
-    """SamplerOutput for a request whose position i comes after `paths[i]`."""
+    """SamplerOutput for a request whose row i comes after `paths[i]`."""
     params = request.params
-    weights = [weights_of(table, False, path) for path in paths]
-    base = len(request.committed)
     if params.rule is not Rule.REJECTION:
-        return SamplerOutput(tuple(ranked(params, line, base + index)[0] for index, line in enumerate(weights)))
-    recovered = []
-    for index, line in enumerate(weights):
-        masses = residual(line, request.draft_probs[index]) if index < len(request.draft_probs) else line
-        recovered.append(drawn(masses, uniform_bits(params.seed, Lane.NEXT, request.round_index, base + index)))
-    probs = [line[token] / sum(line) for line, token in zip(weights, request.draft_token_ids)]
+        return SamplerOutput(tuple(ranked(params, weights_of(table, False, path), len(path))[0] for path in paths))
+    recovered, probs = [], [0.0] * len(request.draft_token_ids)
+    for path, following in zip(paths, children_of(request)):
+        masses: Sequence[int] = weights_of(table, False, path)
+        tested: list[int] = []
+        for index in following:
+            token = request.draft_token_ids[index]
+            probs[index] = masses[token] / sum(masses)
+            masses = residual(masses, without(request.draft_probs[index], tested))
+            tested.append(token)
+        recovered.append(drawn(masses, uniform_bits(params.seed, Lane.NEXT, request.round_index, len(path))))
     return SamplerOutput(tuple(recovered), tuple(probs))
 
 
 def round_tokens(table: int, request: VerificationRequest) -> list[int]:
     """The tokens a round must commit, computed independently: a function of its content, the seed and the round."""
-    tokens, params = list(request.committed), request.params
-    for index, token in enumerate((*request.draft_token_ids, None)):
-        weights = weights_of(table, False, tokens)
-        bits = uniform_bits(params.seed, Lane.NEXT, request.round_index, len(tokens))
-        if token is None:
-            return [*tokens[len(request.committed) :], drawn(weights, bits)]
-        row = request.draft_probs[index]
-        accept = uniform_bits(params.seed, Lane.ACCEPT, request.round_index, len(tokens))
-        draft_weight = dict(zip(row.token_ids, row.weights))[token]
-        if not accept * draft_weight * sum(weights) < weights[token] * row.total << UNIFORM_BITS:
-            return [*tokens[len(request.committed) :], drawn(residual(weights, row), bits)]
-        tokens.append(token)
-    raise AssertionError("the last position ends the round")
+    tokens, params, following = list(request.committed), request.params, children_of(request)
+    row = 0
+    while True:
+        masses: Sequence[int] = weights_of(table, False, tokens)
+        tested: list[int] = []
+        for rank, index in enumerate(following[row]):
+            token, probs = request.draft_token_ids[index], without(request.draft_probs[index], tested)
+            accept = uniform_bits(params.seed, Lane.ACCEPT, request.round_index, len(tokens) + (rank << 32))
+            draft_weight = dict(zip(probs.token_ids, probs.weights))[token]
+            if accept * draft_weight * sum(masses) < masses[token] * probs.total << UNIFORM_BITS:
+                tokens.append(token)
+                row = index + 1
+                break
+            masses = residual(masses, probs)
+            tested.append(token)
+        else:
+            bits = uniform_bits(params.seed, Lane.NEXT, request.round_index, len(tokens))
+            return [*tokens[len(request.committed) :], drawn(masses, bits)]
 
 
 class TokenStorage:
@@ -221,6 +243,10 @@ class TableModel:
         for chunk in batch.chunks:
             positions = chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end)
             storage.write(chunk.block_ids, positions, chunk.token_ids)
+        token_ids = [token for chunk in batch.chunks for token in chunk.token_ids]
+        for chunk, copied in batch.copied_rows():
+            positions = range(chunk.start - len(copied), chunk.start)
+            storage.write(chunk.block_ids, positions, [token_ids[row] for row in copied])
         rows = CachedRows()
         for chunk in batch.chunks:
             if chunk.tree is not None:
@@ -255,9 +281,11 @@ def cached_paths(rows: CachedRows, wanted: Sequence[Sequence[int]]) -> CachedRow
 
 
 def verification_paths(request: VerificationRequest) -> list[list[int]]:
-    """The path before each position of a verification."""
-    tokens = [*request.committed, *request.draft_token_ids]
-    return [tokens[: len(request.committed) + index] for index in range(len(request.draft_token_ids) + 1)]
+    """The path before each row of a verification."""
+    paths = [list(request.committed)]
+    for parent, token in zip(request.parents or range(len(request.draft_token_ids)), request.draft_token_ids):
+        paths.append([*paths[parent], token])
+    return paths
 
 
 def proposal_after(table: int, request: ProposalRequest, path: Sequence[int]) -> Proposal:
@@ -268,6 +296,8 @@ def proposal_after(table: int, request: ProposalRequest, path: Sequence[int]) ->
     row = None
     if params.rule is Rule.REJECTION:
         row = probs_of(weights)
-        token = drawn(weights, request.draw_bits)
-        order = (token, *(other for other in order if other != token))
+        taken: list[int] = []
+        for bits in request.draws:
+            taken.append(drawn([0 if token in taken else weight for token, weight in enumerate(weights)], bits))
+        order = (*taken, *(other for other in order if other not in taken))
     return Proposal(tuple((token, weights[token] / total) for token in order[: 1 + request.branch_count]), row)

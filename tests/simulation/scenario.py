@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from specdec.policy.policy import FixedPolicy
-from specdec.protocol.types import Rule
+from specdec.protocol.types import Proposer, Rule
 from tests.simulation.client import Choosing, Order
 from tests.simulation.model import VOCABULARY_SIZE
 
@@ -61,6 +61,8 @@ def draw_scenario(rng: random.Random) -> Scenario:
 def draw_order(rng: random.Random, table: int, number: int) -> Order:
     """One text of 20 tokens or a few more."""
     output_length = TOKENS_MIN + rng.randrange(2)
+    sources = (Proposer.NGRAM, Proposer.SUFFIX, Proposer.PREDICTION)
+    proposers = rng.choice(((), (), (), (Proposer.NGRAM,), (Proposer.PREDICTION,), sources))
     return Order(
         table=table,
         rule=rng.choice(tuple(Rule)),
@@ -69,6 +71,8 @@ def draw_order(rng: random.Random, table: int, number: int) -> Order:
         output_length=output_length,
         max_tokens=output_length + rng.choice((0, 0, 1, 5)),
         policy=draw_policy(rng),
+        proposers=proposers,
+        prediction=tuple(rng.randrange(VOCABULARY_SIZE) for _ in range(rng.choice((3, 30)))),
     )
 
 
@@ -84,4 +88,6 @@ def draw_policy(rng: random.Random) -> FixedPolicy | Choosing:
     nodes_per_step = rng.choice((1, 1, 1, 2, 2, 3, 4))
     draft_length = rng.choice(((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3))[min(nodes_per_step, 3) - 1])
     window = draft_length + rng.choice((0, 1, 2) if nodes_per_step < 3 else (0, 1))
-    return FixedPolicy(draft_length, window, nodes_per_step, rng.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
+    siblings = rng.choice((0, 0, 1, 2))
+    waits_s = rng.choice((0.0, 0.0, 0.003, 0.02, 0.1))
+    return FixedPolicy(draft_length + 2 * siblings, window, nodes_per_step, waits_s, siblings=siblings)

@@ -27,6 +27,10 @@ class WanderingPolicy:
         return self._plan.draft_length_max > 0
 
     @property
+    def reach_min(self) -> float:
+        return 0.0
+
+    @property
     def prediction(self) -> Prediction:
         return Prediction(None, "wandering")
 
@@ -46,4 +50,5 @@ class WanderingPolicy:
         length = 1 + (bits >> 8) % DRAFT_LENGTH_CAP
         wait_s = WAITS_S[(bits >> 16) % len(WAITS_S)]
         wait_length = 1 + (bits >> 24) % length if wait_s else 0
-        return Plan(length, length + (bits >> 32) % 3, 1 + (bits >> 40) % 3, wait_length, wait_s)
+        siblings = max(0, (bits >> 48) % 5 - 2)
+        return Plan(length, length + (bits >> 32) % 3, 1 + (bits >> 40) % 3, wait_length, wait_s, siblings)

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.items import Nodes, Verification, VerificationResult
 from specdec.protocol.session import DraftState, Session
-from specdec.protocol.types import DraftProbs
+from specdec.protocol.types import DraftProbs, point_mass
 from tests.simulation.clock import Violation
 from tests.simulation.model import round_tokens
 
@@ -62,9 +62,12 @@ class Watched:
     asked: dict[int, Verification] = field(default_factory=dict)
     offered_count: int = 0
     accepted_count: int = 0
+    branch_count: int = 0  # rounds that accepted tokens of a tree
     incarnation: int = 0
     known: set[tuple[int, Path]] = field(default_factory=set)
     proposed: dict[Path, tuple[int, DraftProbs | None]] = field(default_factory=dict)
+    drawn: dict[Path, list[int]] = field(default_factory=dict)  # after a path, in the order of the draws
+    first: dict[Path, tuple[int, int]] = field(default_factory=dict)  # epoch and name of the first of them
     was_late: bool = False
 
     def check(self, now_s: float) -> None:
@@ -102,6 +105,7 @@ class Watched:
         if new != expected[: len(new)]:
             raise Violation(f"session {session.number} committed {new} at {self.seen_length}, not {expected}")
         self.accepted_count += len(new) - 1
+        self.branch_count += len(new) > 1 and bool(self.asked[length - len(new)].parents)
         self.seen_length = length
 
     def _round(self) -> list[int]:
@@ -110,7 +114,12 @@ class Watched:
         return round_tokens(
             self.order.table,
             VerificationRequest(
-                self.session.params, asked.round_index, before, asked.draft_token_ids, asked.draft_probs
+                self.session.params,
+                asked.round_index,
+                before,
+                asked.draft_token_ids,
+                asked.draft_probs,
+                asked.parents,
             ),
         )
 
@@ -120,11 +129,18 @@ class Watched:
             self.incarnation = nodes.incarnation
             self.known.clear()
             self.proposed.clear()
+            self.drawn.clear()
+            self.first.clear()
         for node, path in zip(nodes.nodes, paths):
             if node.parent_id == 0 or (nodes.epoch, path[:-1]) in self.known:
                 self.known.add((nodes.epoch, path))
                 if node.proposal:
-                    self.proposed.setdefault(path[:-1], (node.token_id, node.draft_probs))
+                    before = path[:-1]
+                    self.proposed.setdefault(before, (node.token_id, node.draft_probs))
+                    self.first.setdefault(before, (nodes.epoch, node.node_id))
+                    drawn = self.drawn.setdefault(before, [])
+                    if (nodes.epoch, node.node_id - len(drawn)) == self.first[before]:
+                        drawn.append(node.token_id)
 
     def check_requested(self, item: Verification) -> None:
         """A round continues the committed tokens and offers all known proposals, up to the plan's draft length."""
@@ -136,6 +152,10 @@ class Watched:
             if (first.round_index, first.content) != (item.round_index, item.content):
                 raise Violation(f"{item} is not the round that was requested there: {first}")
             return
+        self.offered_count += len(item.draft_token_ids)
+        if session.plan.siblings or session.proposers or session.policy.reach_min:
+            self._check_tree(item)
+            return
         path, in_hand = tuple(committed), []
         is_known = session.draft_incarnation == self.incarnation
         while is_known and path in self.proposed and len(in_hand) < session.plan.draft_length_max:
@@ -143,4 +163,24 @@ class Watched:
             path = (*path, in_hand[-1][0])
         if in_hand != list(zip(item.draft_token_ids, item.draft_probs or (None,) * len(item.draft_token_ids))):
             raise Violation(f"round {item.round_index} offers {item.draft_token_ids}, in hand are {in_hand}")
-        self.offered_count += len(in_hand)
+
+    def _check_tree(self, item: Verification) -> None:
+        """A tree has as many tokens as planned, each path fits the text, and of the tokens drawn for a node those drawn
+        first are offered, in their order; only one that a guess before it named is skipped."""
+        session, paths = self.session, [tuple(self.session.committed)]
+        if len(item.draft_token_ids) > session.plan.draft_length_max:
+            raise Violation(f"{item} offers more than planned")
+        offered: dict[Path, list[tuple[int, DraftProbs | None]]] = {}
+        for index, token in enumerate(item.draft_token_ids):
+            before = paths[item.parents[index] if item.parents else index]
+            paths.append((*before, token))
+            offered.setdefault(before, []).append((token, item.draft_probs[index] if item.draft_probs else None))
+            if len(paths[-1]) >= session.length_max:
+                raise Violation(f"{item} leaves no position for the next token")
+        for before, children in offered.items():
+            drawn = self.drawn.get(before, []) if item.draft_probs else []
+            guessed = [token for token, row in children if row == point_mass(token)]
+            own = [token for token, row in children if row is not None and row != point_mass(token)]
+            expected = [token for token in drawn if token not in guessed]
+            if own != expected[: len(own)]:
+                raise Violation(f"of {drawn} drawn after {before}, {own} are offered beside {guessed}")

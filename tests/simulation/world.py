@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.protocol.types import CacheSize
 from tests.simulation.client import Client, Coordinator
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.faults import Faults, Plan
 from tests.simulation.ledger import Ledger
 from tests.simulation.model import describe
 from tests.simulation.network import SILENT_S, SimulatedReplica, Stream
-from tests.simulation.replica import Process, ProcessTraits
+from tests.simulation.replica import BLOCK_SIZE, Process, ProcessTraits
 from tests.simulation.scenario import Scenario
 from tests.simulation.transcript import Transcript
 
@@ -77,7 +78,8 @@ class World:
             (self.draft, self.scenario.draft_latency_s),
         ):
             links.append(SimulatedReplica(self.clock, process, latency_s, self._on_carry, self._on_arrive))
-        self.coordinator = Coordinator(self.clock, *links, self.ledger)
+        cache = CacheSize(self.scenario.target_blocks - 1, BLOCK_SIZE, 0)
+        self.coordinator = Coordinator(self.clock, *links, self.ledger, target_cache=cache)
         for link in links:
             link.coordinator = self.coordinator
             link.connect()

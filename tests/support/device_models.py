@@ -21,14 +21,18 @@ GRAPH_SEQUENCES_MAX = 4  # captured steps of more sequences are many and slow to
 
 
 def load_on_device(
-    folder: Path, with_graphs: bool, dtype: str = "float32", has_stable_rows: bool = True
+    folder: Path,
+    with_graphs: bool,
+    dtype: str = "float32",
+    has_stable_rows: bool = True,
+    sequences_max: int = GRAPH_SEQUENCES_MAX,
 ) -> TransformersModel:
     """A tiny model behind the device backend, with device "cpu"."""
 
     def backend(
         device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
     ) -> DeviceBackend:
-        return DeviceBackend(device, dtype, positions_max, with_graphs, GRAPH_SEQUENCES_MAX, not has_stable_rows)
+        return DeviceBackend(device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows)
 
     with mock.patch.object(transformers_model, "backend_for", backend):
         model = load_model(str(folder), dtype, has_stable_rows=has_stable_rows)
@@ -36,9 +40,11 @@ def load_on_device(
     return model
 
 
-def device_driver(folder: Path, with_graphs: bool, dtype: str = "float32") -> Driver:
+def device_driver(
+    folder: Path, with_graphs: bool, dtype: str = "float32", sequences_max: int = GRAPH_SEQUENCES_MAX
+) -> Driver:
     """A driver of such a model."""
-    return Driver(load_on_device(folder, with_graphs, dtype))
+    return Driver(load_on_device(folder, with_graphs, dtype, sequences_max=sequences_max))
 
 
 def documented_varlen_attn(

@@ -39,6 +39,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": fixed(8, draft_window=12, draft_wait_ms=0),
     "tree": fixed(8, draft_window=12, draft_nodes_per_step=8, draft_wait_ms=0),
     "waiting tree": fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=5),
+    "siblings": fixed(8, draft_window=8, draft_nodes_per_step=4, draft_siblings=2, draft_wait_ms=0),
+    "waiting siblings": fixed(15, draft_window=15, draft_nodes_per_step=8, draft_siblings=3, draft_wait_ms=5),
+    "no draft": fixed(7, proposers=["PROPOSER_NGRAM", "PROPOSER_SUFFIX"]),
+    "all proposers": fixed(
+        12,
+        draft_window=12,
+        draft_nodes_per_step=4,
+        draft_siblings=2,
+        draft_wait_ms=1,
+        proposers=["PROPOSER_DRAFT", "PROPOSER_NGRAM", "PROPOSER_SUFFIX", "PROPOSER_PREDICTION"],
+    ),
     "auto": {"policy": "POLICY_AUTO"},
 }
 
@@ -51,6 +62,7 @@ class Outcome:
     finished: Any = None
     token_ids: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    proposers: list[int] = field(default_factory=list)
     text: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[tuple] = field(default_factory=list)
@@ -77,6 +89,7 @@ class Client:
         speculative: dict | None = None,
         resume: Sequence[int] | None = None,
         cache_salt: str = "",
+        prediction: Sequence[int] = (),
         **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingParams."""
@@ -90,6 +103,8 @@ class Client:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
+        if prediction:
+            request.prediction.token_ids.ids.extend(prediction)
         if resume is not None:
             request.resume.output_token_ids.extend(resume)
         return request
@@ -114,6 +129,8 @@ class Client:
             assert delta.first_output_index >= len(outcome.token_ids)
             outcome.token_ids += delta.token_ids
             outcome.kinds += delta.kinds
+            is_accepted = [kind == pb.TOKEN_KIND_ACCEPTED for kind in delta.kinds]
+            outcome.proposers += delta.proposers or is_accepted  # without any, the draft model's
             outcome.text += delta.text
             outcome.texts.append(delta.text)
             outcome.logprobs += [

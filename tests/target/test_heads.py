@@ -6,7 +6,8 @@ import torch
 
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.heads import Heads
-from specdec.protocol.types import HEAD_CANDIDATES, ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.heads import HEAD_CANDIDATES
+from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.target_service.heads import HeadProposer
 
 PARAMS = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)

@@ -250,10 +250,13 @@ class DevicePlan:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
     ) -> torch.Tensor:
-        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, then attends to it.
+        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, shared rows to each of
+        their paths, then attends to it.
 
         queries [rows, heads, head size]; returns the same shape and type.
         """
+        if self.step.shape.copy_count:
+            keys, values = (rows.index_select(0, self.step.sources) for rows in (keys, values))
         self.storage.write(layer, self.step.slots, keys, values)
         way = self.way if rule.softcap is None or self.way is TREES else DENSE
         if way.name not in self._prepared:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import overload
 
 import torch
@@ -204,8 +203,7 @@ class DeviceBackend:
             assert self._storage is not None
             key_max = (self._storage.block_count - 1) * self._storage.block_size
         key_maxes = [count for count in KEY_MAXES if count < key_max] or [key_max]
-        shapes = graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max)
-        return [replace(shape, has_trees=True) for shape in shapes] if self._has_trees else shapes
+        return graph_shapes(key_maxes, KEY_CELLS_MAX, self._graph_sequences_max, self._has_trees)
 
     def _capture(self, compute: Compute) -> None:
         started_s = time.perf_counter()

@@ -1,0 +1,224 @@
+"""The draft tokens of one verification: the likeliest nodes of all proposers' guesses, as one tree.
+
+Nodes are taken best first by the estimated probability that their path is committed, while that is worth a row. Where
+REJECTION tests siblings, their order and the offer of each depend on the path, on the parent's draft distribution, on
+earlier siblings and on other branches, never on a drawn token itself or on anything below it (docs/exactness.md): so a
+drawn token's estimate has no features but its rank and its distribution, and no sibling is offered without those drawn
+before it. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specdec.protocol.calibration import RANK_COUNT, Calibration, confidence_bin, confidence_features
+from specdec.protocol.proposers import Run
+from specdec.protocol.shape import PATH_COUNT_MAX, branches
+from specdec.protocol.tree import TreeNode
+from specdec.protocol.types import CONFIDENCE_EDGES, DraftProbs, Proposer, Rule, point_mass
+
+STRENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # matches of equal worth end here
+MATCH_HALF = 2.5  # of a match of length n the prior is n / (n + MATCH_HALF)
+BIN_CONFIDENCES = tuple((low + high) / 2 for low, high in zip((0.0, *CONFIDENCE_EDGES), (*CONFIDENCE_EDGES, 1.0)))
+PATH_PRICE = 2.0  # a row that begins a further path costs as much as two
+UNKNOWN_CONFIDENCE = 0.1  # of a branch child sent late
+
+
+class Limits(NamedTuple):
+    """The limits of an offer: most tokens, most tokens of a path, most paths; siblings of a draft token; and the least
+    probability of a path that is worth a row."""
+
+    row_max: int
+    depth_max: int
+    path_max: int = PATH_COUNT_MAX
+    siblings: int = 0
+    reach_min: float = 0.0
+
+
+class Offer(NamedTuple):
+    """The draft tokens of a verification, in depth-first order; `parents`: protocol.shape. `guesses`: (proposer,
+    features) of each, of all proposers with that token there, the surest first."""
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    draft_probs: tuple[DraftProbs, ...] = ()
+    guesses: tuple[tuple[tuple[Proposer, Hashable], ...], ...] = ()
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        """The surest proposer of each token."""
+        return tuple(guesses[0][0] for guesses in self.guesses)
+
+    @property
+    def path_count(self) -> int:
+        """The number of paths."""
+        return len(branches(self.parents, len(self.token_ids))) if self.token_ids else 0
+
+    def local_count(self, accepted: Sequence[int]) -> int:
+        """Returns the number of these tokens, from the first on, that a proposer of the coordinator guessed too."""
+        count = 0
+        for index in accepted:
+            if all(proposer is Proposer.DRAFT for proposer, _ in self.guesses[index]):
+                break
+            count += 1
+        return count
+
+
+NOTHING = Offer()
+
+
+@dataclass(slots=True)
+class _Node:
+    """A possible draft token: its path's probability, its own, its guesses; and the places of the guesses below it."""
+
+    token_id: int
+    own: float
+    guesses: list[tuple[float, Proposer, Hashable]]
+    remote: TreeNode | None
+    runs: list[tuple[Run, int]]
+    draft_probs: DraftProbs | None = None
+    reach: float = 1.0
+    depth: int = 0
+    below: list[_Node] = field(default_factory=list)
+
+    def add(self, probability: float, proposer: Proposer, features: Hashable) -> None:
+        self.guesses.append((probability, proposer, features))
+        self.own = max(self.own, probability)
+
+
+def make_offer(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calibration: Calibration) -> Offer:
+    """Returns the offer below `root`, the last committed token: nodes of the draft's tree and of the runs."""
+    top = _Node(0, 1.0, [], root, [(run, 0) for run in runs])
+    heap: list[tuple[float, int, _Node, Iterator[_Node], _Node]] = []
+    order, count, path_count = 0, 0, 1
+
+    def push_next(parent: _Node, siblings: Iterator[_Node]) -> None:
+        nonlocal order
+        node = next(siblings, None)
+        if node is None or parent.depth == limits.depth_max:
+            return
+        node.reach, node.depth = parent.reach * node.own, parent.depth + 1
+        if node.reach >= limits.reach_min:
+            order += 1
+            heapq.heappush(heap, (-node.reach, order, parent, siblings, node))
+
+    push_next(top, _children(top, rule, limits.siblings, calibration))
+    while heap and count < limits.row_max:
+        _, _, parent, siblings, node = heapq.heappop(heap)
+        is_further = bool(parent.below)
+        if is_further and (path_count == limits.path_max or node.reach < PATH_PRICE * limits.reach_min):
+            continue
+        path_count += is_further
+        parent.below.append(node)
+        count += 1
+        push_next(parent, siblings)
+        push_next(node, _children(node, rule, limits.siblings, calibration))
+    return _in_order(top, rule)
+
+
+def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) -> Iterator[_Node]:
+    """Yields the possible tokens after a node, each unlike those before: by falling probability, those drawn in the
+    order of their draws."""
+    found: list[_Node] = []
+    remote = node.remote
+    for run, place in node.runs:
+        if place < len(run.token_ids):
+            features = run_features(run, place, rule)
+            strength = run.strength + place
+            probability = calibration.probability(features, strength / (strength + MATCH_HALF))
+            _file(found, run.token_ids[place], probability, run.proposer, features)
+    if rule is Rule.REJECTION:
+        for own in found:
+            own.draft_probs = point_mass(own.token_id)
+        drawn = _drawn(remote, siblings, calibration) if remote is not None else []
+        found = _by_probability([*found, *drawn])
+    else:
+        for child in _guessed(remote, siblings) if remote is not None else ():
+            features, prior = node_features(rule, child)
+            probability = calibration.probability(features, prior)
+            _file(found, child.token_id, probability, Proposer.DRAFT, features)
+        found = _by_probability(found)
+    taken: set[int] = set()
+    for own in found:
+        if own.token_id not in taken:
+            taken.add(own.token_id)
+            own.remote = None if remote is None else remote.children.get(own.token_id)
+            own.runs = [
+                (run, place + 1) for run, place in node.runs if run.token_ids[place : place + 1] == (own.token_id,)
+            ]
+            own.guesses.sort(key=lambda guess: -guess[0])
+            yield own
+
+
+def _file(found: list[_Node], token_id: int, probability: float, proposer: Proposer, features: Hashable) -> None:
+    """Adds a guess; one more of a token that another proposer named makes it one node of both."""
+    own = next((node for node in found if node.token_id == token_id), None)
+    if own is None:
+        own = _Node(token_id, 0.0, [], None, [])
+        found.append(own)
+    own.add(probability, proposer, features)
+
+
+def _guessed(remote: TreeNode, siblings: int) -> list[TreeNode]:
+    """Returns the draft's children of a node that may be offered under GREEDY and COUPLED."""
+    if remote.proposal is None:
+        return []
+    if not siblings:
+        return [remote.proposal]
+    return [remote.proposal, *(child for child in remote.children.values() if child is not remote.proposal)]
+
+
+def _drawn(remote: TreeNode, siblings: int, calibration: Calibration) -> list[_Node]:
+    """Returns the tokens drawn for a node, in order, no later one likelier than one before it."""
+    nodes: list[_Node] = []
+    probs = remote.draft_probs
+    if probs is None:
+        return nodes
+    share = max(probs.weights) / probs.total
+    most = 1.0
+    for rank, child in enumerate(remote.drawn[: 1 + siblings]):
+        features = confidence_features(Rule.REJECTION, rank, share)
+        most = min(most, calibration.probability(features, share if rank == 0 else (1 - share) / 2))
+        nodes.append(_Node(child.token_id, most, [(most, Proposer.DRAFT, features)], None, [], probs))
+    return nodes
+
+
+def _by_probability(nodes: list[_Node]) -> list[_Node]:
+    """Returns the nodes by falling probability; equal ones keep their order."""
+    return nodes if len(nodes) < 2 else sorted(nodes, key=lambda node: -node.own)
+
+
+def run_features(run: Run, place: int, rule: Rule) -> Hashable:
+    """Returns the features of a run's token: its proposer, the rank of the run, the length of the match before it."""
+    strength = run.strength + place
+    edge = next((edge for edge in reversed(STRENGTH_EDGES) if edge <= strength), 0)
+    return run.proposer, rule.value, run.rank, edge
+
+
+def node_features(rule: Rule, node: TreeNode) -> tuple[Hashable, float]:
+    """Returns the features of a draft's token under GREEDY or COUPLED, and the prior of its probability."""
+    prior = BIN_CONFIDENCES[node.confidence - 1] if node.confidence else UNKNOWN_CONFIDENCE
+    return (rule.value, min(node.rank, RANK_COUNT - 1), node.confidence or confidence_bin(prior)), prior
+
+
+def _in_order(top: _Node, rule: Rule) -> Offer:
+    """Returns the chosen nodes in depth-first order; a chain has no parents."""
+    nodes: list[_Node] = []
+    parents: list[int] = []
+    stack = [(0, node) for node in reversed(top.below)]
+    while stack:
+        parent, node = stack.pop()
+        parents.append(parent)
+        nodes.append(node)
+        row = len(nodes)
+        stack.extend((row, child) for child in reversed(node.below))
+    is_chain = all(parent == index for index, parent in enumerate(parents))
+    return Offer(
+        tuple(node.token_id for node in nodes),
+        () if is_chain else tuple(parents),
+        tuple(node.draft_probs for node in nodes if node.draft_probs) if rule is Rule.REJECTION else (),
+        tuple(tuple((proposer, features) for _, proposer, features in node.guesses) for node in nodes),
+    )

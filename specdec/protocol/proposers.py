@@ -1,0 +1,221 @@
+"""Proposers beside the coordinator: guesses at the text to come from text that is known already.
+
+A proposer is given the committed tokens and returns runs of tokens that may follow them, each with the length of the
+match it comes from. They propose without a draw, so under REJECTION a token has all weight in its draft distribution;
+which runs are found depends on committed tokens only. Pure: no clock, no I/O, no model.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer
+
+RUN_LENGTH_MAX = DRAFT_LENGTH_LIMIT // 2  # of a run: the policy verifies what is worth its rows
+RUN_COUNT_MAX = 2  # runs of one proposer: a third differs from both in few texts
+PLACES_MAX = 8  # of one n-gram: the latest
+NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
+NGRAM_WINDOW = 16_384  # positions of a text that are searched: 10 ms to read them first
+SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
+SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
+STORED_TOKEN_BYTES = 192  # of one token in the store, its places included, measured
+START_STRENGTH = 8  # of a prediction before any output: as sure as a match of this length
+
+
+class Run(NamedTuple):
+    """Tokens that may follow the committed ones. `strength`: length of the match that they continue; `rank`: 0 for the
+    proposer's first choice."""
+
+    proposer: Proposer
+    token_ids: tuple[int, ...]
+    strength: int
+    rank: int = 0
+
+
+class LocalProposer(Protocol):
+    """A proposer of one generation. To add one: find runs, give it a `Proposer`, and name it in the coordinator's
+    `Proposers` (docs/proposers.md)."""
+
+    def propose(self, committed: Sequence[int]) -> list[Run]:
+        """Returns runs that may follow `committed`, best first; it has grown since the call before, and only that."""
+
+
+class NgramIndex:
+    """The places of the n-grams of a text that grows, by content: `places` are ends, each with a token behind it."""
+
+    def __init__(self, tokens: Sequence[int], length: int, start: int = 0) -> None:
+        self._tokens, self._length = tokens, length
+        self._next_end = start + length
+        self._places: dict[tuple[int, ...], list[int]] = {}
+
+    def update(self) -> None:
+        """Reads what the text has grown by."""
+        tokens, length = self._tokens, self._length
+        for end in range(self._next_end, len(tokens)):
+            places = self._places.setdefault(tuple(tokens[end - length : end]), [])
+            places.append(end)
+            if len(places) > PLACES_MAX:
+                del places[0]
+        self._next_end = max(self._next_end, len(tokens))
+
+    def matches(self, context: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+        """Yields (length of the match, place) for the places whose n-gram is the last one of context[:end]."""
+        if end < self._length:
+            return
+        for place in self._places.get(tuple(context[end - self._length : end]), ()):
+            yield match_length(self._tokens, place, context, end), place
+
+
+def match_length(tokens: Sequence[int], place: int, context: Sequence[int], end: int) -> int:
+    """Returns the number of equal tokens before `place` and before `end`, at most MATCH_LENGTH_MAX."""
+    most = min(place, end, MATCH_LENGTH_MAX)
+    length = 0
+    while length < most and tokens[place - 1 - length] == context[end - 1 - length]:
+        length += 1
+    return length
+
+
+def runs_of(
+    proposer: Proposer, matches: Iterable[tuple[int, int]], tokens_at: Callable[[int], tuple[int, ...]]
+) -> list[Run]:
+    """Returns runs from the longest (length, place) of `matches`, of equal ones the latest; of runs that begin alike
+    the first. `tokens_at(place)`: the tokens that follow a place."""
+    runs: list[Run] = []
+    for strength, place in sorted(matches, reverse=True):
+        token_ids = tokens_at(place)
+        if token_ids and all(token_ids[0] != run.token_ids[0] for run in runs):
+            runs.append(Run(proposer, token_ids, strength, len(runs)))
+        if len(runs) == RUN_COUNT_MAX:
+            break
+    return runs
+
+
+class NgramProposer:
+    """The continuation of the longest earlier match in prompt and output (prompt lookup, Saxena 2023).
+
+    A match that reaches the end of the text is continued by itself: the text repeats.
+    """
+
+    def __init__(self, committed: Sequence[int], length_min: int = NGRAM_LENGTH_MIN) -> None:
+        self._index = NgramIndex(committed, length_min, max(0, len(committed) - NGRAM_WINDOW))
+        self._index.update()
+
+    def propose(self, committed: Sequence[int]) -> list[Run]:
+        self._index.update()
+        end = len(committed)
+
+        def tokens_at(place: int) -> tuple[int, ...]:
+            found = tuple(committed[place : place + RUN_LENGTH_MAX])
+            return (found * RUN_LENGTH_MAX)[:RUN_LENGTH_MAX] if len(found) < RUN_LENGTH_MAX else found
+
+        return runs_of(Proposer.NGRAM, self._index.matches(committed, end), tokens_at)
+
+
+class PredictionProposer:
+    """The text that the client expects back: from its start, and after output that left it from where they agree again.
+
+    `output_start`: number of tokens before the output.
+    """
+
+    def __init__(self, prediction: list[int], output_start: int) -> None:
+        self._prediction = prediction
+        self._index = NgramIndex(prediction, NGRAM_LENGTH_MIN)
+        self._index.update()
+        self._output_start = self._read = output_start
+        self._place: int | None = 0  # of the next token in the prediction; None: the output has left it
+        self._strength = START_STRENGTH
+
+    def propose(self, committed: Sequence[int]) -> list[Run]:
+        prediction, end = self._prediction, len(committed)
+        for token_id in committed[self._read :]:
+            is_next = self._place is not None and prediction[self._place : self._place + 1] == [token_id]
+            self._place = self._place + 1 if self._place is not None and is_next else None
+            self._strength = min(self._strength + 1, MATCH_LENGTH_MAX)
+        self._read = end
+        if self._place is None and end - self._output_start >= NGRAM_LENGTH_MIN:
+            self._strength, self._place = max(self._index.matches(committed, end), default=(0, None))
+        if self._place is None:
+            return []
+        found = tuple(prediction[self._place : self._place + RUN_LENGTH_MAX])
+        return [Run(Proposer.PREDICTION, found, self._strength)] if found else []
+
+
+class SuffixStore:
+    """Text generated before, by cache salt: bounded in bytes, the least recently used text goes first.
+
+    A salt's texts are found by that salt only.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._texts: OrderedDict[int, tuple[str, array[int]]] = OrderedDict()
+        self._places: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+        self._count = self._token_count = 0
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes in use, estimated."""
+        return self._token_count * STORED_TOKEN_BYTES
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Stores a text, its last SUFFIX_TEXT_LENGTH_MAX tokens; forgets others while too many bytes are in use."""
+        text = array("L", token_ids[-SUFFIX_TEXT_LENGTH_MAX:])
+        if len(text) <= SUFFIX_LENGTH_MIN:
+            return
+        self._count += 1
+        self._texts[self._count] = salt, text
+        self._token_count += len(text)
+        for end, key in _keys(salt, text):
+            places = self._places.setdefault(key, [])
+            places.append((self._count, end))
+            if len(places) > PLACES_MAX:
+                del places[0]
+        while self.byte_count > self._bytes_max and len(self._texts) > 0:
+            self._forget()
+
+    def runs(self, salt: str, committed: Sequence[int]) -> list[Run]:
+        """Returns the continuations of the longest matches in the texts of a salt, which are in use now."""
+        end = len(committed)
+        if end < SUFFIX_LENGTH_MIN:
+            return []
+        places = self._places.get((salt, tuple(committed[end - SUFFIX_LENGTH_MIN : end])), ())
+        matches = []
+        for index, (number, place) in enumerate(places):
+            self._texts.move_to_end(number)
+            matches.append((match_length(self._texts[number][1], place, committed, end), index))
+
+        def tokens_at(index: int) -> tuple[int, ...]:
+            number, place = places[index]
+            return tuple(self._texts[number][1][place : place + RUN_LENGTH_MAX])
+
+        return runs_of(Proposer.SUFFIX, matches, tokens_at)
+
+    def _forget(self) -> None:
+        """Removes the least recently used text and its places."""
+        number, (salt, text) = self._texts.popitem(last=False)
+        self._token_count -= len(text)
+        for end, key in _keys(salt, text):
+            places = self._places.get(key, [])
+            if (number, end) in places:
+                places.remove((number, end))
+                if not places:
+                    del self._places[key]
+
+
+def _keys(salt: str, text: array[int]) -> Iterator[tuple[int, tuple[str, tuple[int, ...]]]]:
+    """Yields each place of a text with the key it is found by."""
+    for end in range(SUFFIX_LENGTH_MIN, len(text)):
+        yield end, (salt, tuple(text[end - SUFFIX_LENGTH_MIN : end]))
+
+
+class SuffixProposer:
+    """The continuation of a match in text that the store has for a salt (suffix decoding, Oliaro et al. 2024)."""
+
+    def __init__(self, store: SuffixStore, salt: str) -> None:
+        self._store, self._salt = store, salt
+
+    def propose(self, committed: Sequence[int]) -> list[Run]:
+        return self._store.runs(self._salt, committed)

@@ -1,0 +1,276 @@
+"""REJECTION over trees with siblings and several proposers keeps the target distribution, and mistakes are noticed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+
+from specdec.coordinator import rejection
+from specdec.decoding import proposal as proposal_module
+from specdec.decoding import verification as verification_module
+from specdec.decoding.edits import PathContext
+from specdec.protocol import offer as offer_module
+from specdec.protocol.offer import Offer
+from specdec.protocol.types import DraftProbs, point_mass
+from tests.exactness.enumeration import Path, base_two_distribution
+from tests.exactness.siblings import SiblingWorld, Verdicts, joint_verdicts, ngram, walked_verdicts
+from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table
+
+pytestmark = pytest.mark.lengthy
+
+
+def runs_after(vocabulary_size: int) -> Callable[[Path], list]:
+    """One run after every path, or two; they depend on the path alone."""
+
+    def runs(path: Path) -> list:
+        first = (sum(path) + len(path)) % vocabulary_size
+        found = [ngram(first, (first + 1) % vocabulary_size, strength=2 + 9 * (path[-1] % 2))]
+        return found + ([ngram((first + 2) % vocabulary_size, strength=1)] if sum(path) % 2 else [])
+
+    return runs
+
+
+def world(vocabulary_size: int = 3, kind: type[SiblingWorld] = SiblingWorld, **changes) -> SiblingWorld:
+    facts = {
+        "params": base_two_distribution(),
+        "target": target_table(vocabulary_size),
+        "draft": draft_table(vocabulary_size),
+        **changes,
+    }
+    return kind(**facts)
+
+
+def check(own: SiblingWorld, count: int) -> None:
+    """Raises AssertionError unless the output has the target distribution."""
+    assert own.output(count) == own.wanted(count), "the output does not have the target distribution"
+
+
+def test_all_draws_jointly() -> None:
+    """Claim: for vocabulary 3, two children of each node, depth 2, the first token has the target distribution, with
+    all draws of draft and target enumerated jointly; and enumerating the walk row by row gives the same for every
+    of the 216 trees. Source: Chen et al. 2024; Miao et al. 2024. Conclusive: fractions over every cell, without
+    tolerance; the second part justifies the recursion that the other tests use."""
+    own = world(is_joint=True)
+    trees = list(own.trees((0,), 2))
+    assert len(trees) == 6**3 and sum(share for share, _ in trees) == 1
+    found: Verdicts = {}
+    for share, nodes in trees:
+        offer = own.offer((0,), nodes)
+        assert len(offer.token_ids) == 6
+        walked = {tokens: part for tokens, part in walked_verdicts(own, (0,), offer).items() if part}
+        assert {tokens: part for tokens, part in joint_verdicts(own, (0,), offer).items() if part} == walked
+        for tokens, part in walked.items():
+            found[tokens[:1]] = found.get(tokens[:1], Fraction(0)) + share * part
+    assert found == own.wanted(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_output_has_the_target_distribution(policy: dict) -> None:
+    """Claim: the joint distribution of the first three tokens is the target's, with two drawn siblings and runs of
+    other proposers at every node, over several rounds, for all edits and truncations."""
+    check(world(params=base_two_distribution(**policy), runs=runs_after(3), depth=1), 3)
+    check(world(params=base_two_distribution(**policy), runs=runs_after(3)), 2)
+
+
+@pytest.mark.parametrize(
+    "vocabulary_size, drawn, depth, row_max", [(4, 2, 1, 99), (4, 3, 1, 3), (3, 1, 2, 3), (3, 3, 1, 99)]
+)
+def test_other_shapes(vocabulary_size: int, drawn: int, depth: int, row_max: int) -> None:
+    """The same claim for more siblings, a larger vocabulary, and few rows, which cut the tree best first."""
+    shape = {"drawn_count": drawn, "depth": depth, "row_max": row_max, "runs": runs_after(vocabulary_size)}
+    check(world(vocabulary_size, **shape), 2)
+
+
+def test_the_worlds_are_not_trivial() -> None:
+    """The checks above mean something: runs and drawn siblings stand in both orders, drawn tokens equal those of runs,
+    second siblings are accepted, and every sibling is rejected now and then."""
+    own = world(runs=runs_after(3))
+    orders, accepted = set(), set()
+    for path in ((0,), (0, 1), (0, 2)):
+        for _, nodes in own.trees(path, 1):
+            offer = own.offer(path, nodes)
+            orders.add(tuple(guess[0][0].name for guess in offer.guesses))
+            drawn, _ = nodes[path]
+            accepted |= {("skipped", drawn[0] == own.runs(path)[0].token_ids[0])}
+            for tokens, share in walked_verdicts(own, path, offer).items():
+                accepted.add(("second", bool(share) and len(tokens) > 1 and tokens[0] != offer.token_ids[0]))
+                accepted.add(("none", bool(share) and len(tokens) == 1))
+    assert len(orders) > 2 and {"skipped", "second", "none"} == {name for name, was in accepted if was}
+
+
+class LongestOfIndependentPaths(SiblingWorld):
+    """Every path is tested as a chain by itself; the one that commits most is taken."""
+
+    def round(self, path: Path) -> Verdicts:
+        found: Verdicts = {}
+        for share, nodes in self.trees(path, self.depth):
+            drawn, probs = nodes[path]
+            chains = [walked_verdicts(self, path, Offer((token_id,), (), (probs,))) for token_id in drawn]
+            for parts in itertools.product(*(chain.items() for chain in chains)):
+                tokens = max((tokens for tokens, _ in parts), key=len)
+                part = parts[0][1] * parts[1][1]
+                found[tokens] = found.get(tokens, Fraction(0)) + share * part
+        return found
+
+
+class DrawnWithReplacement(SiblingWorld):
+    """Siblings are drawn independently, and tested as if the second could not be the first."""
+
+    def draws(self, path: Path) -> list:
+        once = [(share, drawn[0], probs) for share, drawn, probs in world_of_one(self).draws(path)]
+        return [
+            (first * second, (one, two), probs)
+            for (first, one, probs), (second, two, _) in itertools.product(once, once)
+        ]
+
+    def offer(self, path: Path, nodes: dict) -> Offer:
+        drawn, probs = nodes[path]
+        return Offer(drawn, (0, 0), (probs, probs))
+
+
+def drawn_with_replacement(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """Then the second is a token that its distribution lacks: a draft probability of 0 passes every test."""
+    monkeypatch.setattr(rejection, "accepts", lambda row, token, target, draw: draw * row.probability(token) < target)
+    return world(kind=DrawnWithReplacement, depth=1)
+
+
+def world_of_one(own: SiblingWorld) -> SiblingWorld:
+    return SiblingWorld(own.params, own.target, own.draft, drawn_count=1)
+
+
+class LikeliestFirst(SiblingWorld):
+    """Drawn siblings are offered in the order of their probabilities."""
+
+    def sent(self, drawn: tuple[int, ...], probs: DraftProbs, evaluated: set[int]) -> list:
+        return [(token_id, True, probs) for token_id in sorted(drawn, key=lambda t: -probs.probability(t))]
+
+
+class SentIfEvaluated(SiblingWorld):
+    """A second sibling is sent only if the draft evaluated it, and it evaluates likely ones only."""
+
+    def sent(self, drawn: tuple[int, ...], probs: DraftProbs, evaluated: set[int]) -> list:
+        kept = [t for t in drawn[1:] if 3 * probs.probability(t) >= max(probs.probabilities)]
+        return [(token_id, True, probs) for token_id in (drawn[0], *kept)]
+
+
+class SourceByToken(SiblingWorld):
+    """The run is offered first only where the token drawn first is another one."""
+
+    def offer(self, path: Path, nodes: dict) -> Offer:
+        drawn, probs = nodes[path]
+        token_id = self.runs(path)[0].token_ids[0]
+        if drawn[0] != token_id:
+            return Offer((token_id, drawn[0]), (0, 0), (point_mass(token_id), probs))
+        return Offer((drawn[0],), (), (probs,))
+
+
+class Merged(SiblingWorld):
+    """A drawn token equal to that of a run takes the run's place, and its distribution."""
+
+    def offer(self, path: Path, nodes: dict) -> Offer:
+        drawn, probs = nodes[path]
+        token_id = self.runs(path)[0].token_ids[0]
+        if drawn[0] == token_id:
+            return Offer((token_id,), (), (probs,))
+        return Offer((token_id,), (), (point_mass(token_id),))
+
+
+class MadeUpProbability(SiblingWorld):
+    """A run's token is offered with a probability of a half that it was not drawn with."""
+
+    def offer(self, path: Path, nodes: dict) -> Offer:
+        token_id = self.runs(path)[0].token_ids[0]
+        other = (token_id + 1) % self.vocabulary_size
+        return Offer((token_id,), (), (DraftProbs(tuple(sorted((token_id, other))), (1, 1)),))
+
+
+def drawn_once_tested_with(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """Siblings are drawn without replacement, and each is tested against the whole draft distribution."""
+    drawn = DraftProbs.without
+    monkeypatch.setattr(DraftProbs, "without", lambda self, token_ids: self)
+    real = proposal_module.proposal_of_codes
+
+    def with_real_draws(request, token_ids, codes):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DraftProbs, "without", drawn)
+            return real(request, token_ids, codes)
+
+    monkeypatch.setattr(proposal_module, "proposal_of_codes", with_real_draws)
+    own = world(depth=1)
+    draws = SiblingWorld.draws
+    monkeypatch.setattr(SiblingWorld, "draws", lambda self, path: real_draws(self, path, drawn, draws))
+    return own
+
+
+def real_draws(own: SiblingWorld, path: Path, without: Callable, draws: Callable) -> list:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftProbs, "without", without)
+        return draws(own, path)
+
+
+def residual_not_carried(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """Every sibling is tested against the whole target distribution, and the recovered token drawn from it."""
+    monkeypatch.setattr(verification_module, "residual", lambda target, lines, columns, probs: target)
+    return world(depth=1)
+
+
+def one_uniform(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """All siblings are tested with one uniform number."""
+    real = rejection.accept_draws
+
+    def draws(seed, round_index, base_position, parents, count):
+        found = real(seed, round_index, base_position, parents, count)
+        rows = parents or range(count)
+        return [found[list(rows).index(parent)] for parent in rows]
+
+    monkeypatch.setattr(rejection, "accept_draws", draws)
+    return world(depth=1)
+
+
+def in_row_order(feature: dict) -> Callable[[pytest.MonkeyPatch], SiblingWorld]:
+    """Penalties and min_tokens count the draft tokens of the rows before, whatever their path."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+        contexts = property(lambda self: [PathContext(self.params, self.committed, self.draft_token_ids)])
+        monkeypatch.setattr(verification_module.VerificationRequest, "contexts", contexts)
+        return world(params=base_two_distribution(**feature), depth=1, is_joint=True)
+
+    return mutate
+
+
+def skipped_order(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """A sibling is offered although one drawn before it is not."""
+    real = offer_module._drawn
+    monkeypatch.setattr(offer_module, "_drawn", lambda *arguments: real(*arguments)[1:])
+    return world(depth=1)
+
+
+MUTATIONS = {
+    "longest of independently tested paths": lambda patch: world(kind=LongestOfIndependentPaths, depth=1),
+    "drawn with replacement, tested without": drawn_with_replacement,
+    "drawn without replacement, tested with": drawn_once_tested_with,
+    "residual not carried to the next sibling": residual_not_carried,
+    "one uniform for all siblings": one_uniform,
+    "likelihood-ordered siblings": lambda patch: world(kind=LikeliestFirst, depth=1),
+    "a sibling sent only if it was evaluated": lambda patch: world(kind=SentIfEvaluated, depth=1),
+    "first child's source chosen by the token drawn": lambda patch: world(
+        kind=SourceByToken, depth=1, runs=runs_after(3)
+    ),
+    "equal tokens of two sources merged": lambda patch: world(kind=Merged, depth=1, runs=runs_after(3)),
+    "a made-up probability": lambda patch: world(kind=MadeUpProbability, depth=1, runs=runs_after(3)),
+    "penalties counted in row order": in_row_order({"frequency_penalty": 1.0}),
+    "min_tokens counted in row order": in_row_order({"min_tokens": 2, "stop_token_ids": (1,)}),
+    "a sibling offered without the one drawn before it": skipped_order,
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_every_mutation_is_noticed(mutate, monkeypatch) -> None:
+    """Claim: the check finds each of these mistakes: a verdict with other breakpoints, or another distribution.
+    Conclusive: it is the same check, on the same functions, with one of them replaced."""
+    own = mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(own, 2)
