@@ -40,7 +40,7 @@ class DraftLearner:
     def backward(self, batch: Batch) -> float:
         labels, logits = self._logits(batch)
         loss = loss_of(self._plan, labels, logits)
-        loss.backward()  # type: ignore[no-untyped-call]  # of torch
+        loss.backward()
         return loss.item()
 
     def acceptances(self, batch: Batch) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class HeadsLearner:
         for index in range(self.student.head_count):
             labels, _, rows = self._examples(batch, hidden, index + 1)
             loss = loss_of(self._plan, labels, self._logits(index, rows)) / self.student.head_count
-            loss.backward()  # type: ignore[no-untyped-call]  # of torch
+            loss.backward()
             total += loss.item()
         return total
 

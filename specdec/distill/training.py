@@ -168,7 +168,9 @@ def check_checkpoint(file: Path, settings: str) -> None:
 class Learner(Protocol):
     """What is trained: a module on its device, with its loss and its held-out acceptance."""
 
-    student: torch.nn.Module
+    @property
+    def student(self) -> torch.nn.Module:
+        """The trained module."""
 
     def backward(self, batch: Batch) -> float:
         """Adds the gradients of the mean loss of a batch to the student's parameters; returns that loss."""
