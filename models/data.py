@@ -2,7 +2,8 @@
 
 A file is held out by a hash of its name, so the split is the same on every machine and in every run. A file that
 holds the text of a held-out prompt, or most of its lines (another version of the file), is used for nothing. Writes
-`train.jsonl`, `heldout.jsonl`, `heldout_prompts.jsonl` and `manifest.json`.
+`train.jsonl`, `heldout.jsonl`, prompts from both, `train_prompts.jsonl` and `heldout_prompts.jsonl`, and
+`manifest.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LINE_MAX = 400  # longer lines are data
 TELLING_LINE_MIN = 20  # shorter lines ("return False") stand in many files and tell nothing
 TELLING_LINES_MIN = 2  # fewer matching lines may be chance
 PROMPT_COUNT = 200
+TRAIN_PROMPT_COUNT = 2000  # for texts that the target writes and others learn from
 PROMPT_LINES = 8
 
 
@@ -130,17 +132,17 @@ def collect(candidates: Iterable[tuple[str, Path]], prompt_filter: PromptFilter,
     return files
 
 
-def sample_prompts(files: Sequence[SourceFile], seed: int) -> list[str]:
-    """Runs of lines from held-out files, at most PROMPT_COUNT, none twice."""
+def sample_prompts(files: Sequence[SourceFile], seed: int, count: int = PROMPT_COUNT) -> list[str]:
+    """Runs of lines from files, at most `count`, none twice."""
     source = random.Random(seed)
     prompts: dict[str, None] = {}
-    for _ in range(PROMPT_COUNT * 4):
+    for _ in range(count * 4):
         lines = source.choice(files).text.splitlines(keepends=True)
         start = source.randrange(len(lines))
         prompt = "".join(lines[start : start + PROMPT_LINES])
         if len(telling_lines(prompt)) >= TELLING_LINES_MIN:
             prompts[prompt] = None
-        if len(prompts) == PROMPT_COUNT:
+        if len(prompts) == count:
             break
     return list(prompts)
 
@@ -156,8 +158,9 @@ def write_corpus(
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", [asdict(file) for file in train])
     write_lines(out / "heldout.jsonl", [asdict(file) for file in heldout])
-    prompts = sample_prompts(heldout, seed)
-    write_lines(out / "heldout_prompts.jsonl", [{"id": i, "prompt": prompt} for i, prompt in enumerate(prompts)])
+    for name, own, count in (("heldout", heldout, PROMPT_COUNT), ("train", train, TRAIN_PROMPT_COUNT)):
+        prompts = [{"id": i, "prompt": prompt} for i, prompt in enumerate(sample_prompts(own, seed, count))]
+        write_lines(out / f"{name}_prompts.jsonl", prompts)
     manifest = {
         "size": size.name,
         "train": {"files": len(train), "characters": sum(len(file.text) for file in train)},

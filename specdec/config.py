@@ -115,6 +115,14 @@ class PrefixSettings(Settings):
     )
 
 
+class HeadSettings(Settings):
+    """Settings of the heads on the target."""
+
+    heads: str = setting(
+        "none", MODEL, "Folder of heads on the target, made by specdec distill --heads; none: no heads.", min_length=1
+    )
+
+
 class ModelSettings(ServiceSettings, EngineSettings):
     """Settings of the draft and the target service."""
 
@@ -165,7 +173,7 @@ class RankSettings(SplitSettings, TlsSettings):
         return self
 
 
-class TargetSettings(ModelSettings, PrefixSettings, RankSettings):
+class TargetSettings(ModelSettings, PrefixSettings, HeadSettings, RankSettings):
     """The target service: the model that defines the target distribution."""
 
     port: int = setting(50052, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
@@ -296,7 +304,14 @@ class CoordinatorSettings(ServiceSettings, SpeculationSettings, CallerSettings, 
 
 
 class ServeSettings(
-    ServiceSettings, EngineSettings, PrefixSettings, SplitSettings, SpeculationSettings, CallerSettings, RecordSettings
+    ServiceSettings,
+    EngineSettings,
+    PrefixSettings,
+    HeadSettings,
+    SplitSettings,
+    SpeculationSettings,
+    CallerSettings,
+    RecordSettings,
 ):
     """All three services on this machine; --host, --port and TLS are the coordinator's, the others use loopback."""
 
@@ -349,7 +364,7 @@ class ServeSettings(
         return f"{host}:{port + place if port else 0}"
 
     def _shared(self, service: type[ModelSettings], place: int) -> dict[str, Any]:
-        schemas = EngineSettings, PrefixSettings, SplitSettings
+        schemas = EngineSettings, PrefixSettings, HeadSettings, SplitSettings
         own = SHARED.union(*(schema.model_fields for schema in schemas))
         own &= service.model_fields.keys()
         threads = self.threads or max(1, (os.cpu_count() or 1) // 2)  # two models share this machine

@@ -12,6 +12,7 @@ from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Piece
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
+from specdec.target_service.heads import load_head_proposer
 from specdec.target_service.verifier import Verifier
 from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
@@ -37,6 +38,7 @@ TARGET: ReplicaKind[VerificationRequest, SamplerOutput] = ReplicaKind(
         engine, description, settings.enable_prefix_caching, tracing
     ),
     sample_piece=sample_piece,
+    make_hidden_reader=load_head_proposer,
 )
 
 

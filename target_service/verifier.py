@@ -92,7 +92,7 @@ class Verifier(ReplicaService):
         cache.truncate(session.table, min(session.agreement(), item.base_position - 1))
         committed = TokenPath(session.tokens, item.base_position, counts=session.counts)
         params, tree = session.opened.params, (item.draft_token_ids, item.draft_probs, item.parents)
-        session.work = VerificationRequest(params, item.round_index, committed, *tree)
+        session.work = VerificationRequest(params, item.round_index, committed, *tree, item.wants_heads)
         if self._admission.give(session):
             self._feed(session)
         return None

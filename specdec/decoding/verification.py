@@ -45,6 +45,7 @@ class VerificationRequest:
 
     `draft_probs`: the draft distribution of each draft token, under REJECTION; empty otherwise. Each was checked
     against its draft token (DraftProbs.check_proposal). `parents`: the shape of the tree (`protocol.shape`).
+    `wants_heads`: the proposals of heads on the target are wanted; `verify` does not read it.
     """
 
     params: ResolvedSamplingParams
@@ -53,6 +54,7 @@ class VerificationRequest:
     draft_token_ids: tuple[int, ...] = ()
     draft_probs: tuple[DraftProbs, ...] = ()
     parents: tuple[int, ...] = ()
+    wants_heads: bool = False
 
     @property
     def row_count(self) -> int:

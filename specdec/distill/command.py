@@ -1,4 +1,5 @@
-"""`specdec distill`: from a target to a small draft that imitates it, with no other data than the target's own text.
+"""`specdec distill`: from a target to a small draft that imitates it, or to heads on it, with no other data than the
+target's own text.
 
 First the target writes texts, with its distribution at every position; they lie in OUT/texts and are used again. Then a
 student learns them. Both parts continue where they were stopped.
@@ -16,13 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from specdec.distill.learners import DraftLearner, HeadsLearner, load_target
 from specdec.distill.plans import Plans, records_of, text_files
 from specdec.distill.settings import DistillSettings
-from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student
+from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student, write_facts
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.writing import TextWriter
 from specdec.engine.devices import find_device, prepare_libraries
+from specdec.engine.heads import save_heads
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import ModelFolder, open_model_folder
 from specdec.engine.vocabulary_map import VocabularyMap
@@ -92,21 +95,29 @@ def distill(settings: DistillSettings) -> int:
     shape = StudentShape(
         settings.layers, settings.hidden_size, layers_of(settings.target_layers), settings.draft_vocabulary
     )
-    loss_temperatures = temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
+    temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
     check_shape(folder, shape)
-    kept = settings.model_dump_json(exclude=MAY_CHANGE)
-    check_checkpoint(settings.out / CHECKPOINT_FILE, kept)
+    check_checkpoint(settings.out / CHECKPOINT_FILE, kept_settings(settings))
     texts, heldout = written_texts(settings, folder, device, console)
     make_folder(settings.out, "--out")
-    token_ids = own_ids = None
-    if settings.draft_vocabulary:
-        token_ids = most_used(texts, settings.draft_vocabulary, folder.end_token_ids)
-        own_ids = VocabularyMap(token_ids, folder.token_string_count).own_ids
-    student = build_student(folder, shape, token_ids, settings.seed)
-    own_size = folder.token_string_count if token_ids is None else len(token_ids)
-    plan = Plan(
+    plan = plan_of(settings, device, digest_of(texts, heldout))
+    if settings.heads:
+        learn_heads(settings, folder, plan, texts, heldout, console)
+    else:
+        learn_draft(settings, folder, plan, texts, heldout, console)
+    return 0
+
+
+def kept_settings(settings: DistillSettings) -> str:
+    """Returns the settings that a run must have when it continues."""
+    return settings.model_dump_json(exclude=MAY_CHANGE)
+
+
+def plan_of(settings: DistillSettings, device: str, texts_digest: str) -> Plan:
+    """Returns the plan of a run. Raises ConfigError."""
+    return Plan(
         settings.loss,
-        loss_temperatures,
+        temperatures_of(settings.loss_temperatures, "--loss-temperatures", False),
         settings.learning_rate,
         settings.batch_tokens,
         settings.tokens,
@@ -116,20 +127,62 @@ def distill(settings: DistillSettings) -> int:
         settings.seed,
         device,
         settings.bf16,
-        kept,
-        digest_of(texts, heldout),
+        kept_settings(settings),
+        texts_digest,
     )
+
+
+def learn_draft(
+    settings: DistillSettings,
+    folder: ModelFolder,
+    plan: Plan,
+    texts: LabelledTexts,
+    heldout: LabelledTexts,
+    console: Console,
+) -> None:
+    """Trains a draft and saves it. Raises SpecdecError."""
+    shape = StudentShape(
+        settings.layers, settings.hidden_size, layers_of(settings.target_layers), settings.draft_vocabulary
+    )
+    token_ids = own_ids = None
+    if settings.draft_vocabulary:
+        token_ids = most_used(texts, settings.draft_vocabulary, folder.end_token_ids)
+        own_ids = VocabularyMap(token_ids, folder.token_string_count).own_ids
+    student = build_student(folder, shape, token_ids, settings.seed)
+    own_size = folder.token_string_count if token_ids is None else len(token_ids)
     learned = Data(texts, texts.learned_from, own_ids, own_size)
     tested = Data(heldout, heldout.answered_from, own_ids, own_size)
-    trainer = Trainer(student, own_size, plan, learned, tested, settings.out / CHECKPOINT_FILE)
-    if trainer.resume():
-        console.print(f"continuing after {trainer.progress.tokens:,} tokens")
-    train(trainer, console)
-    facts: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "history": trainer.progress.history}
-    facts["parameters"] = sum(weight.numel() for weight in student.parameters())
-    save_student(student, folder, token_ids, settings.out, facts)
+    trainer = Trainer(DraftLearner(student, own_size, plan), plan, learned, tested, settings.out / CHECKPOINT_FILE)
+    train(trainer, "the draft learns", console)
+    save_student(student, folder, token_ids, settings.out, facts_of(settings, trainer))
     console.print(f"{settings.out} holds the draft; serve it: specdec draft --model {settings.out}", soft_wrap=True)
-    return 0
+
+
+def learn_heads(
+    settings: DistillSettings,
+    folder: ModelFolder,
+    plan: Plan,
+    texts: LabelledTexts,
+    heldout: LabelledTexts,
+    console: Console,
+) -> None:
+    """Trains heads on the target and saves them. Raises SpecdecError."""
+    learner = HeadsLearner(load_target(folder), settings.heads, folder.token_string_count, plan)
+    learned = Data(texts, texts.learned_from, None)
+    tested = Data(heldout, heldout.answered_from, None)
+    trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE)
+    train(trainer, "the heads learn", console)
+    save_heads(learner.student, settings.out, folder.digest())
+    write_facts(settings.out, facts_of(settings, trainer))
+    served = f"specdec target --model {settings.target} --heads {settings.out}"
+    console.print(f"{settings.out} holds the heads; serve them: {served}", soft_wrap=True)
+
+
+def facts_of(settings: DistillSettings, trainer: Trainer) -> dict[str, Any]:
+    """Returns the facts of a finished run: its settings, its evaluations, and the size of what it trained."""
+    facts: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "history": trainer.progress.history}
+    facts["parameters"] = sum(weight.numel() for weight in trainer.student.parameters())
+    return facts
 
 
 def make_folder(folder: Path, flag: str) -> None:
@@ -210,8 +263,10 @@ def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
     return items[:count], items[count:]
 
 
-def train(trainer: Trainer, console: Console) -> None:
-    """Trains with a bar, and prints a line for every evaluation."""
+def train(trainer: Trainer, activity: str, console: Console) -> None:
+    """Trains with a bar, from the checkpoint on if there is one, and prints a line for every evaluation."""
+    if trainer.resume():
+        console.print(f"continuing after {trainer.progress.tokens:,} tokens")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     shown = 0
 
@@ -223,7 +278,7 @@ def train(trainer: Trainer, console: Console) -> None:
         shown = len(progress.history)
 
     with Bars(*columns, console=console) as bar:
-        task = bar.add_task("the draft learns", total=1.0, note="")
+        task = bar.add_task(activity, total=1.0, note="")
 
         def told(loss: float, progress: Progress) -> None:
             tell(progress)

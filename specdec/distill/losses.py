@@ -31,14 +31,18 @@ def probabilities(labels: Labels, logits: Tensor, temperature: float) -> tuple[T
     `temperature` is at most 1: there the others, tempered as one token, have at least their share, so p of the
     likeliest is at most a little too small. logits: [n, student's vocabulary] float32
     """
-    rest = (1 - labels.log_probs.exp().sum(1, keepdim=True)).clamp_min(SMALL)
-    p = (torch.cat([labels.log_probs, rest.log()], 1) / temperature).softmax(1)
     scaled = logits if temperature == 1 else logits / temperature
     is_known = labels.own_ids >= 0
     chosen = (scaled.gather(1, labels.own_ids.clamp_min(0)) - scaled.logsumexp(1, keepdim=True)).exp()
     chosen = torch.where(is_known, chosen, 0.0)
     others = (1 - chosen.sum(1, keepdim=True)).clamp_min(SMALL)
-    return p, torch.cat([chosen, others], 1)
+    return target_probabilities(labels, temperature), torch.cat([chosen, others], 1)
+
+
+def target_probabilities(labels: Labels, temperature: float) -> Tensor:
+    """Returns p: see `probabilities`.  # [n, k + 1] float32"""
+    rest = (1 - labels.log_probs.exp().sum(1, keepdim=True)).clamp_min(SMALL)
+    return (torch.cat([labels.log_probs, rest.log()], 1) / temperature).softmax(1)
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:
@@ -67,6 +71,19 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def greedy_acceptance(labels: Labels, logits: Tensor) -> Tensor:
     """Whether the student's likeliest token is the target's, by position.  # [n] float32"""
     return (logits.argmax(1) == labels.own_ids[:, 0]).float()
+
+
+def certain_acceptance(labels: Labels, token_ids: Tensor, temperature: float) -> Tensor:
+    """The target's probability of a token that is proposed with certainty, its acceptance under every rule, by
+    position.  # [n] float32
+
+    At temperature 0 whether it is the target's likeliest. token_ids: [n] int64.
+    """
+    is_same = labels.own_ids == token_ids[:, None]
+    if temperature == 0:
+        return is_same[:, 0].float()
+    p = target_probabilities(labels, temperature)[:, :-1]
+    return torch.where(is_same, p, 0.0).sum(1)
 
 
 def rejection_acceptance(labels: Labels, logits: Tensor, temperature: float) -> Tensor:

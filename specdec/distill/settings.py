@@ -7,14 +7,17 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from specdec.protocol.heads import HEADS_MAX
 from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
+
+OF_DRAFTS = ("layers", "hidden_size", "target_layers", "draft_vocabulary")
 
 
 class DistillSettings(Settings):
     """The target, the texts, the student, and the length of the training."""
 
     target: str = setting(..., MODEL, "Target model: folder or hub id.", min_length=1)
-    out: Path = setting(..., OUTPUT, "Folder of the draft; its texts and checkpoint lie in it too.")
+    out: Path = setting(..., OUTPUT, "Folder of the draft or heads; texts and checkpoint lie in it too.")
     device: str = setting("auto", MODEL, "Device: cpu, cuda or cuda:1; auto selects a GPU if there is one.")
     threads: int = setting(0, MODEL, "CPU threads; 0: one per core.", ge=0, le=1024)
     prompts: Path | None = setting(
@@ -33,6 +36,9 @@ class DistillSettings(Settings):
     text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)
     text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures of the texts, in turn; at most 1.")
     text_seed: int = setting(0, PROMPT, "Seed of the texts.", ge=0, le=1 << 32)
+    heads: int = setting(
+        0, MODEL, "Train this many heads on the target, one for each later position; 0: a draft.", ge=0, le=HEADS_MAX
+    )
     layers: int = setting(1, MODEL, "Layers of the draft.", ge=1, le=256)
     hidden_size: int = setting(0, MODEL, "Hidden size of the draft; 0: the target's, and its weights.", ge=0)
     target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first ones, last.")
@@ -54,4 +60,7 @@ class DistillSettings(Settings):
     def _check(self) -> DistillSettings:
         if (self.tokens > 0) == (self.minutes > 0):
             raise ValueError("give either --tokens or --minutes")
+        given = [name for name in OF_DRAFTS if name in self.model_fields_set]
+        if self.heads and given:
+            raise ValueError(f"--{given[0].replace('_', '-')} is for drafts: leave it out with --heads")
         return self

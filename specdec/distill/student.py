@@ -181,4 +181,9 @@ def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, ou
         known = json.dumps({"target_token_ids": token_ids.tolist()})
         (out / VOCABULARY_FILE).write_text(known + "\n", encoding="utf-8")
     write_manifest(out)
+    write_facts(out, facts)
+
+
+def write_facts(out: Path, facts: dict[str, Any]) -> None:
+    """Writes the facts of a run beside its weights."""
     (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -13,21 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.distill.losses import (
-    LOSSES,
-    Labels,
-    coupled_acceptance,
-    greedy_acceptance,
-    probabilities,
-    rejection_acceptance,
-)
+from specdec.distill.losses import Labels
 from specdec.distill.texts import LabelledTexts
 from specdec.errors import ConfigError
 
@@ -68,7 +61,7 @@ class Progress:
     batch: int = 0  # of the epoch
     tokens: int = 0
     seconds: float = 0.0
-    best: float = 0.0  # held-out acceptance, mean over rules and temperatures
+    best: float = 0.0  # held-out acceptance, mean over its names
     unimproved: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -172,15 +165,29 @@ def check_checkpoint(file: Path, settings: str) -> None:
             raise ConfigError(f"{file} is of other settings: remove it, or give another --out")
 
 
-class Trainer:
-    """A run of one student. `own_size`: its tokens that are proposed, without the one for all others."""
+class Learner(Protocol):
+    """What is trained: a module on its device, with its loss and its held-out acceptance."""
 
-    def __init__(self, student: Any, own_size: int, plan: Plan, data: Data, heldout: Data, checkpoint: Path) -> None:
-        self._student = student.to(plan.device)
-        self._own_size = own_size
+    @property
+    def student(self) -> torch.nn.Module:
+        """The trained module."""
+
+    def backward(self, batch: Batch) -> float:
+        """Adds the gradients of the mean loss of a batch to the student's parameters; returns that loss."""
+
+    def acceptances(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns acceptance by position, by names such as "COUPLED 0.7"; called without gradients."""
+
+
+class Trainer:
+    """A run of one learner, of which the `student` is trained."""
+
+    def __init__(self, learner: Learner, plan: Plan, data: Data, heldout: Data, checkpoint: Path) -> None:
+        self._learner = learner
+        self.student = learner.student
         self._plan = plan
         self._data, self._heldout = data, heldout
-        self._optimizer = make_optimizer(student, plan.learning_rate)
+        self._optimizer = make_optimizer(self.student, plan.learning_rate)
         self._checkpoint = checkpoint
         self.progress = Progress()
         self.best_state: dict[str, Tensor] = {}
@@ -199,7 +206,7 @@ class Trainer:
         for name, tensor in saved.items():
             part, _, own = name.partition("/")
             parts[part][own] = tensor
-        self._student.load_state_dict(parts["student"])
+        self.student.load_state_dict(parts["student"])
         self.best_state = parts["best"]
         states: dict[int, dict[str, Tensor]] = {}
         for name, tensor in parts["optimizer"].items():
@@ -210,7 +217,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes the checkpoint, whole or not at all."""
-        saved = {f"student/{name}": tensor.clone() for name, tensor in self._student.state_dict().items()}
+        saved = {f"student/{name}": tensor.clone() for name, tensor in self.student.state_dict().items()}
         saved |= {f"best/{name}": tensor for name, tensor in self.best_state.items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             saved |= {f"optimizer/{index}/{name}": tensor for name, tensor in state.items()}
@@ -248,41 +255,28 @@ class Trainer:
                         break
             else:
                 own.epoch, own.batch = own.epoch + 1, 0
-        self._student.load_state_dict(self.best_state)
+        self.student.load_state_dict(self.best_state)
 
     def _step(self, batch: Batch) -> float:
         """One forward, backward and update; returns the loss before the update."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.learning_rate * learning_rate_share(self.share())
-        labels, logits = self._logits(batch)
-        pairs = [probabilities(labels, logits, temperature) for temperature in self._plan.temperatures]
-        loss = torch.stack([LOSSES[self._plan.loss](*pair).mean() for pair in pairs]).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._student.parameters(), GRADIENT_NORM_MAX)
+        loss = self._learner.backward(batch)
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), GRADIENT_NORM_MAX)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.progress.tokens += batch.token_count
-        return loss.item()
-
-    def _logits(self, batch: Batch) -> tuple[Labels, Tensor]:
-        """Returns the labels on the device, and the student's logits at the learned positions."""
-        device = self._plan.device
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            every = self._student(input_ids=batch.inputs.to(device), use_cache=False).logits
-        logits = every[batch.learned.to(device)][:, : self._own_size].float()
-        return Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device)), logits
+        return loss
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Measures held-out acceptance by rule and temperature, and keeps the best weights."""
+        """Measures held-out acceptance, and keeps the best weights."""
         sums: dict[str, list[float]] = {}
         everything = packed(
             range(len(self._heldout.texts)), self._heldout.texts.lengths.tolist(), self._plan.batch_tokens
         )
         for indices in everything:
-            batch = self._heldout.batch(indices)
-            labels, logits = self._logits(batch)
-            for name, values in acceptances(labels, logits, batch.temperatures.to(logits.device)).items():
+            for name, values in self._learner.acceptances(self._heldout.batch(indices)).items():
                 entry = sums.setdefault(name, [0.0, 0.0])
                 entry[0] += float(values.sum())
                 entry[1] += len(values)
@@ -293,18 +287,4 @@ class Trainer:
         own.unimproved = 0 if mean > own.best else own.unimproved + 1
         if mean > own.best or not self.best_state:
             own.best = mean
-            self.best_state = {name: weight.detach().clone() for name, weight in self._student.state_dict().items()}
-
-
-def acceptances(labels: Labels, logits: Tensor, temperatures: Tensor) -> dict[str, Tensor]:
-    """Returns acceptance by position, by rule and temperature of the text, such as "COUPLED 0.7"."""
-    found = {}
-    for temperature in temperatures.unique().tolist():
-        at = temperatures == temperature
-        own, rows = Labels(labels.own_ids[at], labels.log_probs[at]), logits[at]
-        if temperature == 0:
-            found["GREEDY 0"] = greedy_acceptance(own, rows)
-            continue
-        found[f"REJECTION {temperature:g}"] = rejection_acceptance(own, rows, temperature)
-        found[f"COUPLED {temperature:g}"] = coupled_acceptance(own, rows, temperature)
-    return found
+            self.best_state = {name: weight.detach().clone() for name, weight in self.student.state_dict().items()}

@@ -32,10 +32,12 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first."""
+    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first; `hidden`
+    [logits, hidden], if the model returns hidden states."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 Compute = Callable[[StepInput], StepResult]

@@ -101,7 +101,8 @@ class CpuBackend:
         plan = self._plan(batch)
         result = compute(plan)
         flags = chunk_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
-        return StepOutput(result.logits[: batch.logit_count], flags)
+        hidden = None if result.hidden is None else result.hidden[: batch.logit_count]
+        return StepOutput(result.logits[: batch.logit_count], flags, hidden)
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if math.isfinite(hidden.sum(dtype=torch.float32).item() + logits.sum().item()):
@@ -133,6 +134,15 @@ class CpuBackend:
         for linear in self._linears:
             linear.set_widths(widths)
         return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows)
+
+
+def of_any_width(output: nn.Module) -> nn.Module:
+    """Returns an output layer on the same weight for rows whose bits decide no text: without tile sizes."""
+    if not isinstance(output, OutputLayer):
+        return output
+    layer = OutputLayer(output.weight, output.bias, output.scale, output.softcap)
+    layer.set_widths(ANY_WIDTH)
+    return layer
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,9 +6,9 @@ owns the storage of cached positions, addressed by block ids; it has no sessions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -108,10 +108,14 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite."""
+    """Logits of the requested rows, in chunk order, and per chunk whether all its values are finite.
+
+    `hidden`: the final hidden states of the rows with logits, if the model returns them (`HiddenStates`).
+    """
 
     logits: torch.Tensor  # [sum of logit counts, vocab] float32
     is_finite: Sequence[bool]  # on a GPU, reading a flag waits for the step
+    hidden: torch.Tensor | None = None  # [sum of logit counts, hidden], of the model's type
 
 
 class Storage(Protocol):
@@ -138,3 +142,16 @@ class CausalModel(Protocol):
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch and writes its positions to the cache. A second run writes the same values."""
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """A CausalModel that can return its final hidden states, the inputs of its output layer."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row's hidden state."""
+
+    def return_hidden(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Makes later forwards return hidden states. Returns the output layer alone, [rows, hidden] of the model's type
+        -> [rows, vocab] float32, to be called between forwards. Called before any forward, at most once."""

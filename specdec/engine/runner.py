@@ -25,6 +25,8 @@ logger = logging.getLogger("specdec.engine")
 Payload = TypeVar("Payload")  # input of the sampler for one piece
 Answer = TypeVar("Answer")  # the sampler output for one piece
 Sampler = Callable[[Sequence[Payload], Sequence[int], torch.Tensor], Sequence[Answer]]
+# (payloads, hidden states of the rows of each, sampler outputs) -> sampler outputs with what hidden states add
+HiddenReader = Callable[[Sequence[Payload], Sequence[torch.Tensor], Sequence[Answer]], Sequence[Answer]]
 
 
 class BranchRows(NamedTuple):
@@ -103,13 +105,15 @@ class PieceFlags(Sequence[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Results of the forwards: per piece an error or None, its logits, and whether all its values are finite.
+    """Results of the forwards: per piece an error or None, its logits, the hidden states of the same rows if the model
+    returns them, and whether all its values are finite.
 
     `together` is all logits if one forward ran all pieces. On a GPU, reading a flag waits for the forward.
     """
 
     outcomes: list[SpecdecError | None]
     logits: list[torch.Tensor | None]  # each [logit_count, vocab] float32
+    hidden: list[torch.Tensor | None]  # each [logit_count, hidden]
     is_finite: Sequence[bool]
     together: torch.Tensor | None  # [sum of logit counts, vocab] float32
 
@@ -127,10 +131,17 @@ class StepReport(Generic[Answer]):
 class StepRunner(Generic[Payload, Answer]):
     """Runs steps of one model on one cache. Engine thread only."""
 
-    def __init__(self, model: CausalModel, cache: KVCache, sampler: Sampler[Payload, Answer]):
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        sampler: Sampler[Payload, Answer],
+        read_hidden: HiddenReader[Payload, Answer] | None = None,
+    ):
         self._model = model
         self._cache = cache
         self._sampler = sampler
+        self._read_hidden = read_hidden
 
     @torch.inference_mode()
     def run(self, pieces: list[Piece[Payload]]) -> StepReport[Answer]:
@@ -166,11 +177,13 @@ class StepRunner(Generic[Payload, Answer]):
             if len(pieces) == 1:
                 logger.exception("the forward of one request failed")
                 self._scrub(pieces[0])
-                return Computed([_as_specdec_error(error)], [None], [True], None)
+                return Computed([_as_specdec_error(error)], [None], [None], [True], None)
             logger.warning("a step of %d requests failed (%s); repeating them one by one", len(pieces), error)
         alone = [self._forward([piece]) for piece in pieces]
-        flags = [one.is_finite[0] for one in alone]
-        return Computed([one.outcomes[0] for one in alone], [one.logits[0] for one in alone], flags, None)
+        outcomes, logits, hidden, flags = (
+            [getattr(one, name)[0] for one in alone] for name in ("outcomes", "logits", "hidden", "is_finite")
+        )
+        return Computed(outcomes, logits, hidden, flags, None)
 
     def _forward_together(self, pieces: list[Piece[Payload]]) -> Computed:
         for piece in pieces:
@@ -183,9 +196,12 @@ class StepRunner(Generic[Payload, Answer]):
         is_finite = output.is_finite
         if len(chunks) > len(pieces):
             is_finite = PieceFlags(is_finite, [1 + len(piece.branches) for piece in pieces])
-        split = output.logits.split([piece.logit_count for piece in pieces])
-        logits = [its_logits if piece.logit_count else None for piece, its_logits in zip(pieces, split)]
-        return Computed([None] * len(pieces), logits, is_finite, output.logits)
+        counts = [piece.logit_count for piece in pieces]
+        logits = [its_logits if count else None for count, its_logits in zip(counts, output.logits.split(counts))]
+        hidden: list[torch.Tensor | None] = [None] * len(pieces)
+        if output.hidden is not None:
+            hidden[:] = output.hidden.split(counts)
+        return Computed([None] * len(pieces), logits, hidden, is_finite, output.logits)
 
     def _judge(self, pieces: list[Piece[Payload]], computed: Computed) -> list[Answer | SpecdecError | None]:
         """Returns the outcomes: for every piece with logits its sampler output, or the error of the sampler.
@@ -198,10 +214,13 @@ class StepRunner(Generic[Payload, Answer]):
         try:
             if asked:
                 together = torch.cat(list(asked.values())) if computed.together is None else computed.together
-                results.update(zip(asked, self._output_of([pieces[index] for index in asked], together)))
+                hidden = [computed.hidden[index] for index in asked]
+                results.update(zip(asked, self._output_of([pieces[index] for index in asked], together, hidden)))
         except Exception as error:
             logger.warning("sampling for %d requests failed (%s); repeating it one by one", len(asked), error)
-            results = {i: self._output_alone(pieces[i], asked[i]) for i in asked if computed.is_finite[i]}
+            results = {
+                i: self._output_alone(pieces[i], asked[i], computed.hidden[i]) for i in asked if computed.is_finite[i]
+            }
         outcomes: list[Answer | SpecdecError | None] = list(computed.outcomes)
         for index, piece in enumerate(pieces):
             if outcomes[index] is not None:
@@ -214,16 +233,22 @@ class StepRunner(Generic[Payload, Answer]):
                 self._scrub(piece)
         return outcomes
 
-    def _output_of(self, pieces: list[Piece[Payload]], logits: torch.Tensor) -> Sequence[Answer]:
+    def _output_of(
+        self, pieces: list[Piece[Payload]], logits: torch.Tensor, hidden: Sequence[torch.Tensor | None]
+    ) -> Sequence[Answer]:
         payloads = [piece.payload for piece in pieces]
         results = self._sampler(payloads, [piece.logit_count for piece in pieces], logits)
         if len(results) != len(pieces):
             raise ValueError(f"the sampler gave {len(results)} results for {len(pieces)} requests")
+        if self._read_hidden is not None:
+            results = self._read_hidden(payloads, [own for own in hidden if own is not None], results)
         return results
 
-    def _output_alone(self, piece: Piece[Payload], logits: torch.Tensor) -> Answer | SpecdecError:
+    def _output_alone(
+        self, piece: Piece[Payload], logits: torch.Tensor, hidden: torch.Tensor | None
+    ) -> Answer | SpecdecError:
         try:
-            return self._output_of([piece], logits)[0]
+            return self._output_of([piece], logits, [hidden])[0]
         except Exception as error:
             logger.exception("the sampling of one request failed")
             return _as_specdec_error(error)

@@ -19,7 +19,7 @@ from specdec.engine.feed import Feed, choose
 from specdec.engine.heartbeat import Heartbeat
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.runner import Answer, Payload, Piece, Sampler, StepReport, StepRunner
+from specdec.engine.runner import Answer, HiddenReader, Payload, Piece, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -54,7 +54,8 @@ class Engine(Generic[Payload, Answer]):
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `sampler(payloads,
     row_counts, logits)` turns the logits of a step into one result per payload, in order. `prompt_rows_max`: most rows
     of prompts in a step without decodes; None: all rows. `stepped(rows, feeds, seconds)` is called after every step, on
-    the engine thread.
+    the engine thread. `read_hidden(payloads, hidden states, results)` adds to the results what hidden states say, for a
+    model that returns them.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engine(Generic[Payload, Answer]):
         rows_max: int = 512,
         prompt_rows_max: int | None = None,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
+        read_hidden: HiddenReader[Payload, Answer] | None = None,
     ):
         if not 1 <= chunk_size <= rows_max:
             raise ValueError(f"chunk_size is {chunk_size}; it must be from 1 to rows_max, {rows_max}")
@@ -77,7 +79,7 @@ class Engine(Generic[Payload, Answer]):
         self._prompt_rows_max = prompt_rows_max
         self.heartbeat = Heartbeat()
         self._stepped = stepped
-        self._runner = StepRunner(model, self.cache, sampler)
+        self._runner = StepRunner(model, self.cache, sampler, read_hidden)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[Feed[Payload, Answer], None] = {}  # oldest first
         self._is_stopping = False

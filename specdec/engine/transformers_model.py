@@ -19,7 +19,7 @@ from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
-from specdec.engine.cpu_backend import CpuBackend
+from specdec.engine.cpu_backend import CpuBackend, of_any_width
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, end_token_ids_of, read_json
 from specdec.engine.retokenizer import Retokenizer
@@ -59,7 +59,9 @@ class TransformersModel:
         vocabulary = self._vocabulary = description.vocabulary
         self.backend = backend or CpuBackend(dtype, description.positions_max, share.agree if share else None)
         columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
-        output = _output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
+        output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
+        self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
+        self.returns_hidden = False
         self.backend.replace_modules(self._base)
         self._output: nn.Module = output
         if share:
@@ -85,6 +87,11 @@ class TransformersModel:
         """Runs the batch. On a CPU the bits of a target's row do not depend on the rest of the batch."""
         return self.backend.run(batch, self._compute)
 
+    def return_hidden(self) -> nn.Module:
+        """See `HiddenStates`."""
+        self.returns_hidden = True
+        return of_any_width(self._output)
+
     def watch_hidden(self, told: Callable[[torch.Tensor], None]) -> None:
         """Calls `told` with the final hidden states of the rows that have logits, [rows, hidden], in every forward on a
         CPU."""
@@ -95,13 +102,16 @@ class TransformersModel:
         hidden = self._base(
             input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
         ).last_hidden_state[0]  # [rows, hidden]
+        chosen = None
         if len(step.logit_rows):
-            logits = self._output(hidden.index_select(0, step.logit_rows))
+            chosen = hidden.index_select(0, step.logit_rows)
+            logits = self._output(chosen)
         else:
             width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
             logits = hidden.new_empty(0, width, dtype=torch.float32)
         is_finite = self.backend.finite(hidden, logits)
-        return StepResult(self._vocabulary.spread(logits) if self._vocabulary else logits, is_finite)
+        logits = self._vocabulary.spread(logits) if self._vocabulary else logits
+        return StepResult(logits, is_finite, chosen if self.returns_hidden else None)
 
     def counters(self) -> dict[str, float]:
         """Device statistics for the log when serving ends; may wait for the device."""
@@ -213,7 +223,7 @@ def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tenso
     return time.perf_counter() - started_s
 
 
-def _output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
+def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
     """Returns the output layer in float32, for these ids, with the architecture's scaling of logits."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -222,14 +232,18 @@ def _output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, ba
     chosen = slice(count) if columns[-1] == count - 1 else columns  # a view, if they are the first ones
     weight = output.weight.detach()[chosen]
     bias = None if output.bias is None else output.bias.detach()[chosen]
+    return backend.output_layer(weight, bias, *logit_scaling(model))
+
+
+def logit_scaling(model: transformers.PreTrainedModel) -> tuple[float, float | None]:
+    """Returns the factor of the architecture's logits, and the value they are capped at, if any."""
     architecture = architecture_of(type(model).__name__, {"architectures": [type(model).__name__]})
 
     def value(key: str | None, default: float | None) -> float | None:
         return default if key is None else getattr(model.config, key)
 
     factor, divisor = value(architecture.logit_factor_key, 1.0), value(architecture.logit_divisor_key, 1.0)
-    scale = (factor or 1.0) / (divisor or 1.0)
-    return backend.output_layer(weight, bias, scale, value(architecture.logit_softcap_key, None))
+    return (factor or 1.0) / (divisor or 1.0), value(architecture.logit_softcap_key, None)
 
 
 def map_tokenizers(

@@ -110,7 +110,7 @@ class Verification(NamedTuple):
 
     Draft tokens are the nodes of a tree in depth-first order; `parents`: see `protocol.shape`. Under REJECTION each has
     the draft distribution it was drawn from, that of its siblings if they were drawn together; all weight on a token
-    that was not drawn.
+    that was not drawn. `wants_heads`: the result shall have the proposals of the target's heads, if it has any.
     """
 
     session: int
@@ -122,6 +122,7 @@ class Verification(NamedTuple):
     draft_probs: tuple[DraftProbs, ...] = ()
     trace: Trace = NO_TRACE
     parents: tuple[int, ...] = ()
+    wants_heads: bool = False
 
     def checked(self) -> Verification:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -144,10 +145,10 @@ class Verification(NamedTuple):
         return self.base_position - len(self.suffix_token_ids)
 
     @property
-    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...]]:
+    def content(self) -> tuple[int, tuple[int, ...], tuple[DraftProbs, ...], tuple[int, ...], bool]:
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
-        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents
+        return self.base_position, self.draft_token_ids, self.draft_probs, self.parents, self.wants_heads
 
     @property
     def branches(self) -> list[Branch]:

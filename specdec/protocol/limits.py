@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specdec.protocol import items, report, request, types
+from specdec.protocol import heads, items, report, request, types
 
 BOTH_SAMPLING = "SamplingParams,ResolvedSamplingParams"
 
@@ -45,7 +45,8 @@ TOKENS = (
         DescribeResponse.draft_vocabulary_size ExtendItem.start_position,token_ids[] MissingTokensItem.known_length
         DraftProbs.token_id_steps[]
         VerifyItem.base_position,suffix_token_ids[],draft_token_ids[] CommitItem.committed_length,suffix_token_ids[]
-        VerificationResultItem.recovered_token_ids[],cached_prompt_tokens Logprobs,TokenLogprobs.top_token_ids[]
+        VerificationResultItem.recovered_token_ids[],head_token_ids[],cached_prompt_tokens
+        Logprobs,TokenLogprobs.top_token_ids[]
         NodesItem.root_length Delta.first_output_index,token_ids[] Finished.stop_token_id
         Usage.prompt_tokens,output_tokens Statistics.cached_prompt_tokens""",
     ),
@@ -207,6 +208,19 @@ SPECULATION = (
         8 * types.DRAFT_LENGTH_LIMIT,
         "a float64 for each draft token",
         "VerificationResultItem.target_probs",
+        is_bytes=True,
+    ),
+    Limit(
+        "candidates of heads",
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
+        "HEAD_CANDIDATES of each head for each position",
+        "VerificationResultItem.head_token_ids",
+    ),
+    Limit(
+        "their confidences",
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
+        "a byte for each candidate",
+        "VerificationResultItem.head_confidences",
         is_bytes=True,
     ),
     Limit(

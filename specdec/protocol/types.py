@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.heads import HeadProposals
 
 SEED_LIMIT = 1 << 64
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
@@ -289,13 +290,14 @@ class SamplerOutput(NamedTuple):
     `recovered_token_ids`: one per row, the target's token if no child of the row is accepted. `target_probs`: one per
     draft token under REJECTION, else empty: its probability in what is left of the target distribution of its parent's
     row when the siblings before it are rejected. `draft_logprobs`, `recovered_logprobs`: one per draft token and per
-    row if requested, else empty.
+    row if requested, else empty. `head_proposals`: if requested, and the target has heads.
     """
 
     recovered_token_ids: tuple[int, ...]
     target_probs: tuple[float, ...] = ()
     draft_logprobs: tuple[PositionLogprobs, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
+    head_proposals: HeadProposals | None = None
 
 
 class Verdict(NamedTuple):

@@ -38,7 +38,7 @@ DECIDED = {
     "draft": (),
     "coordinator": ("target", "draft"),
 }
-PATHS = "model", "tokenizer", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
+PATHS = "model", "heads", "tokenizer", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 UNPLACED = "127.0.0.1:1"  # stands for an address until the actor knows its node
 
 Labels = dict[Annotated[str, Field(min_length=1)], str]

@@ -24,7 +24,7 @@ from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.runner import Answer, Payload, Sampler
+from specdec.engine.runner import Answer, HiddenReader, Payload, Sampler
 from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, ReplicaUnavailable
 from specdec.protocol.types import Description
@@ -52,12 +52,17 @@ LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process; stream
 OnReady = Callable[[str], None]
 
 
+def no_hidden_reader(_model: CausalModel, _settings: Any) -> None:
+    """Nothing reads the hidden states of the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaKind(Generic[Payload, Answer]):
     """The differences between draft and target: name, service, stream, sampler, and the service for its sessions.
 
     `messages`: the stream's request and response. `sample_piece`: a piece of a step to be timed. `has_stable_rows`: the
     model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
+    `make_hidden_reader`: called with a loaded model and the settings; raises SpecdecError.
     """
 
     name: str
@@ -70,6 +75,7 @@ class ReplicaKind(Generic[Payload, Answer]):
     sample_piece: SamplePiece[Payload]
     has_stable_rows: bool = True
     extra_positions: int = 0
+    make_hidden_reader: Callable[[CausalModel, Any], HiddenReader[Payload, Answer] | None] = no_hidden_reader
 
 
 class ReplicaApp(Generic[Payload, Answer]):
@@ -237,6 +243,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             rows_max=settings.max_num_batched_tokens,
             prompt_rows_max=CPU_PROMPT_ROWS_MAX if description.device == "cpu" else None,
             stepped=self._metrics.stepped,
+            read_hidden=self._kind.make_hidden_reader(model, settings),
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)

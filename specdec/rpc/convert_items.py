@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     FAILURE_TEXT_LENGTH_MAX,
@@ -115,6 +116,8 @@ def _write_verification(item: items.Verification) -> Fields:
         fields["parents"] = item.parents
     if item.trace.trace_id:
         fields["trace"] = trace_to_message(item.trace)
+    if item.wants_heads:
+        fields["want_heads"] = True
     return fields
 
 
@@ -154,6 +157,7 @@ def _verification_from_message(message: target_pb.VerifyItem) -> items.Verificat
         _draft_probs_from_message(message, parents),
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
         parents,
+        wants_heads=message.want_heads,
     ).checked()
 
 
@@ -265,6 +269,20 @@ def _positions_from_message(
     return tuple(map(at, range(count), draft)), tuple(map(at, range(count), recovered))
 
 
+def _heads_from_message(message: target_pb.VerificationResultItem, count: int) -> HeadProposals | None:
+    """Returns the proposals of heads in a result with `count` positions; None without any."""
+    size_max = HEADS_MAX * HEAD_CANDIDATES * (DRAFT_LENGTH_LIMIT + 1)
+    token_ids = tuple(bounded("head_token_ids", message.head_token_ids, size_max))
+    confidences = bounded("head_confidences", message.head_confidences, size_max)
+    if not (token_ids or confidences):
+        return None
+    size = count * HEAD_CANDIDATES
+    if not size or len(confidences) != len(token_ids) or len(token_ids) % size or len(token_ids) > HEADS_MAX * size:
+        sizes = len(token_ids), len(confidences)
+        raise InvalidRequest("head_token_ids", sizes, f"as many ids as bytes, for {count} positions")
+    return HeadProposals(token_ids, confidences, len(token_ids) // size)
+
+
 def _write_result(item: items.VerificationResult) -> Fields:
     fields, output = _result_fields(item), item.output
     fields["recovered_token_ids"] = output.recovered_token_ids
@@ -272,6 +290,9 @@ def _write_result(item: items.VerificationResult) -> Fields:
         fields["target_probs"] = numbers_to_bytes("d", output.target_probs)
     if output.recovered_logprobs:
         fields["logprobs"] = _logprobs_to_message(output)
+    if output.head_proposals is not None:
+        fields["head_token_ids"] = output.head_proposals.token_ids
+        fields["head_confidences"] = output.head_proposals.confidences
     return fields
 
 
@@ -292,7 +313,9 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         message.session,
         message.incarnation,
         message.round_index,
-        SamplerOutput(recovered, target_probs, draft_logprobs, recovered_logprobs),
+        SamplerOutput(
+            recovered, target_probs, draft_logprobs, recovered_logprobs, _heads_from_message(message, len(recovered))
+        ),
         *_sampler_measurements(message),
     )
 

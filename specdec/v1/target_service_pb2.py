@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import types_pb2 as specdec_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"c\n\rVerifyRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.VerifyRequestItem\"\xbd\x01\n\x11VerifyRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06verify\x18\x03 \x01(\x0b\x32\x16.specdec.v1.VerifyItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\xf8\x01\n\nVerifyItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x05 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x06 \x03(\r\x12+\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x16.specdec.v1.DraftProbs\x12\'\n\x05trace\x18\x08 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x0f\n\x07parents\x18\t \x03(\r\"e\n\x0eVerifyResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.specdec.v1.VerifyResponseItem\"\xb3\x01\n\x12VerifyResponseItem\x12\x34\n\x06result\x18\x01 \x01(\x0b\x32\".specdec.v1.VerificationResultItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\x86\x03\n\x16VerificationResultItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x1b\n\x13recovered_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctarget_probs\x18\x05 \x01(\x0c\x12&\n\x08logprobs\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Logprobs\x12\x10\n\x08queue_us\x18\x07 \x01(\r\x12\x12\n\nforward_us\x18\x08 \x01(\r\x12\x13\n\x0bsampling_us\x18\t \x01(\r\x12\x11\n\tstep_rows\x18\n \x01(\r\x12\x15\n\rstep_sessions\x18\x0b \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\x0c \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\r \x01(\r\x12\x12\n\nstep_count\x18\x0e \x01(\r\x12\x13\n\x0bpreemptions\x18\x0f \x01(\r\x12\x11\n\tserver_us\x18\x10 \x01(\x04\"P\n\x08Logprobs\x12\r\n\x05\x64raft\x18\x01 \x01(\x0c\x12\x11\n\trecovered\x18\x02 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x01(\x0c\x32\x9b\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/v1/target_service.proto\x12\nspecdec.v1\x1a\x16specdec/v1/types.proto\"c\n\rVerifyRequest\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12,\n\x05items\x18\x02 \x03(\x0b\x32\x1d.specdec.v1.VerifyRequestItem\"\xbd\x01\n\x11VerifyRequestItem\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.specdec.v1.OpenItemH\x00\x12(\n\x06\x65xtend\x18\x02 \x01(\x0b\x32\x16.specdec.v1.ExtendItemH\x00\x12(\n\x06verify\x18\x03 \x01(\x0b\x32\x16.specdec.v1.VerifyItemH\x00\x12&\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x15.specdec.v1.CloseItemH\x00\x42\x06\n\x04item\"\x8c\x02\n\nVerifyItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\x18\n\x10suffix_token_ids\x18\x05 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x06 \x03(\r\x12+\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x16.specdec.v1.DraftProbs\x12\'\n\x05trace\x18\x08 \x01(\x0b\x32\x18.specdec.v1.TraceContext\x12\x0f\n\x07parents\x18\t \x03(\r\x12\x12\n\nwant_heads\x18\n \x01(\x08\"e\n\x0eVerifyResponse\x12$\n\x05stamp\x18\x01 \x01(\x0b\x32\x15.specdec.v1.LinkStamp\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.specdec.v1.VerifyResponseItem\"\xb3\x01\n\x12VerifyResponseItem\x12\x34\n\x06result\x18\x01 \x01(\x0b\x32\".specdec.v1.VerificationResultItemH\x00\x12\x37\n\x0emissing_tokens\x18\x02 \x01(\x0b\x32\x1d.specdec.v1.MissingTokensItemH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.specdec.v1.ErrorItemH\x00\x42\x06\n\x04item\"\xb8\x03\n\x16VerificationResultItem\x12\x0f\n\x07session\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0bround_index\x18\x03 \x01(\r\x12\x1b\n\x13recovered_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctarget_probs\x18\x05 \x01(\x0c\x12&\n\x08logprobs\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Logprobs\x12\x10\n\x08queue_us\x18\x07 \x01(\r\x12\x12\n\nforward_us\x18\x08 \x01(\r\x12\x13\n\x0bsampling_us\x18\t \x01(\r\x12\x11\n\tstep_rows\x18\n \x01(\r\x12\x15\n\rstep_sessions\x18\x0b \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\x0c \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\r \x01(\r\x12\x12\n\nstep_count\x18\x0e \x01(\r\x12\x13\n\x0bpreemptions\x18\x0f \x01(\r\x12\x11\n\tserver_us\x18\x10 \x01(\x04\x12\x16\n\x0ehead_token_ids\x18\x11 \x03(\r\x12\x18\n\x10head_confidences\x18\x12 \x01(\x0c\"P\n\x08Logprobs\x12\r\n\x05\x64raft\x18\x01 \x01(\x0c\x12\x11\n\trecovered\x18\x02 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x01(\x0c\x32\x9b\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12\x45\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1c.specdec.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUESTITEM']._serialized_start=173
   _globals['_VERIFYREQUESTITEM']._serialized_end=362
   _globals['_VERIFYITEM']._serialized_start=365
-  _globals['_VERIFYITEM']._serialized_end=613
-  _globals['_VERIFYRESPONSE']._serialized_start=615
-  _globals['_VERIFYRESPONSE']._serialized_end=716
-  _globals['_VERIFYRESPONSEITEM']._serialized_start=719
-  _globals['_VERIFYRESPONSEITEM']._serialized_end=898
-  _globals['_VERIFICATIONRESULTITEM']._serialized_start=901
-  _globals['_VERIFICATIONRESULTITEM']._serialized_end=1291
-  _globals['_LOGPROBS']._serialized_start=1293
-  _globals['_LOGPROBS']._serialized_end=1373
-  _globals['_TARGETSERVICE']._serialized_start=1376
-  _globals['_TARGETSERVICE']._serialized_end=1531
+  _globals['_VERIFYITEM']._serialized_end=633
+  _globals['_VERIFYRESPONSE']._serialized_start=635
+  _globals['_VERIFYRESPONSE']._serialized_end=736
+  _globals['_VERIFYRESPONSEITEM']._serialized_start=739
+  _globals['_VERIFYRESPONSEITEM']._serialized_end=918
+  _globals['_VERIFICATIONRESULTITEM']._serialized_start=921
+  _globals['_VERIFICATIONRESULTITEM']._serialized_end=1361
+  _globals['_LOGPROBS']._serialized_start=1363
+  _globals['_LOGPROBS']._serialized_end=1443
+  _globals['_TARGETSERVICE']._serialized_start=1446
+  _globals['_TARGETSERVICE']._serialized_end=1601
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class VerifyRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., verify: _Optional[_Union[VerifyItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents")
+    __slots__ = ("session", "incarnation", "round_index", "base_position", "suffix_token_ids", "draft_token_ids", "draft_probs", "trace", "parents", "want_heads")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class VerifyItem(_message.Message):
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    WANT_HEADS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -47,7 +48,8 @@ class VerifyItem(_message.Message):
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftProbs]
     trace: _types_pb2.TraceContext
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    want_heads: bool
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., base_position: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.DraftProbs, _Mapping]]] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ..., want_heads: bool = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("stamp", "items")
@@ -68,7 +70,7 @@ class VerifyResponseItem(_message.Message):
     def __init__(self, result: _Optional[_Union[VerificationResultItem, _Mapping]] = ..., missing_tokens: _Optional[_Union[_types_pb2.MissingTokensItem, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorItem, _Mapping]] = ...) -> None: ...
 
 class VerificationResultItem(_message.Message):
-    __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us")
+    __slots__ = ("session", "incarnation", "round_index", "recovered_token_ids", "target_probs", "logprobs", "queue_us", "forward_us", "sampling_us", "step_rows", "step_sessions", "active_sessions", "cached_prompt_tokens", "step_count", "preemptions", "server_us", "head_token_ids", "head_confidences")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +87,8 @@ class VerificationResultItem(_message.Message):
     STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SERVER_US_FIELD_NUMBER: _ClassVar[int]
+    HEAD_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     round_index: int
@@ -101,7 +105,9 @@ class VerificationResultItem(_message.Message):
     step_count: int
     preemptions: int
     server_us: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., recovered_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., preemptions: _Optional[int] = ..., server_us: _Optional[int] = ...) -> None: ...
+    head_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    head_confidences: bytes
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., round_index: _Optional[int] = ..., recovered_token_ids: _Optional[_Iterable[int]] = ..., target_probs: _Optional[bytes] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., step_rows: _Optional[int] = ..., step_sessions: _Optional[int] = ..., active_sessions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., step_count: _Optional[int] = ..., preemptions: _Optional[int] = ..., server_us: _Optional[int] = ..., head_token_ids: _Optional[_Iterable[int]] = ..., head_confidences: _Optional[bytes] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("draft", "recovered", "top_token_ids", "top")

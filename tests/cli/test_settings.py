@@ -244,3 +244,9 @@ def test_an_unknown_command_is_refused():
     """One line with all commands."""
     with pytest.raises(UsageError, match="^sreve is not a command; choose from serve, target, draft"):
         run_command(["sreve"])
+
+
+def test_serve_gives_its_heads_to_the_target_alone() -> None:
+    """Claim: `specdec serve --heads DIR` is the target's `--heads DIR`; without it there are none."""
+    assert read("serve", "--heads", "folder").target_settings().heads == "folder"
+    assert read("serve").target_settings().heads == "none" and "heads" not in DraftSettings.model_fields

@@ -24,7 +24,7 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 NETWORK_LIBRARIES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status")
 CLOCKS_AND_CHANCE = ("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid", "os", "socket")
 # Plain values and pure functions of the protocol, which every package may use; tree, session and policy are machines.
-VALUE_MODULES = ("types", "items", "request", "report", "limits", "noise", "fingerprint", "shape")
+VALUE_MODULES = ("types", "items", "request", "report", "limits", "noise", "fingerprint", "shape", "heads")
 VALUES = tuple(f"specdec.protocol.{name}" for name in VALUE_MODULES)
 # Where generated types may be named beside rpc/convert*.py: the edges that register methods and open streams.
 EDGES_OF_THE_WIRE = frozenset(
@@ -74,7 +74,13 @@ TABLE = (
     ),
     Imports(
         "specdec.engine",
-        ("specdec.errors", "specdec.folders", "specdec.protocol.types", "specdec.protocol.fingerprint"),
+        (
+            "specdec.errors",
+            "specdec.folders",
+            "specdec.protocol.types",
+            "specdec.protocol.heads",
+            "specdec.protocol.fingerprint",
+        ),
         NETWORK_LIBRARIES + ("asyncio", "pydantic"),
     ),
     Imports("specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),

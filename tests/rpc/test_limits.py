@@ -14,6 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
+from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.limits import LIMITS
 from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
@@ -67,6 +68,7 @@ def test_every_field_has_one_limit() -> None:
 PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), stop_token_ids=(1,))
 PROBS = DraftProbs((1, 2), (65535, 32767))
 POSITION = PositionLogprobs(-1.0, (1,), (-1.0,))
+HEADS = HeadProposals((1, 2, 3, 4), bytes(4), 1)
 TRACE = items.Trace(bytes(16), bytes(8))
 VALID = (
     (target_pb.VerifyRequest, items.Open(1, 1, PARAMS, 10, 7, TRACE, "salt")),
@@ -75,7 +77,12 @@ VALID = (
     (target_pb.VerifyResponse, items.Failure(1, 1, 3, "reason", "message", "field")),
     (
         target_pb.VerifyResponse,
-        items.VerificationResult(1, 1, 0, SamplerOutput((1, 2), (0.5,), (POSITION,), (POSITION, POSITION))),
+        items.VerificationResult(
+            1,
+            1,
+            0,
+            SamplerOutput((1, 2), (0.5,), (POSITION,), (POSITION, POSITION), HEADS),
+        ),
     ),
     (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE)),
     (draft_pb.DraftResponse, items.Nodes(1, 1, 1, 9, (items.DraftNode(1, 0, 2, True, PROBS),))),
@@ -211,7 +218,9 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(draft_pb.DraftRequest, items.Commit(*name, 9000, many * 2048, 64))
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, tuple(nodes)))
     position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
-    output = SamplerOutput(many * 65, (0.5,) * 64, (position,) * 64, (position,) * 65)
+    candidate_count = 65 * HEADS_MAX * HEAD_CANDIDATES
+    heads = HeadProposals(many * candidate_count, bytes(candidate_count), HEADS_MAX)
+    output = SamplerOutput(many * 65, (0.5,) * 64, (position,) * 64, (position,) * 65, heads)
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
 
 

@@ -173,10 +173,12 @@ class DeviceBackend:
             self._graphs[plan].replay()
             result = fixed_part(self._results, plan)
             logits = result.logits[: batch.logit_count].clone()  # the next step of any shape overwrites them
+            hidden = None if result.hidden is None else result.hidden[: batch.logit_count].clone()
         else:
             result = compute(self._input(self._exact.send(plan)))
             logits = result.logits[: batch.logit_count]
-        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count))
+            hidden = None if result.hidden is None else result.hidden[: batch.logit_count]
+        return StepOutput(logits, FiniteFlags(batch, result.is_finite, plan.row_count), hidden)
 
     def _measured_drift(self, compute: Compute) -> float:
         """Returns the drift, measured on blocks without a holder, which are zeroed afterwards."""
@@ -213,6 +215,8 @@ class DeviceBackend:
             place = fixed_part(self._results, shape)
             place.logits.copy_(result.logits)
             place.is_finite.copy_(result.is_finite)
+            if place.hidden is not None and result.hidden is not None:
+                place.hidden.copy_(result.hidden)
 
         def prepare(shape: StepShape) -> Callable[[], None]:
             self._fixed.fill(RaggedBatch(()), shape)  # padding only
@@ -229,7 +233,8 @@ class DeviceBackend:
         logit_count = max(shape.logit_count for shape in self._shapes)
         flag_count = max(shape.row_count + shape.logit_count for shape in self._shapes)
         logits = like.logits.new_empty(logit_count, like.logits.shape[1])
-        return StepResult(logits, like.is_finite.new_empty(flag_count))
+        hidden = None if like.hidden is None else like.hidden.new_empty(logit_count, like.hidden.shape[1])
+        return StepResult(logits, like.is_finite.new_empty(flag_count), hidden)
 
     def _input(self, step: StepTensors) -> StepInput:
         assert self._storage is not None
@@ -243,4 +248,6 @@ class DeviceBackend:
 
 def fixed_part(results: StepResult, shape: StepShape) -> StepResult:
     """Returns the views of a captured shape's results."""
-    return StepResult(results.logits[: shape.logit_count], results.is_finite[: shape.row_count + shape.logit_count])
+    count = shape.logit_count
+    hidden = None if results.hidden is None else results.hidden[:count]
+    return StepResult(results.logits[:count], results.is_finite[: shape.row_count + count], hidden)

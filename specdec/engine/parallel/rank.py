@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import transformers
@@ -21,7 +22,7 @@ from specdec.engine.architectures import check_supported
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_share
+from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
 from specdec.engine.parallel.watch import Loss
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
@@ -54,7 +55,8 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
     group = join(place, _facts(source, folder), ending, source.is_cuda)
     try:
         name, device = source.path_or_hub_id, source.torch_device
-        return LeaderModel(load_share(name, folder, source.dtype, device, group, progress), group)
+        share = load_share(name, folder, source.dtype, device, group, progress)
+        return LeaderModel(share, group, partial(load_output, name, folder, source.dtype, share))
     except BaseException as error:
         group.watch.fail(place.rank, error)
         raise

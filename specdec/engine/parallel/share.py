@@ -8,11 +8,12 @@ states, so it ends all ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
-from specdec.engine.cpu_backend import CpuBackend
+from specdec.engine.cpu_backend import CpuBackend, of_any_width
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
@@ -20,8 +21,8 @@ from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
-from specdec.engine.parallel.weights import empty_model, fill
-from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of
+from specdec.engine.parallel.weights import empty_model, fill, output_alone
+from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of, output_layer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused
 
@@ -53,6 +54,14 @@ def load_share(
     # Captured graphs across GPUs are not supported, so a share runs without them.
     backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True, True)
     return TransformersModel(model, description, dtype, share, backend)
+
+
+def load_output(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Module:
+    """Returns the whole output layer of the model of which `model` is a share, for rows that rank 0 alone computes."""
+    whole = output_alone(name, folder, dtype_of(folder.config, dtype_name, model.backend.device))
+    whole.get_output_embeddings().requires_grad_(False).to(model.backend.device)
+    columns = torch.arange(model.description.vocabulary_size)
+    return of_any_width(output_layer(whole, columns, model.backend))
 
 
 def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
@@ -87,15 +96,19 @@ class LeaderStorage:
 
 
 class LeaderModel:
-    """The CausalModel of rank 0: its own share, and the commands to the other ranks."""
+    """The CausalModel of rank 0: its own share, and the commands to the other ranks.
 
-    def __init__(self, model: TransformersModel, group: RankGroup) -> None:
+    `load_output` loads the whole output layer: that of the share is a part.
+    """
+
+    def __init__(self, model: TransformersModel, group: RankGroup, load_output: Callable[[], nn.Module]) -> None:
         if group.sender is None:
             raise ValueError("only rank 0 leads")
         self.description = model.description
         self._model = model
         self._group = group
         self._sender = group.sender
+        self._load_output = load_output
         self._block_count = 0
         self._block_size = 1
 
@@ -109,6 +122,15 @@ class LeaderModel:
         """Bytes on all ranks that share this machine's memory."""
         own = self._model.cache_bytes_per_position
         return own * self._group.place.rank_count if self._group.is_on_one_machine else own
+
+    @property
+    def hidden_size(self) -> int:
+        return self._model.hidden_size
+
+    def return_hidden(self) -> nn.Module:
+        """See `HiddenStates`. All ranks have the same hidden states; rank 0 returns its own."""
+        self._model.returns_hidden = True
+        return self._load_output()
 
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))

@@ -6,7 +6,7 @@ its pages can leave memory. Names are matched by the rules of `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,24 +36,46 @@ def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transform
     return model
 
 
+def output_alone(name: str, folder: ModelFolder, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Returns an `empty_model` with the weights of its output layer, whole. Raises ModelRefused if one is missing."""
+    model = empty_model(name, folder, dtype)
+    output = model.get_output_embeddings()
+    (path,) = [path for path, module in model.named_modules() if module is output]
+    paths = [f"{path}.{own}" for own, _ in output.named_parameters()]
+    _load(name, model, folder, paths, {}, lambda what, share: None)
+    return model
+
+
 def fill(name: str, model: transformers.PreTrainedModel, folder: ModelFolder, split: Split, progress: Progress) -> None:
     """Reads this rank's part of every parameter of an `empty_model`. Raises ModelRefused if one is missing."""
+    paths = [path for path, _ in model.named_parameters(remove_duplicate=False)]
+    _load(name, model, folder, paths, split.cuts, progress)
+    _fill_buffers(model)
+
+
+def _load(
+    name: str,
+    model: transformers.PreTrainedModel,
+    folder: ModelFolder,
+    paths: Sequence[str],
+    cuts: Mapping[str, Cut],
+    progress: Progress,
+) -> None:
+    """Reads these parameters, of those in `cuts` a part only."""
     sources = _sources(model, folder)
     tied = _tied_name(model)
     loaded: dict[str, nn.Parameter] = {}
-    names = [path for path, _ in model.named_parameters(remove_duplicate=False)]
-    for index, path in enumerate(names):
+    for index, path in enumerate(paths):
         source = path if path in sources else tied.get(path, path)
         if source not in sources:
             raise ModelRefused(f"{name}: the weights lack {path}")
         if source not in loaded:
             file, stored_name = sources[source]
             shape = model.get_parameter(source).shape
-            weight = _read(name, file, stored_name, split.cuts.get(source), shape)
+            weight = _read(name, file, stored_name, cuts.get(source), shape)
             loaded[source] = nn.Parameter(weight.to(model.dtype), requires_grad=False)
         _put(model, path, loaded[source])
-        progress("loading weights", (index + 1) / len(names))
-    _fill_buffers(model)
+        progress("loading weights", (index + 1) / len(paths))
 
 
 def _sources(model: transformers.PreTrainedModel, folder: ModelFolder) -> dict[str, tuple[Path, str]]:

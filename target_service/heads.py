@@ -1,0 +1,76 @@
+"""Heads on the target: their proposals for the verifications that want them, beside the sampler output.
+
+They decide no text, so their numbers need no stable bits; nothing is computed for a step without such a verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from specdec.config import HeadSettings
+from specdec.decoding.verification import VerificationRequest
+from specdec.engine.heads import Heads, load_heads
+from specdec.engine.interface import CausalModel, HiddenStates
+from specdec.errors import ConfigError
+from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HeadProposals
+from specdec.protocol.types import SamplerOutput
+
+NO_HEADS = "none"
+
+
+def load_head_proposer(model: CausalModel, settings: HeadSettings) -> HeadProposer | None:
+    """Returns the proposer of the heads in the settings' folder; None without. Raises ConfigError for a model without
+    hidden states, ModelRefused for heads that do not belong to the model."""
+    if settings.heads == NO_HEADS:
+        return None
+    if not isinstance(model, HiddenStates):
+        name = model.description.model_name
+        raise ConfigError(f"--heads is {settings.heads}; {name} has no hidden states, so it must be {NO_HEADS}")
+    folder = Path(settings.heads).expanduser()
+    heads = load_heads(folder, model.description.model_digest, model.hidden_size)
+    return HeadProposer(heads, model.return_hidden())
+
+
+class HeadProposer:
+    """Adds proposals to sampler outputs. `output`: the target's output layer, [rows, hidden] -> [rows, vocab]."""
+
+    def __init__(self, heads: Heads, output: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._heads = heads
+        self._output = output
+
+    def __call__(
+        self,
+        requests: Sequence[VerificationRequest],
+        hidden: Sequence[torch.Tensor],
+        outputs: Sequence[SamplerOutput],
+    ) -> Sequence[SamplerOutput]:
+        """Returns the outputs, those of requests that want heads with proposals. hidden: of each request's rows."""
+        asked = [index for index, request in enumerate(requests) if request.wants_heads]
+        if not asked:
+            return outputs
+        token_ids, confidences = self.propose(torch.cat([hidden[index] for index in asked]))
+        found, first = list(outputs), 0
+        for index in asked:
+            size = len(hidden[index]) * self._heads.head_count * HEAD_CANDIDATES
+            own = slice(first, first + size)
+            proposals = HeadProposals(tuple(token_ids[own]), bytes(confidences[own]), self._heads.head_count)
+            found[index], first = outputs[index]._replace(head_proposals=proposals), first + size
+        return found
+
+    def propose(self, hidden: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Returns token ids and confidences, each [rows, heads, HEAD_CANDIDATES] in row-major order.
+
+        hidden: [rows, hidden], of the model's type.
+        """
+        if self._heads.weight.device != hidden.device:
+            self._heads.to(hidden.device)
+        inputs = self._heads(hidden.float()).flatten(0, 1).to(hidden.dtype)
+        logits = self._output(inputs)  # [rows * heads, vocab] float32
+        values, token_ids = logits.topk(HEAD_CANDIDATES)
+        probabilities = (values - logits.logsumexp(1, keepdim=True)).exp()
+        confidences = (probabilities * HEAD_CONFIDENCE_MAX).nan_to_num().clamp(0, HEAD_CONFIDENCE_MAX).long()
+        both = torch.stack([token_ids, confidences]).flatten(1).tolist()  # one copy to the host
+        return both[0], both[1]

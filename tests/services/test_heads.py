@@ -1,0 +1,198 @@
+"""Heads on the target through a real target process: the proposals that a verification gets, and what is refused.
+
+The stream is opened by the test itself: it sends only what a test says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import silu
+
+from specdec.cli.processes import Child, start
+from specdec.config import TargetSettings
+from specdec.engine.heads import Heads, save_heads
+from specdec.engine.model_folder import open_model_folder
+from specdec.errors import ConfigError
+from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
+from specdec.protocol.items import Failure, Open, Verification, VerificationResult
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.rpc.convert_items import item_from_message, item_to_bytes
+from specdec.v1 import target_service_pb2 as target_pb
+from tests.support.engine_models import make_tiny_model, model_class, random_tokens
+
+HEAD_COUNT, HIDDEN_SIZE, VOCABULARY_SIZE = 3, 64, 288
+GREEDY = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=1, temperature=0.0)
+COUPLED = ResolvedSamplingParams(Rule.COUPLED, seed=9, prompt_length=1, temperature=1.0)
+PROMPTS = (random_tokens(9, 1), random_tokens(21, 2), random_tokens(4, 3))
+DRAFT = tuple(random_tokens(3, 4))
+
+
+class Stream:
+    """One stream to a target."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._requests: queue.Queue[bytes | None] = queue.Queue()
+        method = self._channel.stream_stream("/specdec.v1.TargetService/Verify")
+        self._answers = method(iter(self._requests.get, None), timeout=60.0)
+
+    def ask(self, *items: Open | Verification) -> list[VerificationResult | Failure]:
+        """Sends items in one message; returns as many answers as there are verifications."""
+        self._requests.put(b"".join(item_to_bytes(target_pb.VerifyRequest, item) for item in items))
+        found: list[VerificationResult | Failure] = []
+        while len(found) < sum(isinstance(item, Verification) for item in items):
+            found += map(item_from_message, target_pb.VerifyResponse.FromString(next(self._answers)).items)
+        return found
+
+    def close(self) -> None:
+        self._answers.cancel()
+        self._requests.put(None)
+        self._channel.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def heads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random heads of the model, each of them sure of some tokens."""
+    own = Heads(HEAD_COUNT, HIDDEN_SIZE).requires_grad_(False)
+    own.weight.copy_(torch.randn(own.weight.shape, generator=torch.Generator().manual_seed(7)) / 4)
+    folder = tmp_path_factory.mktemp("heads")
+    save_heads(own, folder, open_model_folder(str(model)).digest())
+    return folder
+
+
+@contextlib.contextmanager
+def target(model: Path, heads: Path | str, **more: int) -> Iterator[Child]:
+    """A running target."""
+    settings = TargetSettings(model=str(model), heads=str(heads), port=0, threads=1, device="cpu", **more)
+    child = start("target", settings)
+    try:
+        child.wait_ready()
+        yield child
+    finally:
+        child.stop()
+
+
+@contextlib.contextmanager
+def stream(model: Path, heads: Path | str, **more: int) -> Iterator[Stream]:
+    """A stream to a target of its own."""
+    with target(model, heads, **more) as child, contextlib.closing(Stream(child.address)) as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def running_target(model: Path, heads: Path) -> Iterator[Child]:
+    with target(model, heads) as child:
+        yield child
+
+
+@pytest.fixture
+def with_heads(running_target: Child) -> Iterator[Stream]:
+    """A stream of one test, to a target that serves all: a stream ends when nothing is sent for seconds."""
+    with contextlib.closing(Stream(running_target.address)) as own:
+        yield own
+
+
+def opened(session: int, params: ResolvedSamplingParams = GREEDY) -> Open:
+    return Open(session, 1, params, 64, VOCABULARY_SIZE)
+
+
+def verification(session: int, prompt: list[int], wants: bool, parents: tuple[int, ...] = ()) -> Verification:
+    return Verification(session, 1, 0, len(prompt), tuple(prompt), DRAFT, parents=parents, wants_heads=wants)
+
+
+def expected(model: Path, heads: Path, prompt: list[int], paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Probabilities of the heads after the prompt and each path of draft tokens, from `transformers` and the formula.
+    # [rows, heads, vocabulary]"""
+    plain = model_class("llama").from_pretrained(model, dtype=torch.float32).eval()
+    weights = {name: value.float() for name, value in load_file(heads / "heads.safetensors").items()}
+    with torch.inference_mode():
+        texts = [torch.tensor([[*prompt, *path]]) for path in paths]
+        x = torch.stack([plain.base_model(text).last_hidden_state[0, -1] for text in texts])
+        each = [x + silu(x @ weights["weight"][head] + weights["bias"][head]) for head in range(HEAD_COUNT)]
+        return plain.lm_head(torch.stack(each, 1))[..., :VOCABULARY_SIZE].softmax(-1)
+
+
+def check_proposals(found: HeadProposals, probabilities: torch.Tensor) -> None:
+    """Candidates are the likeliest two, in order; confidences their probabilities times 255, rounded down; near ties
+    and near borders may fall either way."""
+    rows = len(DRAFT) + 1
+    assert found.head_count == HEAD_COUNT and len(found.token_ids) == rows * HEAD_COUNT * HEAD_CANDIDATES
+    for row in range(rows):
+        for head, candidates in enumerate(found.after(row)):
+            top = probabilities[row, head].topk(HEAD_CANDIDATES)
+            for candidate, wanted in zip(candidates, top.values.tolist()):
+                own = float(probabilities[row, head, candidate.token_id])
+                assert abs(own - wanted) < 1e-4, (row, head)
+                assert int(255 * own - 0.1) <= candidate.confidence <= int(255 * own + 0.1)
+    first = torch.tensor(found.token_ids).view(rows, HEAD_COUNT, HEAD_CANDIDATES)[..., 0]
+    assert len(set(first.flatten().tolist())) > 4, "the proposals are varied, so a wrong row would show"
+
+
+@pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=[pytest.mark.more, pytest.mark.lengthy])])
+def test_every_row_has_the_proposals_of_plain_torch(model: Path, heads: Path, rank_count: int) -> None:
+    """Claim: sessions of one step that want proposals get those of their own rows, the likeliest two tokens of every
+    head with their probabilities, under two rules, after chains and after each node of a tree; on one rank and on two.
+    Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text."""
+    with stream(model, heads, tensor_parallel_size=rank_count) as own:
+        opens = [opened(session, (GREEDY, COUPLED, GREEDY)[session - 1]) for session in (1, 2, 3)]
+        asks = [verification(session, prompt, True) for session, prompt in enumerate(PROMPTS[:2], 1)]
+        asks.append(verification(3, PROMPTS[2], True, parents=(0, 1, 0)))
+        for answer in own.ask(*opens, *asks):
+            paths = [DRAFT[:length] for length in range(len(DRAFT) + 1)]
+            if answer.session == 3:
+                paths[3] = DRAFT[2:]
+            wanted = expected(model, heads, PROMPTS[answer.session - 1], paths)
+            check_proposals(answer.output.head_proposals, wanted)
+
+
+def test_only_who_asks_gets_proposals_and_they_change_nothing_else(with_heads: Stream, model: Path) -> None:
+    """Claim: of two sessions of one step with the same tokens only the one that wants proposals has some, and their
+    recovered tokens are equal; a target without heads answers the same request without proposals."""
+    asks: list[Open | Verification] = [opened(11, COUPLED), opened(12, COUPLED)]
+    asks += [verification(11, PROMPTS[0], True), verification(12, PROMPTS[0], False)]
+    answers = {answer.session: answer.output for answer in with_heads.ask(*asks)}
+    assert answers[11].head_proposals is not None and answers[12].head_proposals is None
+    assert answers[11]._replace(head_proposals=None) == answers[12]
+    with stream(model, "none") as without:
+        (answer,) = without.ask(opened(1, COUPLED), verification(1, PROMPTS[0], True))
+    assert answer.output == answers[12]
+
+
+def test_a_round_sent_again_has_its_proposals_again(with_heads: Stream) -> None:
+    """Claim: the same round is answered from memory with its proposals; asked without them it is another question and
+    refused, as with other tokens (design, section 4)."""
+    ask = verification(21, PROMPTS[1], True)
+    (first,) = with_heads.ask(opened(21), ask)
+    (again,) = with_heads.ask(ask)
+    assert again == first and again.output.head_proposals
+    (refused,) = with_heads.ask(verification(21, PROMPTS[1], False))
+    assert isinstance(refused, Failure) and refused.field == "round_index"
+
+
+def test_heads_of_another_target_and_no_heads_are_refused_before_serving(
+    model: Path, heads: Path, table_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Claim: a target with heads of another one, with a folder without heads, or without hidden states, does not
+    serve; its error names folder and reason."""
+    other = make_tiny_model(tmp_path / "other", "llama", seed=1)
+    for folder, own, sentence in (
+        (other, heads, f"{heads} has heads of another target"),
+        (model, tmp_path, f"{tmp_path} has no heads.json"),
+        (table_models[0], heads, f"--heads is {heads}; table model (protocol tests only) has no hidden states"),
+    ):
+        with pytest.raises(ConfigError) as refused, target(folder, own):
+            pass
+        assert sentence in str(refused.value)
