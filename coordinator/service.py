@@ -176,7 +176,7 @@ class Coordinator:
         length_max = len(prompt) + walker.max_tokens
         number, size = next(self._numbers), target.vocabulary_size
         session = Session(number, params, length_max, size, policy, committed, request.cache_salt)
-        session.proposers = proposers
+        session.proposers, session.asks_heads = proposers, Proposer.HEADS in self._speculation.allowed(request)
         session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
         session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)

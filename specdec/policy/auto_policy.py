@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from specdec.policy.policy import Plan, Prediction
 from specdec.policy.table import EXPLORATION_SHARE, Line, Table, probability
 from specdec.protocol.report import RoundRecord
+from specdec.protocol.types import Proposer
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
 CHANGE_GAIN = 1.015  # least ratio of worths for a change of plan: it loses the draft tokens under way
@@ -28,6 +29,8 @@ START_S = 0.3  # longest time before the first draft token (the draft reads the 
 OWN_CREDIT_ROUNDS = 3.0
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
+HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64
+HEADS_LEAST = 0.15  # accepted tokens of heads in a round: measured, three heads take a tenth of a step
 LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of accepted tokens of local proposers
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
@@ -55,6 +58,8 @@ class AutoPolicy:
         self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
         self._local_accepted = table.local_accepted
+        self._heads_accepted, self._heads_asked = HEADS_GUESS, False
+        self.wants_heads = True
         self._surprise = self._variance = 0.0
         self._exploration: Exploration | None = None
         self._exploration_rounds, self._exploration_loss_s = 0, 0.0
@@ -87,6 +92,7 @@ class AutoPolicy:
         self._credit_s += EXPLORATION_SHARE * record.round_s
         self._exploration_rounds += self._exploration is not None
         if record.plan.draft_length_max:
+            self._learn_heads(record)
             self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
             self._table.local_accepted += LOCAL_TABLE_GAIN * (self._local_accepted - self._table.local_accepted)
         if record.plan == self._plan and self._counts(record):
@@ -95,6 +101,16 @@ class AutoPolicy:
             self._table.measure(self._line, record, self._level)
         if record.round_index >= self._review_round and record.end_s >= self._review_s:
             self._review(record)
+
+    def _learn_heads(self, record: RoundRecord) -> None:
+        """Heads take their time in every step that asks for them: they are asked while enough of their tokens are
+        accepted, and now and then to find out."""
+        if self._heads_asked:
+            count = record.accepted_proposers.count(Proposer.HEADS)
+            self._heads_accepted += HEADS_GAIN * (count - self._heads_accepted)
+        self._heads_asked = self.wants_heads
+        is_due = record.round_index % HEADS_EVERY == 0
+        self.wants_heads = self.is_speculating and (self._heads_accepted >= HEADS_LEAST or is_due)
 
     def _counts(self, record: RoundRecord) -> bool:
         """Whether draft tokens of the plan in force can have arrived in this round."""

@@ -126,9 +126,8 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
     remote = node.remote
     for run, place in node.runs:
         if place < len(run.token_ids):
-            features = run_features(run, place, rule)
-            strength = run.strength + place
-            probability = calibration.probability(features, strength / (strength + MATCH_HALF))
+            features, prior = run_features(run, place, rule)
+            probability = calibration.probability(features, prior)
             _file(found, run.token_ids[place], probability, run.proposer, features)
     if rule is Rule.REJECTION:
         for own in found:
@@ -191,11 +190,15 @@ def _by_probability(nodes: list[_Node]) -> list[_Node]:
     return nodes if len(nodes) < 2 else sorted(nodes, key=lambda node: -node.own)
 
 
-def run_features(run: Run, place: int, rule: Rule) -> Hashable:
-    """Returns the features of a run's token: its proposer, the rank of the run, the length of the match before it."""
+def run_features(run: Run, place: int, rule: Rule) -> tuple[Hashable, float]:
+    """Returns the features of a run's token, and the prior of its probability: its proposer, the rank of the run, and
+    the length of the match before it, or its place and confidence."""
+    if run.confidences:
+        confidence = run.confidences[place]
+        return (run.proposer, rule.value, run.rank, place, confidence), BIN_CONFIDENCES[confidence - 1]
     strength = run.strength + place
     edge = next((edge for edge in reversed(STRENGTH_EDGES) if edge <= strength), 0)
-    return run.proposer, rule.value, run.rank, edge
+    return (run.proposer, rule.value, run.rank, edge), strength / (strength + MATCH_HALF)
 
 
 def node_features(rule: Rule, node: TreeNode) -> tuple[Hashable, float]:

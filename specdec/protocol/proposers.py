@@ -10,8 +10,11 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
+from specdec.protocol.calibration import confidence_bin
+from specdec.protocol.heads import HEAD_CONFIDENCE_MAX, HeadProposals
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer
 
 RUN_LENGTH_MAX = DRAFT_LENGTH_LIMIT // 2  # of a run: the policy verifies what is worth its rows
@@ -27,12 +30,13 @@ START_STRENGTH = 8  # of a prediction before any output: as sure as a match of t
 
 class Run(NamedTuple):
     """Tokens that may follow the committed ones. `strength`: length of the match that they continue; `rank`: 0 for the
-    proposer's first choice."""
+    proposer's first choice; `confidences`: of each token, as a bin, from a proposer that knows them."""
 
     proposer: Proposer
     token_ids: tuple[int, ...]
     strength: int
     rank: int = 0
+    confidences: tuple[int, ...] = ()
 
 
 class LocalProposer(Protocol):
@@ -141,6 +145,22 @@ class PredictionProposer:
             return []
         found = tuple(prediction[self._place : self._place + RUN_LENGTH_MAX])
         return [Run(Proposer.PREDICTION, found, self._strength)] if found else []
+
+
+def head_runs(proposals: HeadProposals | None, row: int, vocabulary_size: int) -> list[Run]:
+    """Returns the proposals of the target's heads after a row as runs: the likeliest token of each head, and the first
+    head's second. Tokens beyond the vocabulary end a run."""
+    heads = [] if proposals is None else proposals.after(row)
+    if not heads:
+        return []
+    first = list(takewhile(lambda token: token.token_id < vocabulary_size, (candidates[0] for candidates in heads)))
+    runs = []
+    for rank, tokens in enumerate((first, heads[0][1:2])):
+        token_ids = tuple(token.token_id for token in tokens)
+        if token_ids and max(token_ids) < vocabulary_size:
+            bins = tuple(confidence_bin(token.confidence / HEAD_CONFIDENCE_MAX) for token in tokens)
+            runs.append(Run(Proposer.HEADS, token_ids, 0, rank, bins))
+    return runs
 
 
 class SuffixStore:

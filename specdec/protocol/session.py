@@ -28,7 +28,7 @@ from specdec.protocol.items import (
     catch_up,
 )
 from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
-from specdec.protocol.proposers import LocalProposer
+from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.shape import check_shape, children
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
@@ -69,6 +69,7 @@ class Session:
     `plan` comes from the policy once a round, at the commit of the round before it, and stays until the next commit.
     `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
     learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
+    `asks_heads`: verifications ask for the proposals of the target's heads, until it shows that it has none.
     """
 
     number: int
@@ -82,6 +83,7 @@ class Session:
     path_max: int = 1
     calibration: Calibration = field(default_factory=Calibration)
     offer: Offer = NOTHING
+    asks_heads: bool = False
     round_index: int = 0
     in_flight: Verification | None = None
     wait_index: int = 0
@@ -98,6 +100,7 @@ class Session:
     _draft_answer_count: int = 0  # since the last commit
     _draft_resend_count: int = 0  # since the last nodes
     _target_known_length: int = 0
+    _head_runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.committed)
@@ -205,6 +208,9 @@ class Session:
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
         offer, kept = self.offer, verdict.accepted[:kept_count]
         self._learn(offer, verdict.accepted)
+        heads = answer.output.head_proposals
+        self._head_runs = head_runs(heads, verdict.last_row, self.vocabulary_size)
+        self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
         counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
         found = (was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
         step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.sampling_us / 1e6, answer.step_rows)
@@ -330,7 +336,7 @@ class Session:
         plan = self.plan
         self.offer = NOTHING
         if plan.draft_length_max:
-            runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)]
+            runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)] + self._head_runs
             limits = Limits(
                 plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings, self.policy.reach_min
             )
@@ -343,7 +349,12 @@ class Session:
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
         tree = offer.token_ids, offer.draft_probs
-        self.in_flight = Verification(*name, base_position, suffix, *tree, parents=offer.parents)
+        wants_heads = self.asks_heads and self.policy.wants_heads
+        if self.in_flight is not None:  # the same round again
+            wants_heads = self.in_flight.wants_heads
+        self.in_flight = Verification(
+            *name, base_position, suffix, *tree, parents=offer.parents, wants_heads=wants_heads
+        )
         return [*map(ToTarget, extends), ToTarget(self.in_flight)]
 
     def _commit_to_draft(self) -> list[Action]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.protocol.heads import HeadProposals
 from specdec.protocol.proposers import (
     MATCH_LENGTH_MAX,
     NGRAM_LENGTH_MIN,
@@ -19,6 +20,7 @@ from specdec.protocol.proposers import (
     Run,
     SuffixProposer,
     SuffixStore,
+    head_runs,
 )
 from specdec.protocol.types import Proposer
 
@@ -130,3 +132,14 @@ def test_the_least_recently_used_text_goes_first() -> None:
     store.add("", texts[2])
     found = [bool(store.runs("", text[:SUFFIX_LENGTH_MIN])) for text in texts]
     assert found == [True, False, True]
+
+
+def test_heads_propose_a_chain_and_one_alternative() -> None:
+    """Claim: after a row, the likeliest tokens of the heads are one run, the first head's second choice another, and a
+    token beyond the vocabulary ends a run; without proposals there is none."""
+    proposals = HeadProposals((1, 2, 3, 4, 5, 6, 7, 8), bytes((250, 5, 128, 1, 20, 10, 30, 2)), head_count=2)
+    first, second = head_runs(proposals, 0, 100)
+    assert first == Run(Proposer.HEADS, (1, 3), 0, 0, (17, 12)) and second == Run(Proposer.HEADS, (2,), 0, 1, (2,))
+    assert [run.token_ids for run in head_runs(proposals, 1, 7)] == [(5,), (6,)]
+    assert [run.token_ids for run in head_runs(proposals, 0, 3)] == [(1,), (2,)]
+    assert head_runs(None, 0, 100) == []

@@ -95,6 +95,25 @@ def test_a_service_without_a_draft(table_models: tuple[Path, Path]) -> None:
         assert "no draft model" in statistics.policy_reason
 
 
+def test_heads_change_nothing_and_are_counted() -> None:
+    """Claim: with the shipped heads on the target and no draft, greedy and sampled texts are those of plain decoding,
+    and tokens of the heads are accepted; a request that excludes heads gets none of their tokens."""
+    heads = {"heads": MODELS / "target-heads"}
+    with running(MODELS / "target", None, {"speculation_policy": "auto"}, threads=1, target=heads) as services:
+        for asked in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 4}):
+            off = plain(services.client, **asked)
+            both = [
+                services.client.generate(
+                    PROMPT, max_tokens=LENGTH, ignore_eos=True, speculative={"proposers": proposers}, **asked
+                )
+                for proposers in (["PROPOSER_HEADS"], ["PROPOSER_NGRAM"])
+            ]
+            assert [one.comparable for one in both] == [off.comparable] * 2
+            counts = [one.finished.statistics.num_heads_accepted_tokens for one in both]
+            assert counts[0] > 5 and counts[1] == 0
+            assert both[0].finished.statistics.num_accepted_draft_tokens == counts[0]
+
+
 def test_proposers_go_on_when_the_draft_dies(table_models: tuple[Path, Path]) -> None:
     """Claim: killing the draft leaves the text as it was, and the n-gram proposer goes on."""
     with running(*table_models, {"speculation_policy": "auto"}, threads=1) as services:

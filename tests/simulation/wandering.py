@@ -31,6 +31,10 @@ class WanderingPolicy:
         return 0.0
 
     @property
+    def wants_heads(self) -> bool:
+        return False
+
+    @property
     def prediction(self) -> Prediction:
         return Prediction(None, "wandering")
 
