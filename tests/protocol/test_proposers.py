@@ -139,7 +139,7 @@ def test_heads_propose_a_chain_and_one_alternative() -> None:
     token beyond the vocabulary ends a run; without proposals there is none."""
     proposals = HeadProposals((1, 2, 3, 4, 5, 6, 7, 8), bytes((250, 5, 128, 1, 20, 10, 30, 2)), head_count=2)
     first, second = head_runs(proposals, 0, 100)
-    assert first == Run(Proposer.HEADS, (1, 3), 0, 0, (17, 12)) and second == Run(Proposer.HEADS, (2,), 0, 1, (2,))
+    assert first == Run(Proposer.HEADS, (1, 3), 0, 0, (17, 11)) and second == Run(Proposer.HEADS, (2,), 0, 1, (2,))
     assert [run.token_ids for run in head_runs(proposals, 1, 7)] == [(5,), (6,)]
     assert [run.token_ids for run in head_runs(proposals, 0, 3)] == [(1,), (2,)]
     assert head_runs(None, 0, 100) == []

@@ -98,7 +98,7 @@ def test_a_service_without_a_draft(table_models: tuple[Path, Path]) -> None:
 def test_heads_change_nothing_and_are_counted() -> None:
     """Claim: with the shipped heads on the target and no draft, greedy and sampled texts are those of plain decoding,
     and tokens of the heads are accepted; a request that excludes heads gets none of their tokens."""
-    heads = {"heads": MODELS / "target-heads"}
+    heads = {"heads": str(MODELS / "target-heads")}
     with running(MODELS / "target", None, {"speculation_policy": "auto"}, threads=1, target=heads) as services:
         for asked in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 4}):
             off = plain(services.client, **asked)
