@@ -24,7 +24,7 @@ def pair() -> Iterator[Services]:
         yield services
 
 
-def plain(client: Client, prompt: list[int] = PROMPT, length: int = LENGTH, **asked) -> Outcome:
+def plain(client: Client, prompt: str | list[int] = PROMPT, length: int = LENGTH, **asked) -> Outcome:
     return client.generate(prompt, max_tokens=length, ignore_eos=True, speculative=SHAPES["off"], **asked)
 
 
@@ -101,10 +101,10 @@ def test_heads_change_nothing_and_are_counted() -> None:
     heads = {"heads": str(MODELS / "target-heads")}
     with running(MODELS / "target", None, {"speculation_policy": "auto"}, threads=1, target=heads) as services:
         for asked in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 4}):
-            off = plain(services.client, **asked)
+            off = plain(services.client, "import os", **asked)
             both = [
                 services.client.generate(
-                    PROMPT, max_tokens=LENGTH, ignore_eos=True, speculative={"proposers": proposers}, **asked
+                    "import os", max_tokens=LENGTH, ignore_eos=True, speculative={"proposers": proposers}, **asked
                 )
                 for proposers in (["PROPOSER_HEADS"], ["PROPOSER_NGRAM"])
             ]
