@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import InvalidRequest
+from specdec.protocol import offer as offer_module
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.offer import PATH_PRICE, Limits, Offer, make_offer
@@ -171,3 +172,14 @@ def test_drawn_siblings_stand_in_the_order_of_their_draws() -> None:
     unsure = [Run(Proposer.NGRAM, (1,), strength=1)]
     offer = make_offer(tree.root, unsure, Rule.REJECTION, WIDE._replace(depth_max=1), Certain())
     assert offer.token_ids == (1, 2, 3) and point_mass(1) not in offer.draft_probs
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("limits", [Limits(1, 9), Limits(9, 9), Limits(9, 1), Limits(9, 9, reach_min=0.5)])
+def test_the_quick_way_of_a_chain_is_the_same(rule: Rule, limits: Limits) -> None:
+    """Claim: without runs and siblings the proposal path is offered as the general way offers it, for every limit."""
+    calibration = Calibration()
+    for outcome in (True, False, True):
+        calibration.record((rule.value, 0, 14), outcome)
+    root = grown(rule).root
+    assert make_offer(root, [], rule, limits, calibration) == offer_module._tree(root, [], rule, limits, calibration)
