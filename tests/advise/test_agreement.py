@@ -142,6 +142,8 @@ def test_the_report_is_what_is_then_served(report):
     for draft, check in zip(report["drafts"], report["checks"]):
         predicted, seen = check["values"]["tokens a round"]
         assert abs(seen["value"] - predicted["value"]) < 0.15 * predicted["value"], draft["draft"]
+        predicted, seen = check["values"]["acceptance"]
+        assert abs(seen["value"] - predicted["value"]) < 0.15 and check["draft_tokens"] > 0, draft["draft"]
 
 
 @pytest.mark.more
