@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,8 +84,8 @@ def prompts_of(file: Path | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def distill(settings: DistillSettings) -> int:
-    """Writes texts, trains, saves. Raises SpecdecError."""
+def distill(settings: DistillSettings, make_trainer: Callable[..., Trainer] = Trainer) -> int:
+    """Writes texts, trains, saves; `make_trainer` is given the arguments of Trainer. Raises SpecdecError."""
     console = Console(stderr=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
@@ -121,7 +122,7 @@ def distill(settings: DistillSettings) -> int:
     )
     learned = Data(texts, texts.learned_from, own_ids, own_size)
     tested = Data(heldout, heldout.answered_from, own_ids, own_size)
-    trainer = Trainer(student, own_size, plan, learned, tested, settings.out / CHECKPOINT_FILE)
+    trainer = make_trainer(student, own_size, plan, learned, tested, settings.out / CHECKPOINT_FILE)
     if trainer.resume():
         console.print(f"continuing after {trainer.progress.tokens:,} tokens")
     train(trainer, console)

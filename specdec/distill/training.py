@@ -173,15 +173,26 @@ def check_checkpoint(file: Path, settings: str) -> None:
 
 
 class Trainer:
-    """A run of one student. `own_size`: its tokens that are proposed, without the one for all others."""
+    """A run of one student. `own_size`: its tokens that are proposed, without the one for all others. `clock`: seconds,
+    for a budget in minutes."""
 
-    def __init__(self, student: Any, own_size: int, plan: Plan, data: Data, heldout: Data, checkpoint: Path) -> None:
+    def __init__(
+        self,
+        student: Any,
+        own_size: int,
+        plan: Plan,
+        data: Data,
+        heldout: Data,
+        checkpoint: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._student = student.to(plan.device)
         self._own_size = own_size
         self._plan = plan
         self._data, self._heldout = data, heldout
         self._optimizer = make_optimizer(student, plan.learning_rate)
         self._checkpoint = checkpoint
+        self._clock = clock
         self.progress = Progress()
         self.best_state: dict[str, Tensor] = {}
 
@@ -235,10 +246,10 @@ class Trainer:
         while self.share() < 1 and own.unimproved < plan.patience:
             batches = self._data.epoch(plan.seed, own.epoch, plan.batch_tokens)
             for indices in batches[own.batch :]:
-                began_s = time.monotonic()
+                began_s = self._clock()
                 loss = self._step(self._data.batch(indices))
                 own.step, own.batch = own.step + 1, own.batch + 1
-                own.seconds += time.monotonic() - began_s
+                own.seconds += self._clock() - began_s
                 told(loss, own)
                 if own.tokens >= next_tokens or self.share() >= 1:
                     self._evaluate()
@@ -254,15 +265,21 @@ class Trainer:
         """One forward, backward and update; returns the loss before the update."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.learning_rate * learning_rate_share(self.share())
-        labels, logits = self._logits(batch)
-        pairs = [probabilities(labels, logits, temperature) for temperature in self._plan.temperatures]
-        loss = torch.stack([LOSSES[self._plan.loss](*pair).mean() for pair in pairs]).mean()
+        loss = self.losses(batch, *self._logits(batch)).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._student.parameters(), GRADIENT_NORM_MAX)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.progress.tokens += batch.token_count
         return loss.item()
+
+    def losses(self, batch: Batch, labels: Labels, logits: Tensor) -> Tensor:
+        """Returns the loss of each position that a step learns: here, of all, their mean over the temperatures.  # [n]
+
+        labels, logits: of the learned positions of the batch, on the device
+        """
+        pairs = [probabilities(labels, logits, temperature) for temperature in self._plan.temperatures]
+        return torch.stack([LOSSES[self._plan.loss](*pair) for pair in pairs]).mean(0)
 
     def _logits(self, batch: Batch) -> tuple[Labels, Tensor]:
         """Returns the labels on the device, and the student's logits at the learned positions."""
