@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of
+from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of, proposed
 from specdec.advise.forecast import expected_rounds
 from specdec.engine.model import load_model
 from specdec.protocol.types import ResolvedSamplingParams, Rule
@@ -103,6 +103,24 @@ def test_tokens_the_draft_lacks_never_pass():
     assert of(0).reachable.item() == pytest.approx(0.75) and of(0).variation.item() == pytest.approx(0.25)
     expected = (2 / 3) * torch.tensor(4 / 3).log() + (1 / 3) * torch.tensor(2 / 3).log()
     assert of(0).divergence.item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_equal_draft_passes_and_one_of_other_tokens_never(temperature):
+    """Claim: with the target's own logits every token of its text passes under GREEDY and COUPLED, and TV is 0; with
+    logits of other tokens none passes under any rule, and TV is 1. Conclusive: one shared position would show."""
+    logits = 2 * torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    params = ResolvedSamplingParams(rule=rule, seed=5, prompt_length=1, temperature=temperature)
+    paths = [[1, *range(index)] for index in range(40)]
+    drawn = torch.tensor(proposed(logits, paths, params))
+    same = agreement_of(logits, logits, paths, drawn, params)
+    assert same.passes[rule].tolist() == [1.0] * 40 and same.variation.abs().max() < 1e-12
+    low, high = logits.clone(), logits.clone()
+    low[:, 25:], high[:, :25] = -1e4, -1e4
+    other = agreement_of(low, high, paths, torch.tensor(proposed(low, paths, params)), params)
+    assert all(not passes.any() for passes in other.passes.values())
+    assert all(not accepted.any() for accepted in other.accepted.values()) and (other.variation == 1).all()
 
 
 @pytest.fixture(scope="module")
