@@ -100,8 +100,7 @@ def test_students_are_compared(pair: Pair, capsys: pytest.CaptureFixture[str]) -
     and prints a line for each; finished ones are kept. Conclusive: both have their own record, of the same texts."""
     out = pair.root / "students"
     told = ["--data", str(pair.data), "--target", str(pair.root / "target"), "--out", str(out), "--size", "small"]
-    told += ["--text-count", "64", "--text-tokens", "32", "--minutes", "0.02", "--prompt-count", "2"]
-    told += ["--prompts", str(pair.data / "heldout_prompts.jsonl"), "--students"]
+    told += ["--text-count", "64", "--text-tokens", "32", "--minutes", "0.02", "--students"]
     names = [compare_students.REFERENCE, "a quarter of the vocabulary", compare_students.FILTERED]
     compare_students.main([*told, *names])
     shown = capsys.readouterr().out
