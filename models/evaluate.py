@@ -103,9 +103,9 @@ def show(measurements: dict[str, Any]) -> None:
             losses.add_row(name, *(f"{measurements[name][model]:.2f}" for model in ("target", "draft")))
     shares = Table("temperature", "rule", "acceptance", "95 %", "bound")
     for entry in measurements["acceptance"]:
+        bound = f"{entry['bound']:.3f}" if entry["temperature"] else ""
         for rule, (value, low, high) in entry["acceptance"].items():
-            interval = f"{low:.3f} to {high:.3f}"
-            shares.add_row(f"{entry['temperature']:g}", rule, f"{value:.3f}", interval, f"{entry['bound']:.3f}")
+            shares.add_row(f"{entry['temperature']:g}", rule, f"{value:.3f}", f"{low:.3f} to {high:.3f}", bound)
     console = Console()
     console.print(losses, shares)
 
