@@ -19,16 +19,19 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from specdec.advise.forecast import Estimate
+from specdec.advise.measuring import EVERYTHING, readings_of, written
+from specdec.advise.report import cells_of
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
-from specdec.models.agreement import acceptance
-from specdec.models.console import progress_over, run_command
+from specdec.models.console import run_command
 from specdec.models.data import PROMPTS_FILE, read_prompts
 from specdec.models.tokenizer import END_TOKEN_ID, load_tokenizer, read_tokens
 from specdec.models.training import heldout_loss
 
 FOLDER = Path(__file__).parent
-TEMPERATURES = (0.0, 0.7, 1.0)
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TEMPERATURES = "0,0.7,1"
 SEQUENCE_LENGTH = 512
 
 
@@ -41,18 +44,39 @@ def prompt_loss(model: LlamaForCausalLM, prompts: Sequence[tuple[int, ...]]) -> 
 
 
 def load_pair(options: argparse.Namespace) -> dict[str, LlamaForCausalLM]:
-    """Target and draft by name."""
+    """Target and draft by name, in float32."""
     transformers_logging.disable_progress_bar()
     pair = {}
     for name in ("target", "draft"):
         folder = getattr(options, name)
         if not (folder / "model.safetensors").is_file():
             raise ConfigError(f"{folder} holds no model.safetensors; name a model folder with --{name}")
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], use_safetensors=True)
-        pair[name] = model.eval()
+        pair[name] = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
     if pair["target"].config.vocab_size != pair["draft"].config.vocab_size:
         raise ConfigError(f"{options.target} and {options.draft} have no common vocabulary")
     return pair
+
+
+def acceptance(options: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Acceptance by temperature and rule, with the bounds of its 95 % interval, as `specdec advise` measures it: the
+    target answers each prompt once at each temperature. `bound`: that of the best possible rule."""
+    names, console = (str(options.target), str(options.draft)), Console(stderr=True)
+    target = load_model(names[0], has_stable_rows=False)
+    about = TEMPERATURES, options.tokens, 0
+    texts = written(target, open_model_folder(names[0]), about, dict.fromkeys(prompts, EVERYTHING), console)
+    cells = cells_of(readings_of(target, names, texts, "cpu", console))
+
+    def told(estimate: Estimate) -> list[float]:
+        return [estimate.value, estimate.low, estimate.high]
+
+    return [
+        {
+            "temperature": cell.temperature,
+            "acceptance": {rule: told(estimate) for rule, estimate in cell.acceptance.items()},
+            "bound": 1 - cell.variation if cell.temperature else 1.0,
+        }
+        for cell in cells
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,23 +85,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     words = load_tokenizer(options.target)
     texts = read_prompts(options.prompts)
     prompts = [tuple(words.encode(text, add_special_tokens=False).ids) for text in texts]
-    measurements: dict[str, Any] = {"dtype": options.dtype, "prompts": options.prompt_count, "tokens": options.tokens}
+    measurements: dict[str, Any] = {"prompts": options.prompt_count, "tokens": options.tokens}
     measurements["prompt_loss"] = {name: prompt_loss(model, prompts) for name, model in pair.items()}
     if options.data is not None:
         token_ids = read_tokens(options.data, "heldout")
         length = min(SEQUENCE_LENGTH, pair["target"].config.max_position_embeddings)
         measurements["heldout_loss"] = {name: heldout_loss(model, token_ids, length) for name, model in pair.items()}
-    chosen = prompts[: options.prompt_count]
-    measurements["acceptance"] = []
-    with progress_over(TEMPERATURES, "generating") as shown:
-        for temperature in shown:
-            shares = acceptance(pair["target"], pair["draft"], chosen, temperature, options.tokens)
-            entry = {
-                "temperature": temperature,
-                "shares": {rule: share.mean for rule, share in shares.items()},
-                "errors": {rule: share.error for rule, share in shares.items()},
-            }
-            measurements["acceptance"].append(entry)
+    measurements["acceptance"] = acceptance(options, texts[: options.prompt_count])
     return measurements
 
 
@@ -87,10 +101,11 @@ def show(measurements: dict[str, Any]) -> None:
     for name in ("prompt_loss", "heldout_loss"):
         if name in measurements:
             losses.add_row(name, *(f"{measurements[name][model]:.2f}" for model in ("target", "draft")))
-    shares = Table("temperature", "rule", "acceptance", "standard error")
+    shares = Table("temperature", "rule", "acceptance", "95 %", "bound")
     for entry in measurements["acceptance"]:
-        for rule, share in entry["shares"].items():
-            shares.add_row(f"{entry['temperature']:g}", rule, f"{share:.3f}", f"{entry['errors'][rule]:.3f}")
+        bound = f"{entry['bound']:.3f}" if entry["temperature"] else ""
+        for rule, (value, low, high) in entry["acceptance"].items():
+            shares.add_row(f"{entry['temperature']:g}", rule, f"{value:.3f}", f"{low:.3f} to {high:.3f}", bound)
     console = Console()
     console.print(losses, shares)
 
@@ -104,8 +119,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="prompts file (default: the shipped)")
     options.add_argument("--prompt-count", type=int, default=24, help="texts to write (default: %(default)s)")
     options.add_argument("--tokens", type=int, default=128, help="tokens per text (default: %(default)s)")
-    slow = "bfloat16 is slow on a CPU without it"
-    options.add_argument("--dtype", choices=DTYPES, default="float32", help=f"{slow} (default: %(default)s)")
     options.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     options.add_argument("--json", action="store_true", help="print one JSON value instead of tables")
     return options

@@ -26,7 +26,8 @@ class Size:
     sequence_length: int  # tokens predicted per training sequence
     batch_size: int
     target_steps: int
-    draft_steps: int
+    draft_text_count: int  # each of a sequence's length at most
+    draft_tokens: int
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
 
@@ -45,7 +46,8 @@ FULL = Size(
     sequence_length=512,
     batch_size=8,
     target_steps=3052,  # 12.5M tokens
-    draft_steps=1416,  # 5.8M tokens
+    draft_text_count=4096,
+    draft_tokens=5_800_000,
 )
 
 SMALL = Size(
@@ -62,7 +64,8 @@ SMALL = Size(
     sequence_length=64,
     batch_size=8,
     target_steps=150,
-    draft_steps=80,
+    draft_text_count=128,
+    draft_tokens=40_000,
 )
 
 SIZES = {size.name: size for size in (FULL, SMALL)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from specdec.errors import ConfigError
@@ -21,7 +20,6 @@ from specdec.models.training import (
     run_settings,
     save_model,
     show_report,
-    token_loss,
     train,
 )
 
@@ -50,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if vocabulary_size != size.vocabulary_size:
         raise ConfigError(f"the tokenizer has {vocabulary_size} tokens, size {size.name} wants {size.vocabulary_size}")
     settings = run_settings(options, size.target_steps)
-    model = build_model(size, size.layer_count)
+    model = build_model(size)
     model.to(settings.device)  # type: ignore[arg-type]  # a wrapper of transformers hides the types of `to`
     arrays = [read_tokens(options.data, split) for split in SPLITS]
-    report = train(model, partial(token_loss, model), arrays, size, settings)
+    report = train(model, arrays, size, settings)
     save_model(model, report, settings, size, options.out)
     copy_tokenizer(options.tokenizer, options.out)
     print(show_report(report))

@@ -1,4 +1,4 @@
-"""What training the target and distilling the draft share: sequences, schedule, one loop, held-out loss, saving.
+"""The training of the target: sequences, schedule, the loop, held-out loss, saving.
 
 Everything random comes from the seed and everything timed from the clock passed in, so a run of a given number of
 steps is the same each time on the same machine, library and number of threads. A run of a given number of minutes is
@@ -95,16 +95,13 @@ class Sequences:
         return torch.from_numpy(numpy.stack(rows))
 
 
-LossOf = Callable[[Tensor], Tensor]  # [batch, length + 1] int64 -> scalar float32
-
-
-def build_model(size: Size, layer_count: int) -> LlamaForCausalLM:
+def build_model(size: Size) -> LlamaForCausalLM:
     """A Llama model of the size with fresh weights from torch's global generator."""
     config = LlamaConfig(
         vocab_size=size.vocabulary_size,
         hidden_size=size.hidden_size,
         intermediate_size=size.mlp_size,
-        num_hidden_layers=layer_count,
+        num_hidden_layers=size.layer_count,
         num_attention_heads=size.head_count,
         num_key_value_heads=size.kv_head_count,
         max_position_embeddings=size.positions_max,
@@ -138,7 +135,6 @@ def heldout_loss(model: LlamaForCausalLM, token_ids: numpy.ndarray, length: int,
 
 def run_steps(
     model: LlamaForCausalLM,
-    loss_of: LossOf,
     sequences: Sequences,
     size: Size,
     settings: RunSettings,
@@ -153,7 +149,7 @@ def run_steps(
         while share < 1:
             for group in optimizer.param_groups:
                 group["lr"] = size.learning_rate * learning_rate_share(share)
-            loss = train_step(model, loss_of, sequences.batch(size.batch_size).to(settings.device), optimizer, settings)
+            loss = train_step(model, sequences.batch(size.batch_size).to(settings.device), optimizer, settings)
             step += 1
             share = settings.budget.share(step, clock() - begin_s)
             bar.update(task, completed=step, note=f"loss {loss:.3f}")
@@ -162,14 +158,13 @@ def run_steps(
 
 def train_step(
     model: LlamaForCausalLM,
-    loss_of: LossOf,
     batch: Tensor,  # [batch, length + 1] int64
     optimizer: torch.optim.Optimizer,
     settings: RunSettings,
 ) -> float:
     """One forward, backward and update; returns the loss before the update."""
     with settings.autocast():
-        loss = loss_of(batch)
+        loss = token_loss(model, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
     optimizer.step()
@@ -188,7 +183,7 @@ def save_model(model: LlamaForCausalLM, report: TrainingReport, settings: RunSet
 
 
 def add_run_options(options: argparse.ArgumentParser) -> None:
-    """Options both training commands have."""
+    """The options of a run."""
     options.add_argument("--data", type=Path, required=True, help="folder with the tokens models.tokenizer wrote")
     options.add_argument("--out", type=Path, required=True, help="model folder to write")
     options.add_argument("--size", choices=SIZES, default="full", help="shape and length (default: %(default)s)")
@@ -221,7 +216,6 @@ def show_report(report: TrainingReport) -> str:
 
 def train(
     model: LlamaForCausalLM,
-    loss_of: LossOf,
     arrays: Sequence[numpy.ndarray],  # train and held-out token ids, [tokens] uint16 each
     size: Size,
     settings: RunSettings,
@@ -230,7 +224,7 @@ def train(
     train_ids, heldout_ids = arrays
     before = heldout_loss(model, heldout_ids, size.sequence_length)
     begin_s = time.monotonic()
-    steps = run_steps(model, loss_of, Sequences(train_ids, size.sequence_length, settings.seed), size, settings)
+    steps = run_steps(model, Sequences(train_ids, size.sequence_length, settings.seed), size, settings)
     seconds = time.monotonic() - begin_s
     after = heldout_loss(model, heldout_ids, size.sequence_length)
     return TrainingReport(steps, steps * size.batch_size * size.sequence_length, seconds, before, after)

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from tokenizers import Tokenizer
+from rich.console import Console
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
+from specdec.advise.agreement import Reader
+from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.bench.pipeline.variants import rule_of
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.models.agreement import Text, draft_logits, params_at, write_text
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -38,45 +40,54 @@ class Ranks:
 
 def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int) -> dict[str, Ranks]:
     """By rule; the shipped target stands for the deepened one, which is the same function."""
-    tokenizer = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json"))
-    target, draft = (LlamaForCausalLM.from_pretrained(folder).eval() for folder in (TARGET_MODEL, DRAFT_MODEL))
-    outcomes: dict[str, list[tuple[int | None, bool]]] = {rule: [] for rule in rules}
+    target, draft = (
+        load_model(str(folder), "float32", has_stable_rows=False) for folder in (TARGET_MODEL, DRAFT_MODEL)
+    )
     temperatures = {rule: rule_of(rule)[1] for rule in rules}
-    for seed, prompt in enumerate(prompts):
-        ids = tuple(tokenizer.encode(prompt).ids)
-        for temperature in sorted(set(temperatures.values())):
-            params = params_at(temperature, seed, len(ids))
-            text = write_text(target, ids, params, token_count)
-            logits = draft_logits(draft, text)
-            for rule in (rule for rule in rules if temperatures[rule] == temperature):
-                outcomes[rule] += outcomes_along(text, logits, replace(params, rule=rule_of(rule)[0]))
+    about = ",".join(f"{one:g}" for one in sorted(set(temperatures.values()))), token_count, 0
+    folder = open_model_folder(str(TARGET_MODEL))
+    texts = written(target, folder, about, dict.fromkeys(prompts, EVERYTHING), Console(stderr=True))
+    longest = max(len(text.token_ids) for text in texts)
+    readers = Reader(target, longest), Reader(draft, longest)
+    outcomes: dict[str, list[tuple[int | None, bool]]] = {rule: [] for rule in rules}
+    for text in texts:
+        logits, guessed = (torch.cat(list(reader.read(text.token_ids[:-1], text.first))) for reader in readers)
+        for rule in (rule for rule in rules if temperatures[rule] == text.params.temperature):
+            outcomes[rule] += outcomes_along(text, logits, guessed, replace(text.params, rule=rule_of(rule)[0]))
     return {rule: shares(found) for rule, found in outcomes.items()}
 
 
-def outcomes_along(text: Text, logits: Tensor, params: ResolvedSamplingParams) -> list[tuple[int | None, bool]]:
-    """Per output position: which guess came true, None for none, and whether the first equals an independent draw."""
+def outcomes_along(
+    text: Text, target_logits: Tensor, draft_logits: Tensor, params: ResolvedSamplingParams
+) -> list[tuple[int | None, bool]]:
+    """Per output position: which guess came true, None for none, and whether the first equals an independent draw.
+
+    target_logits, draft_logits: [output, vocab] float32
+    """
     chance = random.Random(params.seed)
-    width = text.logits.shape[1]
+    output, width = text.token_ids[text.first + 1 :], target_logits.shape[1]
+    paths = [text.token_ids[: text.first + 1 + index] for index in range(len(output))]
     requests = [
-        ProposalRequest(params, text.before(index), width, (chance.getrandbits(UNIFORM_BITS),), BRANCH_COUNT)
-        for index in range(len(text.output))
+        ProposalRequest(params, path, width, (chance.getrandbits(UNIFORM_BITS),), BRANCH_COUNT) for path in paths
     ]
-    proposals = propose(requests, logits)
+    proposals = propose(requests, draft_logits)
     found: list[tuple[int | None, bool]] = []
-    for index, (proposal, written) in enumerate(zip(proposals, text.output, strict=True)):
-        came = written if params.rule is not Rule.REJECTION else None
+    for path, logits, proposal, drawn in zip(paths, target_logits, proposals, output, strict=True):
+        came = drawn if params.rule is not Rule.REJECTION else None
         if came is None:
-            came = token_by_rejection(params, text, index, proposal, chance.random())
+            came = token_by_rejection(params, path, logits, proposal, chance.random())
         guesses = [token_id for token_id, _ in proposal.guesses]
-        found.append((guesses.index(came) if came in guesses else None, guesses[0] == written))
+        found.append((guesses.index(came) if came in guesses else None, guesses[0] == drawn))
     return found
 
 
-def token_by_rejection(params: ResolvedSamplingParams, text: Text, index: int, proposal: Proposal, draw: float) -> int:
-    """The token REJECTION commits at an output position when the proposal is offered there."""
+def token_by_rejection(
+    params: ResolvedSamplingParams, path: Sequence[int], logits: Tensor, proposal: Proposal, draw: float
+) -> int:
+    """The token REJECTION commits after a path when the proposal is offered there.  logits: [vocab] float32"""
     assert proposal.draft_probs is not None
-    request = VerificationRequest(params, index, text.before(index), (proposal.token_id,), (proposal.draft_probs,))
-    rows = torch.stack([text.logits[index]] * 2)  # the second position is unused
+    request = VerificationRequest(params, len(path), path, (proposal.token_id,), (proposal.draft_probs,))
+    rows = torch.stack([logits] * 2)  # the second position is unused
     answer = verify([request], [2], rows)[0]
     weights = dict(zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights))
     draft_prob = weights[proposal.token_id] / proposal.draft_probs.total

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from specdec.advise import view
 from specdec.advise.forecast import Times
-from specdec.advise.measuring import Reading, readings_of, written
+from specdec.advise.measuring import Reading, classes_of, readings_of, written
 from specdec.advise.report import Advice, advice_of
 from specdec.advise.serving import Observed, Served, observe, probe, served
 from specdec.advise.settings import AdviseSettings
@@ -53,7 +53,7 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     folder = open_model_folder(settings.target)
     target = load_model(settings.target, device=device, has_stable_rows=False)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
-    texts = written(target, folder, about, settings.prompts, console)
+    texts = written(target, folder, about, classes_of(settings.prompts), console)
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 
@@ -72,12 +72,14 @@ def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings
     seen: Observed = asyncio.run(observe(pair.address, texts, length, settings.text_tokens))
     plan = advice.plans[length - 1]
     pairs = {
+        "acceptance": (plan.acceptance, seen.acceptance),
         "tokens a round": (plan.tokens, seen.mean_length),
         "tokens/s": (plan.rate, seen.rate),
         "plain": (advice.plain_rate, seen.plain_rate),
         "of plain": (plan.ratio, seen.rate.times(1 / seen.plain_rate.value)),
     }
-    return {"draft": advice.draft, "length": length, "values": pairs}
+    verified = int(sum(count for _, count in seen.verified))
+    return {"draft": advice.draft, "length": length, "draft_tokens": verified, "values": pairs}
 
 
 def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[dict[str, Any]]) -> None:
@@ -104,11 +106,12 @@ def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[d
 def check_table(checks: Sequence[dict[str, Any]]) -> Table:
     """Predicted beside observed."""
     table = Table(title="predicted, and then served")
-    for name in ("draft", "k", "", "predicted", "served", "served / predicted"):
+    for name in ("draft", "k", "drafted", "", "predicted", "served", "served / predicted"):
         table.add_column(name, justify="right" if name != "draft" else "left")
     for check in checks:
         for index, (name, (predicted, seen)) in enumerate(check["values"].items()):
             value = predicted if isinstance(predicted, float) else predicted.value
-            head = [check["draft"], str(check["length"])] if not index else ["", ""]
-            table.add_row(*head, name, f"{value:.2f}", view.of(seen), f"{seen.value / value:.2f}")
+            head = [check["draft"], str(check["length"]), str(check["draft_tokens"])] if not index else [""] * 3
+            ratio = f"{seen.value / value:.2f}" if value else ""
+            table.add_row(*head, name, f"{value:.3f}", view.of(seen, 3), ratio)
     return table

@@ -36,16 +36,26 @@ def expected_rounds(passes: Sequence[float], length: int) -> float:
 
     A round at position t with `length` draft tokens moves on by one more than passed. No round drafts beyond the text.
     """
-    rounds: list[float] = [0] * (len(passes) + 1)
+    return _expected(passes, length, lambda drafted: 1)
+
+
+def expected_draft_tokens(passes: Sequence[float], length: int) -> float:
+    """The expected number of draft tokens that these rounds verify: all that are sent, tested or not."""
+    return _expected(passes, length, lambda drafted: drafted)
+
+
+def _expected(passes: Sequence[float], length: int, of_round: Callable[[int], int]) -> float:
+    """The expected sum over rounds of a function of their draft tokens."""
+    sums: list[float] = [0] * (len(passes) + 1)
     for start in reversed(range(len(passes))):
         left: float = 1
-        value: float = 1  # integers, so that fractions stay exact
         end = start + min(length, len(passes) - start - 1)
+        value: float = of_round(end - start)  # integers, so that fractions stay exact
         for position in range(start, end):
-            value += left * (1 - passes[position]) * rounds[position + 1]
+            value += left * (1 - passes[position]) * sums[position + 1]
             left *= passes[position]
-        rounds[start] = value + left * rounds[end + 1]
-    return rounds[0]
+        sums[start] = value + left * sums[end + 1]
+    return sums[0]
 
 
 def resampled(groups: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]) -> Estimate:

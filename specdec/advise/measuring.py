@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,13 +67,16 @@ def classes_of(file: Path) -> dict[str, str]:
 
 
 def written(
-    model: CausalModel, folder: ModelFolder, settings_of_texts: tuple[str, int, int], file: Path, console: Console
+    model: CausalModel,
+    folder: ModelFolder,
+    settings_of_texts: tuple[str, int, int],
+    classes: Mapping[str, str],
+    console: Console,
 ) -> list[Text]:
     """Returns the target's answers to all prompts at all temperatures. `settings_of_texts`: temperatures, most tokens,
-    seed. Raises ConfigError, SpecdecError."""
+    seed. `classes`: prompts, and the class of each. Raises ConfigError, SpecdecError."""
     listed, token_count, seed = settings_of_texts
     temperatures = temperatures_of(listed, "--text-temperatures")
-    classes = classes_of(file)
     plans = Plans(folder.path, temperatures, token_count, f"advise/{seed}", list(classes)).make(
         0, len(classes) * len(temperatures)
     )

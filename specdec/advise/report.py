@@ -15,6 +15,7 @@ from specdec.advise.forecast import (
     Times,
     break_even,
     calibration_error,
+    expected_draft_tokens,
     expected_rounds,
     lorenz_share,
     resampled,
@@ -48,11 +49,13 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
     """Rounds of `length` draft tokens that the coordinator waits for: tokens of a round, tokens per second of one
-    stream, and its ratio to plain decoding. `accepted_per_draft_s`: accepted tokens per second of draft computation.
-    `price`: of a million tokens; 0 without prices."""
+    stream, and its ratio to plain decoding. `acceptance`: accepted / verified draft tokens, those after a rejected one
+    among them, as in the statistics of a generation. `accepted_per_draft_s`: accepted tokens per second of draft
+    computation. `price`: of a million tokens; 0 without prices."""
 
     length: int
     tokens: Estimate
+    acceptance: Estimate
     rate: Estimate
     ratio: Estimate
     accepted_per_draft_s: float
@@ -143,6 +146,16 @@ def rounds_of(readings: Iterable[Reading], length: int) -> list[list[float]]:
     ]
 
 
+def accepted_of(readings: Iterable[Reading], length: int) -> list[list[float]]:
+    """Returns, by text, expected accepted and verified draft tokens of the same rounds."""
+    sums = []
+    for own in readings:
+        [(tokens, rounds)] = rounds_of([own], length)
+        drafted = expected_draft_tokens(own.agreement.passes[own.rule].tolist()[1:], length)
+        sums.append([tokens - rounds, drafted])
+    return sums
+
+
 def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainPlan]:
     """Returns a plan for each number of draft tokens. `prices`: of an hour of the target's and the draft's machine."""
     plans = []
@@ -152,7 +165,8 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
         rate = tokens.times(times.rate(1.0, length))
         accepted_a_draft_s = (tokens.value - 1) / (length * times.draft(1))
         price = price_of(sum(prices), rate.value)
-        plans.append(ChainPlan(length, tokens, rate, rate.times(plain_s), accepted_a_draft_s, price))
+        acceptance = resampled(accepted_of(readings, length), share)
+        plans.append(ChainPlan(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))
     return plans
 
 

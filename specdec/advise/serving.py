@@ -74,6 +74,7 @@ class Observed:
     """Sums over generations with a plan, and over those without: by text, for intervals."""
 
     accepted: list[list[float]] = field(default_factory=list)  # [accepted draft tokens, rounds that had any]
+    verified: list[list[float]] = field(default_factory=list)  # [accepted draft tokens, verified ones]
     tokens: list[list[float]] = field(default_factory=list)  # [tokens, seconds] after the first message
     plain_tokens: list[list[float]] = field(default_factory=list)
 
@@ -81,6 +82,11 @@ class Observed:
     def mean_length(self) -> Estimate:
         """Tokens of a speculating round."""
         return resampled(self.accepted, lambda sums: 1 + share(sums))
+
+    @property
+    def acceptance(self) -> Estimate:
+        """Accepted / verified draft tokens, those after a rejected one among them."""
+        return resampled(self.verified, share)
 
     @property
     def rate(self) -> Estimate:
@@ -101,8 +107,9 @@ async def observe(address: str, texts: Sequence[Text], length: int, token_count:
         for text in texts:
             run = await _generate(channel, text, length, token_count)
             if (statistics := run.statistics) and statistics.num_spec_steps:
-                accepted = float(statistics.num_accepted_draft_tokens), float(statistics.num_spec_steps)
-                observed.accepted.append([*accepted])
+                accepted = float(statistics.num_accepted_draft_tokens)
+                observed.accepted.append([accepted, float(statistics.num_spec_steps)])
+                observed.verified.append([accepted, float(statistics.num_draft_tokens)])
             plain = await _generate(channel, text, 0, token_count)
             for sums, own in ((observed.tokens, run), (observed.plain_tokens, plain)):
                 if (count := len(own.token_ids) - own.first_count) > 0:

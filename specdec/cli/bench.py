@@ -16,6 +16,7 @@ BENCHMARKS = {
     "overhead": ("overhead", "Time, CPU and bytes of a token beside the models, an echo and a bare server."),
     "peers": ("peers", "transformers' own generation and assisted generation, and the engine alone."),
     "translation": ("translation", "A draft with another tokenizer, beside the translator of transformers."),
+    "coverage": ("coverage", "How often the intervals of specdec advise hold on new prompts."),
     "goals": ("goals", "Each bar beside what the last runs reached."),
     "policy-cells": ("policy_cells", "The policy in a simulated service, against off and the best fixed plan."),
     "rounds": ("rounds", "Where the time of a round goes, by rule and draft length."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from specdec.distill.plans import Plans, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student, write_facts
 from specdec.distill.texts import LabelledTexts
-from specdec.distill.training import Data, Plan, Progress, Trainer, check_checkpoint
+from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.writing import TextWriter
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.heads import save_heads
@@ -86,8 +87,13 @@ def prompts_of(file: Path | None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def distill(settings: DistillSettings) -> int:
-    """Writes texts, trains, saves. Raises SpecdecError."""
+def distill(
+    settings: DistillSettings,
+    make_draft_learner: Callable[[Any, int, Plan], Learner] = DraftLearner,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Writes texts, trains, saves. `make_draft_learner` is given the arguments of DraftLearner; `clock` gives seconds,
+    for a budget in minutes. Raises SpecdecError."""
     console = Console(stderr=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
@@ -102,9 +108,9 @@ def distill(settings: DistillSettings) -> int:
     make_folder(settings.out, "--out")
     plan = plan_of(settings, device, digest_of(texts, heldout))
     if settings.heads:
-        learn_heads(settings, folder, plan, texts, heldout, console)
+        learn_heads(settings, folder, plan, texts, heldout, clock, console)
     else:
-        learn_draft(settings, folder, plan, texts, heldout, console)
+        learn_draft(settings, folder, plan, texts, heldout, make_draft_learner, clock, console)
     return 0
 
 
@@ -138,6 +144,8 @@ def learn_draft(
     plan: Plan,
     texts: LabelledTexts,
     heldout: LabelledTexts,
+    make_draft_learner: Callable[[Any, int, Plan], Learner],
+    clock: Callable[[], float],
     console: Console,
 ) -> None:
     """Trains a draft and saves it. Raises SpecdecError."""
@@ -152,7 +160,8 @@ def learn_draft(
     own_size = folder.token_string_count if token_ids is None else len(token_ids)
     learned = Data(texts, texts.learned_from, own_ids, own_size)
     tested = Data(heldout, heldout.answered_from, own_ids, own_size)
-    trainer = Trainer(DraftLearner(student, own_size, plan), plan, learned, tested, settings.out / CHECKPOINT_FILE)
+    learner = make_draft_learner(student, own_size, plan)
+    trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE, clock)
     train(trainer, "the draft learns", console)
     save_student(student, folder, token_ids, settings.out, facts_of(settings, trainer))
     console.print(f"{settings.out} holds the draft; serve it: specdec draft --model {settings.out}", soft_wrap=True)
@@ -164,13 +173,14 @@ def learn_heads(
     plan: Plan,
     texts: LabelledTexts,
     heldout: LabelledTexts,
+    clock: Callable[[], float],
     console: Console,
 ) -> None:
     """Trains heads on the target and saves them. Raises SpecdecError."""
     learner = HeadsLearner(load_target(folder), settings.heads, folder.token_string_count, plan)
     learned = Data(texts, texts.learned_from, None)
     tested = Data(heldout, heldout.answered_from, None)
-    trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE)
+    trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE, clock)
     train(trainer, "the heads learn", console)
     save_heads(learner.student, settings.out, folder.digest())
     write_facts(settings.out, facts_of(settings, trainer))

@@ -23,10 +23,10 @@ from specdec.engine.model_folder import ModelFolder
 from specdec.engine.transformers_model import logit_scaling
 
 
-def loss_of(plan: Plan, labels: Labels, logits: Tensor) -> Tensor:
-    """Returns the plan's loss, the mean over positions and temperatures.  # [] float32"""
+def losses_of(plan: Plan, labels: Labels, logits: Tensor) -> Tensor:
+    """Returns the plan's loss of each position, the mean over the temperatures.  # [n] float32"""
     pairs = [probabilities(labels, logits, temperature) for temperature in plan.temperatures]
-    return torch.stack([LOSSES[plan.loss](*pair).mean() for pair in pairs]).mean()
+    return torch.stack([LOSSES[plan.loss](*pair) for pair in pairs]).mean(0)
 
 
 class DraftLearner:
@@ -38,10 +38,16 @@ class DraftLearner:
         self._plan = plan
 
     def backward(self, batch: Batch) -> float:
-        labels, logits = self._logits(batch)
-        loss = loss_of(self._plan, labels, logits)
+        loss = self.losses(batch, *self._logits(batch)).mean()
         loss.backward()
         return loss.item()
+
+    def losses(self, batch: Batch, labels: Labels, logits: Tensor) -> Tensor:
+        """Returns the loss of each position that a step learns: here, of all.  # [n] float32
+
+        labels, logits: of the learned positions of the batch, on the device
+        """
+        return losses_of(self._plan, labels, logits)
 
     def acceptances(self, batch: Batch) -> dict[str, Tensor]:
         """Returns acceptance by position, by rule and temperature of the text, such as "COUPLED 0.7"."""
@@ -86,7 +92,7 @@ class HeadsLearner:
         hidden, total = self._hidden(batch), 0.0
         for index in range(self.student.head_count):
             labels, _, rows = self._examples(batch, hidden, index + 1)
-            loss = loss_of(self._plan, labels, self._logits(index, rows)) / self.student.head_count
+            loss = losses_of(self._plan, labels, self._logits(index, rows)).mean() / self.student.head_count
             loss.backward()
             total += loss.item()
         return total

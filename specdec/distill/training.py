@@ -180,15 +180,24 @@ class Learner(Protocol):
 
 
 class Trainer:
-    """A run of one learner, of which the `student` is trained."""
+    """A run of one learner, of which the `student` is trained. `clock`: seconds, for a budget in minutes."""
 
-    def __init__(self, learner: Learner, plan: Plan, data: Data, heldout: Data, checkpoint: Path) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        plan: Plan,
+        data: Data,
+        heldout: Data,
+        checkpoint: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._learner = learner
         self.student = learner.student
         self._plan = plan
         self._data, self._heldout = data, heldout
         self._optimizer = make_optimizer(self.student, plan.learning_rate)
         self._checkpoint = checkpoint
+        self._clock = clock
         self.progress = Progress()
         self.best_state: dict[str, Tensor] = {}
 
@@ -242,10 +251,10 @@ class Trainer:
         while self.share() < 1 and own.unimproved < plan.patience:
             batches = self._data.epoch(plan.seed, own.epoch, plan.batch_tokens)
             for indices in batches[own.batch :]:
-                began_s = time.monotonic()
+                began_s = self._clock()
                 loss = self._step(self._data.batch(indices))
                 own.step, own.batch = own.step + 1, own.batch + 1
-                own.seconds += time.monotonic() - began_s
+                own.seconds += self._clock() - began_s
                 told(loss, own)
                 if own.tokens >= next_tokens or self.share() >= 1:
                     self._evaluate()

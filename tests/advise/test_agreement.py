@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of
+from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of, proposed
 from specdec.advise.forecast import expected_rounds
 from specdec.engine.model import load_model
 from specdec.protocol.types import ResolvedSamplingParams, Rule
@@ -105,6 +105,24 @@ def test_tokens_the_draft_lacks_never_pass():
     assert of(0).divergence.item() == pytest.approx(expected.item())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_equal_draft_passes_and_one_of_other_tokens_never(temperature):
+    """Claim: with the target's own logits every token of its text passes under GREEDY and COUPLED, and TV is 0; with
+    logits of other tokens none passes under any rule, and TV is 1. Conclusive: one shared position would show."""
+    logits = 2 * torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    params = ResolvedSamplingParams(rule=rule, seed=5, prompt_length=1, temperature=temperature)
+    paths = [[1, *range(index)] for index in range(40)]
+    drawn = torch.tensor(proposed(logits, paths, params))
+    same = agreement_of(logits, logits, paths, drawn, params)
+    assert same.passes[rule].tolist() == [1.0] * 40 and same.variation.abs().max() < 1e-12
+    low, high = logits.clone(), logits.clone()
+    low[:, 25:], high[:, :25] = -1e4, -1e4
+    other = agreement_of(low, high, paths, torch.tensor(proposed(low, paths, params)), params)
+    assert all(not passes.any() for passes in other.passes.values())
+    assert all(not accepted.any() for accepted in other.accepted.values()) and (other.variation == 1).all()
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The JSON of two drafts, the second the target itself, for prompts of two classes."""
@@ -142,6 +160,8 @@ def test_the_report_is_what_is_then_served(report):
     for draft, check in zip(report["drafts"], report["checks"]):
         predicted, seen = check["values"]["tokens a round"]
         assert abs(seen["value"] - predicted["value"]) < 0.15 * predicted["value"], draft["draft"]
+        predicted, seen = check["values"]["acceptance"]
+        assert abs(seen["value"] - predicted["value"]) < 0.15 and check["draft_tokens"] > 0, draft["draft"]
 
 
 @pytest.mark.more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -13,6 +14,7 @@ from specdec.advise.forecast import (
     Times,
     break_even,
     calibration_error,
+    expected_draft_tokens,
     expected_rounds,
     line_through,
     lorenz_share,
@@ -35,15 +37,17 @@ def probs(name: str, path: tuple[int, ...]) -> Probs:
     return tuple(Fraction(weight, sum(weights)) for weight in weights)
 
 
-def rounds_by_enumeration(length: int) -> Fraction:
-    """The expected rounds of speculative decoding that write TEXT_LENGTH tokens: all draws of the draft, all coins,
-    all recovered and bonus tokens, as the algorithm of Leviathan et al. 2023 has them."""
+def rounds_by_enumeration(length: int, of_round: Callable[[int], int] = lambda drafted: 1) -> Fraction:
+    """The expected rounds of speculative decoding that write TEXT_LENGTH tokens, or the sum of a function of their
+    draft tokens: all draws of the draft, all coins, all recovered and bonus tokens, as the algorithm of Leviathan et
+    al. 2023 has them."""
 
     @cache
     def rounds(path: tuple[int, ...]) -> Fraction:
         if len(path) == TEXT_LENGTH:
             return Fraction(0)
-        return 1 + tested(path, min(length, TEXT_LENGTH - len(path) - 1))
+        drafted = min(length, TEXT_LENGTH - len(path) - 1)
+        return of_round(drafted) + tested(path, drafted)
 
     @cache
     def tested(path: tuple[int, ...], left: int) -> Fraction:
@@ -65,8 +69,8 @@ def rounds_by_enumeration(length: int) -> Fraction:
     return rounds(())
 
 
-def rounds_by_texts(length: int) -> Fraction:
-    """The mean of `expected_rounds` over the target's texts, each with its probability."""
+def mean_over_texts(expected: Callable[[Sequence[float], int], float], length: int) -> Fraction:
+    """The mean of a forecast over the target's texts, each with its probability."""
     total = Fraction(0)
     for text in itertools.product(VOCABULARY, repeat=TEXT_LENGTH):
         weight, passes = Fraction(1), []
@@ -75,17 +79,19 @@ def rounds_by_texts(length: int) -> Fraction:
             weight *= p
             passes.append(min(Fraction(1), q / p) if p else Fraction(0))
         if weight:
-            total += weight * expected_rounds(passes, length)  # type: ignore[arg-type]  # fractions: no rounding
+            total += weight * expected(passes, length)  # type: ignore[arg-type]  # fractions: no rounding
     return total
 
 
 @pytest.mark.parametrize("length", range(1, 7))
 def test_replayed_texts_have_the_rounds_of_speculative_decoding(length: int):
     """Claim: the coins min(1, q(x) / p(x)) along texts of the target give exactly the expected rounds of speculative
-    decoding, for chains of every length, the end of the text included. Source: libraries, "Predicting acceptance
-    without bias". Conclusive: all texts of 3 tokens and length 5 and all draws of the algorithm, in fractions; the two
-    sides share only the two distributions, and differ by 0."""
-    assert rounds_by_texts(length) == rounds_by_enumeration(length)
+    decoding, and the draft tokens that they verify, for chains of every length, the end of the text included. Source:
+    libraries, "Predicting acceptance without bias". Conclusive: all texts of 3 tokens and length 5 and all draws of the
+    algorithm, in fractions; the two sides share only the two distributions, and differ by 0."""
+    assert mean_over_texts(expected_rounds, length) == rounds_by_enumeration(length)
+    drafted = rounds_by_enumeration(length, lambda drafted: drafted)
+    assert mean_over_texts(expected_draft_tokens, length) == drafted
 
 
 @pytest.mark.parametrize("wrong", ["p over q", "one coin for all", "no end"])
@@ -114,6 +120,7 @@ def test_expected_rounds_at_the_ends():
     """Claim: a draft that never passes needs a round a token; one that always passes needs a round for k + 1 tokens."""
     assert expected_rounds([0.0] * 12, 3) == 12 and expected_rounds([1.0] * 12, 3) == 3
     assert expected_rounds([], 3) == 0
+    assert expected_draft_tokens([0.0] * 12, 3) == 9 * 3 + 2 + 1 and expected_draft_tokens([1.0] * 12, 3) == 9
 
 
 def test_break_even_is_where_the_rates_are_equal():
