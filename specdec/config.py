@@ -223,6 +223,9 @@ class SpeculationSettings(Settings):
     ngram_length_min: int = setting(
         2, SPECULATION, "Tokens that must match for a guess from the same prompt and output.", ge=1, le=16
     )
+    ngram_window: int = setting(
+        16384, SPECULATION, "Last tokens of a prompt that are searched for such guesses.", ge=1, le=1 << 20
+    )
     suffix_store_mb: int = setting(
         64, SPECULATION, "Megabytes of generated text kept for guesses, by cache salt; 0: none.", ge=0, le=1 << 16
     )

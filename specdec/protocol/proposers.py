@@ -21,7 +21,7 @@ RUN_LENGTH_MAX = DRAFT_LENGTH_LIMIT // 2  # of a run: the policy verifies what i
 RUN_COUNT_MAX = 2  # runs of one proposer: a third differs from both in few texts
 PLACES_MAX = 8  # of one n-gram: the latest
 NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
-NGRAM_WINDOW = 16_384  # positions of a text that are searched: 10 ms to read them first
+NGRAM_WINDOW = 16_384  # tokens: 10 ms to read them first
 SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
 SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
 STORED_TOKEN_BYTES = 192  # of one token in the store, its places included, measured
@@ -100,11 +100,14 @@ def runs_of(
 class NgramProposer:
     """The continuation of the longest earlier match in prompt and output (prompt lookup, Saxena 2023).
 
-    A match that reaches the end of the text is continued by itself: the text repeats.
+    A match that reaches the end of the text is continued by itself: the text repeats. `window`: the last tokens of the
+    prompt that are searched.
     """
 
-    def __init__(self, committed: Sequence[int], length_min: int = NGRAM_LENGTH_MIN) -> None:
-        self._index = NgramIndex(committed, length_min, max(0, len(committed) - NGRAM_WINDOW))
+    def __init__(
+        self, committed: Sequence[int], length_min: int = NGRAM_LENGTH_MIN, window: int = NGRAM_WINDOW
+    ) -> None:
+        self._index = NgramIndex(committed, length_min, max(0, len(committed) - window))
         self._index.update()
 
     def propose(self, committed: Sequence[int]) -> list[Run]:

@@ -67,6 +67,17 @@ def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
     assert run == Run(Proposer.NGRAM, (1, 2) * (RUN_LENGTH_MAX // 2), 2)
 
 
+def test_a_match_before_the_window_is_not_found() -> None:
+    """Claim: of a prompt only the last `window` tokens are searched, the output is searched always."""
+    prompt = [1, 2, 5, *range(10, 20)]
+    assert NgramProposer([*prompt, 1, 2], 2, window=len(prompt) + 2).propose([*prompt, 1, 2])[0].token_ids[0] == 5
+    committed = [*prompt, 1, 2]
+    proposer = NgramProposer(committed, 2, window=8)
+    assert proposer.propose(committed) == []
+    committed += [7, 1, 2]
+    assert proposer.propose(committed)[0].token_ids[0] == 7
+
+
 def test_a_prediction_is_followed_left_and_found_again() -> None:
     """Claim: a prediction is proposed from its start; while the output follows it the strength grows; output that
     leaves it gets no run until its last tokens stand in the prediction again."""
