@@ -60,13 +60,14 @@ test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
 
-bench: $(VENV)/.bench-installed  ## All benchmarks of the services, then every bar beside its result; some four hours.
+bench: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of the services, then every bar beside its result; some five hours.
 	@$(BIN)/python -m bench.draft
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.peers
 	@$(BIN)/python -m bench.poor_drafts
 	@$(BIN)/python -m bench.concurrency --jump --coordinators
 	@$(BIN)/python -m bench.pipeline
+	@$(BIN)/python -m bench.proposers
 	@$(BIN)/python -m bench.goals
 
 bench-quick: $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.

@@ -17,6 +17,7 @@ BENCHMARKS = (
     "peers",
     "pipeline",
     "poor_drafts",
+    "proposers",
     "concurrency",
     "engine",
     "tensor_parallel",
