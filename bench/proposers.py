@@ -34,6 +34,8 @@ from specdec.bench.pipeline.samples import ends_in_cycle
 from specdec.bench.pipeline.variants import CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
 from specdec.chat.template import ChatTemplate
+from specdec.cli.processes import start
+from specdec.coordinator.tokenizer import Tokenizer
 from specdec.engine.chat_model import chat_model
 from specdec.errors import SpecdecError
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -113,8 +115,6 @@ def served(folder: Path, draft: Path | None, *coordinators: dict[str, Any]) -> I
         stubs = [pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(services.coordinator.address))]
         children = []
         for own in coordinators:
-            from specdec.cli.processes import start
-
             children.append(start("coordinator", services.settings.model_copy(update=own)))
             children[-1].wait_ready()
             stubs.append(pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(children[-1].address)))
@@ -247,8 +247,6 @@ def spoiled(token_ids: Sequence[int], every: int) -> list[int]:
 
 def template_ids(template: ChatTemplate, prompt: Prompt, folder: Path) -> list[int]:
     """The token ids that the coordinator makes of a message."""
-    from specdec.coordinator.tokenizer import Tokenizer
-
     text = template.render([{"role": "user", "content": prompt.prompt}])
     return list(Tokenizer(str(folder)).encode(text, 1 << 16))
 
