@@ -278,7 +278,8 @@ def chat_results(
                     reached = None if ratio is None else ratio.median
                     bars.append(Bar(f"{kind}: {variant} / off", bound, reached, shown[0]))
         if kind == "copying":
-            both = Found({"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]})
+            sides = {"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]}
+            both = Found({side: {name: texts[name] for name in names} for side, texts in sides.items()})
             ratio = both.ratio("ours", "theirs", per_second, None)
             bars.append(
                 Bar(
