@@ -7,6 +7,7 @@ states the rules and the proof that each keeps the target distribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.items import Verification, VerificationResult
@@ -50,7 +51,11 @@ def logprobs_of(output: SamplerOutput, verdict: Verdict) -> tuple[PositionLogpro
     """Returns the log-probabilities of the tokens a verdict commits; none if the sampling parameters request none."""
     if not output.recovered_logprobs:
         return ()
-    drafted = (output.draft_logprobs[index] for index in verdict.accepted)
+    rows = (0, *(index + 1 for index in verdict.accepted))  # each accepted token's is that of its parent
+    drafted = (
+        replace(output.recovered_logprobs[row], logprob=output.draft_logprobs[index])
+        for row, index in zip(rows, verdict.accepted)
+    )
     return *drafted, output.recovered_logprobs[verdict.last_row]
 
 

@@ -11,6 +11,7 @@ import itertools
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable
+from itertools import takewhile
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.decode_loop import Generation
@@ -157,7 +158,11 @@ class Coordinator:
             raise InvalidRequest("resume.output_token_ids", len(request.resumed_token_ids), limit)
         predicted = request.predicted_token_ids
         if request.predicted_text is not None:
-            predicted = self._tokenizer.encode(request.predicted_text, target.positions_max, "prediction.text")
+            encoded = self._tokenizer.encode(request.predicted_text, target.positions_max, "prediction.text")
+            predicted = tuple(takewhile(lambda token_id: token_id < target.vocabulary_size, encoded))
+            if len(predicted) > target.positions_max:
+                limit = f"at most {target.positions_max} tokens, the target's positions"
+                raise InvalidRequest("prediction.text", f"text of {len(predicted)} tokens", limit)
         committed = [*prompt, *request.resumed_token_ids]
         proposers = self._speculation.proposers(request, committed, predicted)
         return request, prompt, walker, resumed.ending, committed, proposers
@@ -177,7 +182,8 @@ class Coordinator:
         number, size = next(self._numbers), target.vocabulary_size
         session = Session(number, params, length_max, size, policy, committed, request.cache_salt)
         session.proposers, session.asks_heads = proposers, Proposer.HEADS in self._speculation.allowed(request)
-        session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
+        if self._settings.draft_siblings_max:
+            session.path_max = path_count_max(target.cache, length_max, policy.draft_length_cap)
         session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": request.label} if request.label else {}))

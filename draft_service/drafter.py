@@ -52,6 +52,7 @@ class DraftSession(ReplicaSession):
     window: int = 0
     nodes_per_step: int = 1
     siblings: int = 0
+    has_siblings: bool = False  # or had: under REJECTION its trees then grow along first draws only
     grown: list[DraftNode] = field(default_factory=list)
     traced_step_count: int = 0
     phase: Trace = NO_TRACE
@@ -198,6 +199,7 @@ class Drafter(ReplicaService):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings
+        session.has_siblings |= item.siblings > 0
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         session.phase = item.trace
         self._growing[session] = None
@@ -248,7 +250,9 @@ class Drafter(ReplicaService):
             return []
         length_max = min(session.opened.length_max, self.description.positions_max - session.shift)
         reach = min(len(session.tokens) + session.window, length_max)
-        return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1)
+        # Nodes in hand decide the rows that are left for siblings: they must not depend on the siblings' tokens.
+        is_drawn_tree = session.has_siblings and session.opened.params.rule is Rule.REJECTION
+        return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1 or is_drawn_tree)
 
     def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
         """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""

@@ -118,7 +118,7 @@ class Admission:
         """Whether preempting these sessions would free enough blocks, if none were shared."""
         cache, table, length = self._cache, session.table, session.wanted_length
         end = length if table.block_ids else run_end(length, table)
-        freed_count = sum(len(other.table.block_ids) for other in preemptable)
+        freed_count = sum(other.block_count for other in preemptable)
         needed_count = cache.blocks_for(end) - len(table.block_ids) + self._branch_block_count(session)
         return needed_count <= cache.free_block_count + freed_count
 

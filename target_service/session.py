@@ -62,6 +62,11 @@ class TargetSession(ReplicaSession):
         return self.work is not None
 
     @property
+    def block_count(self) -> int:
+        """Blocks that it holds, those of its branches included."""
+        return len(self.table.block_ids) + sum(len(branch.blocks.block_ids) for branch in self.branches)
+
+    @property
     def wanted_length(self) -> int:
         """Tokens its table must hold for the current request: the committed ones and those of the first path."""
         return len(self.tokens) + (self.wanted_paths[0].end if self.work else 0)

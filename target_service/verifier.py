@@ -16,7 +16,7 @@ from specdec.engine.runner import BranchRows
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
-from specdec.protocol.items import UINT32_MAX, MissingTokens, Open, Verification, VerificationResult
+from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
 from specdec.replica.handler import ReplicaService, Reply, check_params_tokens
 from specdec.target_service.admission import IDLE_S, Admission
@@ -75,6 +75,14 @@ class Verifier(ReplicaService):
         session.work = session.feed = None
         self._step_delay.left(session)
         self._admission.leave(session)
+
+    def extend(self, session: TargetSession, item: Extend) -> MissingTokens | None:
+        """Stores committed tokens, none beyond the base of a verification that waits. Raises InvalidRequest."""
+        end = item.start_position + len(item.token_ids)
+        if session.work is not None and end > len(session.work.committed):
+            limit = f"with its tokens at most {len(session.work.committed)}, the base of the verification in progress"
+            raise InvalidRequest("start_position", end, limit)
+        return super().extend(session, item)
 
     def work(self, session: TargetSession, item: Verification, arrived_s: float) -> MissingTokens | None:
         """Submits a verification to the engine, once its session has blocks. Raises SpecdecError."""

@@ -149,7 +149,7 @@ def output_of_rule(
 
 def logprobs_of(
     request: VerificationRequest, recovered: Tensor, logits: Tensor, host_copy: HostCopy
-) -> Callable[[], tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]]:
+) -> Callable[[], tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]]:
     """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`."""
     if request.params.logprobs is None:
         return lambda: ((), ())
@@ -161,9 +161,9 @@ def logprobs_of(
     )
     every = position_logprobs(logits, token_ids, request.params.logprobs, host_copy)
 
-    def finish() -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
+    def finish() -> tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]:
         lines = every()
-        of_draft = {index: entry for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}
+        of_draft = {index: entry.logprob for row, line in zip(following, lines) for index, entry in zip(row, line[1:])}
         return tuple(of_draft[index] for index in range(len(of_draft))), tuple(line[0] for line in lines)
 
     return finish

@@ -58,7 +58,7 @@ class AutoPolicy:
         self._table, self.draft_length_cap = table, draft_length_cap
         self._level, self._tested = table.level, 0.0
         self._local_accepted = table.local_accepted
-        self._heads_accepted, self._heads_asked = HEADS_GUESS, False
+        self._heads_accepted = HEADS_GUESS
         self.wants_heads = True
         self._surprise = self._variance = 0.0
         self._exploration: Exploration | None = None
@@ -105,10 +105,9 @@ class AutoPolicy:
     def _learn_heads(self, record: RoundRecord) -> None:
         """Heads take their time in every step that asks for them: they are asked while enough of their tokens are
         accepted, and now and then to find out."""
-        if self._heads_asked:
+        if record.had_heads:
             count = record.accepted_proposers.count(Proposer.HEADS)
             self._heads_accepted += HEADS_GAIN * (count - self._heads_accepted)
-        self._heads_asked = self.wants_heads
         is_due = record.round_index % HEADS_EVERY == 0
         self.wants_heads = self.is_speculating and (self._heads_accepted >= HEADS_LEAST or is_due)
 

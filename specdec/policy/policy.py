@@ -55,7 +55,7 @@ class Plan:
             return OFF_PLAN
         most = self.draft_length_max
         nodes_per_step = math.ceil(self.nodes_per_step * draft_length / most)
-        window = self.window - most + draft_length
+        window = max(min(self.window, 1), self.window - most + draft_length)
         return replace(self.capped(draft_length), window=window, nodes_per_step=nodes_per_step)
 
     @property

@@ -172,12 +172,21 @@ def _children(node: _Node, rule: Rule, siblings: int, calibration: Calibration) 
     for own in found:
         if own.token_id not in taken:
             taken.add(own.token_id)
-            own.remote = None if remote is None else remote.children.get(own.token_id)
+            own.remote = None if remote is None else _remote_below(remote, own, rule)
             own.runs = [
                 (run, place + 1) for run, place in node.runs if run.token_ids[place : place + 1] == (own.token_id,)
             ]
             own.guesses.sort(key=lambda guess: -guess[0])
             yield own
+
+
+def _remote_below(remote: TreeNode, node: _Node, rule: Rule) -> TreeNode | None:
+    """Returns the draft's node of a possible token. Under REJECTION a guess of a proposer without a draw gets one only
+    as the first token drawn, which is then not tested: else the rows left for a drawn token would depend on it."""
+    is_sure = rule is Rule.REJECTION and any(proposer is not Proposer.DRAFT for _, proposer, _ in node.guesses)
+    if is_sure and not (remote.drawn and remote.drawn[0].token_id == node.token_id):
+        return None
+    return remote.children.get(node.token_id)
 
 
 def _file(found: list[_Node], token_id: int, probability: float, proposer: Proposer, features: Hashable) -> None:

@@ -24,7 +24,7 @@ NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
 NGRAM_WINDOW = 16_384  # tokens: 10 ms to read them first
 SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
 SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
-STORED_TOKEN_BYTES = 192  # of one token in the store, its places included, measured
+STORED_TOKEN_BYTES = 460  # of one token in the store, its places included, measured on text that never repeats
 START_STRENGTH = 8  # of a prediction before any output: as sure as a match of this length
 
 

@@ -82,7 +82,7 @@ class RoundRecord(NamedTuple):
     the round before. `is_speculating`: the policy drafts, though the plan may have had no positions left for it.
     `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones.
     `local_accepted_count`: of the accepted tokens, from the first on, those that a proposer of the coordinator had
-    guessed. `path_count`: paths of the draft tokens.
+    guessed. `path_count`: paths of the draft tokens. `had_heads`: proposals of heads were in hand for the round.
     """
 
     round_index: int
@@ -114,6 +114,7 @@ class RoundRecord(NamedTuple):
     accepted_proposers: tuple[Proposer, ...] = ()
     local_accepted_count: int = 0
     path_count: int = 0
+    had_heads: bool = False
 
     @property
     def tested_count(self) -> int:

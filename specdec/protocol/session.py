@@ -206,8 +206,8 @@ class Session:
         was_looked_up = last is not None and bool(last.children)
         was_found = self._commit(tokens, flying)
         in_hand_count = len(self.tree.proposal_path(DRAFT_LENGTH_LIMIT))
-        offer, kept = self.offer, verdict.accepted[:kept_count]
-        self._learn(offer, verdict.accepted)
+        offer, accepted, had_heads = self.offer, verdict.accepted, bool(self._head_runs)
+        self._learn(offer, accepted)
         heads = answer.output.head_proposals
         self._head_runs = head_runs(heads, verdict.last_row, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
@@ -216,8 +216,9 @@ class Session:
         step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.sampling_us / 1e6, answer.step_rows)
         sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
         cache = (answer.cached_prompt_tokens, answer.preemptions, answer.server_us / 1e6)
-        proposed = (offer.proposers, tuple(map(offer.proposers.__getitem__, kept)), offer.local_count(kept))
-        parts = (*counts, *found, *times, *step, *sessions, *cache, is_speculating, *proposed, offer.path_count)
+        proposed = (offer.proposers, tuple(map(offer.proposers.__getitem__, accepted)), offer.local_count(accepted))
+        sources = (*proposed, offer.path_count, had_heads)
+        parts = (*counts, *found, *times, *step, *sessions, *cache, is_speculating, *sources)
         record = RoundRecord(flying.round_index, plan, *parts)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
 

@@ -289,13 +289,14 @@ class SamplerOutput(NamedTuple):
 
     `recovered_token_ids`: one per row, the target's token if no child of the row is accepted. `target_probs`: one per
     draft token under REJECTION, else empty: its probability in what is left of the target distribution of its parent's
-    row when the siblings before it are rejected. `draft_logprobs`, `recovered_logprobs`: one per draft token and per
-    row if requested, else empty. `head_proposals`: if requested, and the target has heads.
+    row when the siblings before it are rejected. `draft_logprobs`: of each draft token in its parent's row, and
+    `recovered_logprobs`: per row, of the recovered token and the likeliest ones, if requested, else empty.
+    `head_proposals`: if requested, and the target has heads.
     """
 
     recovered_token_ids: tuple[int, ...]
     target_probs: tuple[float, ...] = ()
-    draft_logprobs: tuple[PositionLogprobs, ...] = ()
+    draft_logprobs: tuple[float, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     head_proposals: HeadProposals | None = None
 

@@ -241,7 +241,7 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
 def _logprobs_to_message(output: SamplerOutput) -> target_pb.Logprobs:
     positions = output.recovered_logprobs
     return target_pb.Logprobs(
-        draft=numbers_to_bytes("f", [position.logprob for position in output.draft_logprobs]),
+        draft=numbers_to_bytes("f", output.draft_logprobs),
         recovered=numbers_to_bytes("f", [position.logprob for position in positions]),
         top_token_ids=[token_id for position in positions for token_id in position.top_token_ids],
         top=numbers_to_bytes("f", [value for position in positions for value in position.top_logprobs]),
@@ -250,7 +250,7 @@ def _logprobs_to_message(output: SamplerOutput) -> target_pb.Logprobs:
 
 def _positions_from_message(
     message: target_pb.Logprobs, count: int
-) -> tuple[tuple[PositionLogprobs, ...], tuple[PositionLogprobs, ...]]:
+) -> tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]:
     """Returns (draft, recovered) logprobs of a verification with `count` positions."""
     for name, size_max in (("draft", 4 * count), ("recovered", 4 * count), ("top", 4 * LOGPROBS_MAX * count)):
         bounded(f"logprobs.{name}", getattr(message, name), size_max)
@@ -266,7 +266,7 @@ def _positions_from_message(
         start, end = index * width, (index + 1) * width
         return PositionLogprobs(logprob, tuple(message.top_token_ids[start:end]), tuple(top[start:end]))
 
-    return tuple(map(at, range(count), draft)), tuple(map(at, range(count), recovered))
+    return tuple(draft), tuple(map(at, range(count), recovered))
 
 
 def _heads_from_message(message: target_pb.VerificationResultItem, count: int) -> HeadProposals | None:
@@ -299,7 +299,7 @@ def _write_result(item: items.VerificationResult) -> Fields:
 def _result_from_message(message: target_pb.VerificationResultItem) -> items.VerificationResult:
     most = DRAFT_LENGTH_LIMIT + 1
     recovered = tuple(bounded("recovered_token_ids", message.recovered_token_ids, most))
-    draft_logprobs: tuple[PositionLogprobs, ...] = ()
+    draft_logprobs: tuple[float, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     target_probs: tuple[float, ...] = ()
     if message.HasField("logprobs"):

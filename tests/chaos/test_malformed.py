@@ -18,6 +18,7 @@ REQUEST = pb.GenerateRequest(
     sampling={"temperature": 1.0, "logit_bias": [{"token_id": 1, "bias": 2.0}], "stop": ["x"]},
     speculative={"num_speculative_tokens": 2},
     resume={"output_token_ids": [3]},
+    prediction={"token_ids": {"ids": [4, 5]}},
 )
 
 

@@ -95,12 +95,17 @@ class SiblingWorld:
             yield Fraction(1), {}
             return
         for share, drawn, probs in self.draws(path):
-            below = [list(self.trees((*path, token_id), depth - 1)) for token_id in drawn]
+            grown = self.grown(drawn, probs)
+            below = [list(self.trees((*path, token_id), depth - 1 if token_id in grown else 0)) for token_id in drawn]
             for parts in itertools.product(*below):
                 nodes = {path: (drawn, probs)}
                 for _, part in parts:
                     nodes |= part
                 yield share * math.prod((part for part, _ in parts), start=Fraction(1)), nodes
+
+    def grown(self, drawn: Drawn, probs: DraftProbs) -> Drawn:
+        """The children of a node that the draft evaluates: all of them, as if it had time for every node."""
+        return drawn
 
     def sent(self, drawn: Drawn, probs: DraftProbs, evaluated: set[int]) -> list[tuple[int, bool, DraftProbs]]:
         """The children that the draft sends for a node: (token, may be offered, distribution). `evaluated`: those with

@@ -84,6 +84,32 @@ def test_other_shapes(vocabulary_size: int, drawn: int, depth: int, row_max: int
     check(world(vocabulary_size, **shape), 2)
 
 
+class GrownAlongFirstDraws(SiblingWorld):
+    """The draft evaluates the child drawn first, as it does where it draws siblings."""
+
+    def grown(self, drawn: tuple[int, ...], probs: DraftProbs) -> tuple[int, ...]:
+        return drawn[:1]
+
+
+def sure_below(path: Path) -> tuple[int, ...]:
+    """Logits of a draft that is unsure of the first token and sure of the next."""
+    return (0, 1, 0) if len(path) == 1 else (0, 5, 0)
+
+
+def strong_run(path: Path) -> list:
+    """A run of one token, surer than the draft's first."""
+    return [ngram(path[-1], strength=4)]
+
+
+@pytest.mark.parametrize("row_max", [2, 3, 4])
+@pytest.mark.parametrize("kind", [SiblingWorld, GrownAlongFirstDraws])
+def test_few_rows_for_guesses_and_what_lies_below_them(kind: type[SiblingWorld], row_max: int) -> None:
+    """The same claim where nodes further down, below a run's token or the child drawn first, compete with a drawn
+    sibling for the rows: which of them there are must not depend on the sibling's token."""
+    check(world(kind=kind, draft=sure_below, row_max=row_max, runs=strong_run), 2)
+    check(world(kind=kind, row_max=row_max, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
+
+
 def test_the_worlds_are_not_trivial() -> None:
     """The checks above mean something: runs and drawn siblings stand in both orders, drawn tokens equal those of runs,
     second siblings are accepted, and every sibling is rejected now and then."""
@@ -248,6 +274,20 @@ def skipped_order(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     return world(depth=1)
 
 
+class GrownBelowTheLikelier(SiblingWorld):
+    """The draft evaluates the likelier of two drawn siblings only."""
+
+    def grown(self, drawn: tuple[int, ...], probs: DraftProbs) -> tuple[int, ...]:
+        return (max(drawn, key=probs.probability),)
+
+
+def grown_below_a_guess(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """A run's token goes on with the draft's nodes whenever the draft drew it too."""
+    below = lambda remote, node, rule: remote.children.get(node.token_id)  # noqa: E731
+    monkeypatch.setattr(offer_module, "_remote_below", below)
+    return world(draft=sure_below, row_max=2, runs=strong_run)
+
+
 MUTATIONS = {
     "longest of independently tested paths": lambda patch: world(kind=LongestOfIndependentPaths, depth=1),
     "drawn with replacement, tested without": drawn_with_replacement,
@@ -264,6 +304,10 @@ MUTATIONS = {
     "penalties counted in row order": in_row_order({"frequency_penalty": 1.0}),
     "min_tokens counted in row order": in_row_order({"min_tokens": 2, "stop_token_ids": (1,)}),
     "a sibling offered without the one drawn before it": skipped_order,
+    "rows left to a sibling by what lies below the likelier": lambda patch: world(
+        kind=GrownBelowTheLikelier, row_max=3, runs=lambda path: [ngram(sum(path) % 3, strength=11)]
+    ),
+    "rows left to a drawn token by what lies below a guess": grown_below_a_guess,
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.coordinator.rejection import decide
+from specdec.coordinator.rejection import decide, logprobs_of
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, inverse_cdf, residual, verify
 from specdec.protocol.noise import Lane, mix64, uniform, uniform_bits
@@ -91,8 +91,7 @@ def generated(
         verdict = decide(params.rule, tokens, (), found, ())
         path += [*tokens[: verdict.accepted_count], verdict.next_token_id]
         if params.logprobs is not None:
-            accepted = found.draft_logprobs[: verdict.accepted_count]
-            logprobs += [*accepted, found.recovered_logprobs[verdict.accepted_count]]
+            logprobs += logprobs_of(found, verdict)
         round_index += 1
     return path[params.prompt_length :][:count], logprobs[:count]
 
@@ -220,8 +219,8 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     found = verify([VerificationRequest(params, 0, [0], (2,))], [2], logits)[0]
     expected = logits[0].double().log_softmax(0).tolist()
     assert found.recovered_token_ids == (5, 5) and len(found.draft_logprobs) == 1
-    assert found.draft_logprobs[0].logprob == pytest.approx(expected[2], rel=1e-12)
-    for position in (*found.draft_logprobs, *found.recovered_logprobs):
+    assert found.draft_logprobs[0] == pytest.approx(expected[2], rel=1e-12)
+    for position in found.recovered_logprobs:
         assert position.top_token_ids == (1, 3, 2, 4)
         assert position.top_logprobs == pytest.approx([expected[t] for t in (1, 3, 2, 4)], rel=1e-12)
     assert found.recovered_logprobs[0].logprob == pytest.approx(expected[5], rel=1e-12)

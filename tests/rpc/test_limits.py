@@ -81,7 +81,7 @@ VALID = (
             1,
             1,
             0,
-            SamplerOutput((1, 2), (0.5,), (POSITION,), (POSITION, POSITION), HEADS),
+            SamplerOutput((1, 2), (0.5,), (-1.0,), (POSITION, POSITION), HEADS),
         ),
     ),
     (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE)),
@@ -220,7 +220,7 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
     candidate_count = 65 * HEADS_MAX * HEAD_CANDIDATES
     heads = HeadProposals(many * candidate_count, bytes(candidate_count), HEADS_MAX)
-    output = SamplerOutput(many * 65, (0.5,) * 64, (position,) * 64, (position,) * 65, heads)
+    output = SamplerOutput(many * 65, (0.5,) * 64, (-1.0,) * 64, (position,) * 65, heads)
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
 
 
