@@ -33,7 +33,7 @@ def test_mutations_reach_every_field_and_return_with_their_seed() -> None:
     parse in part, and are the same for the same seed. Conclusive: the fields come from the descriptor."""
     data = REQUEST.SerializeToString()
     assert write(read(REQUEST.DESCRIPTOR, data)) == data
-    mutator, messages = mutated(1, 4000)
+    mutator, messages = mutated(1, 8000)
     assert messages[:500] == mutated(1, 500)[1] != mutated(2, 500)[1]
     assert mutator.fields.keys() <= mutator.field_counts.keys()
     broken = 0
