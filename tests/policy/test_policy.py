@@ -8,7 +8,7 @@ from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
 from specdec.protocol.report import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, TokenKind
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, TokenKind
 
 SPARE_TOKENS = 100_000
 
@@ -66,6 +66,30 @@ def test_fixed_policies_follow_their_settings() -> None:
     assert (
         OFF_POLICY.plan(SPARE_TOKENS) == OFF_PLAN and OFF_POLICY.draft_length_cap == 0 and not OFF_POLICY.is_speculating
     )
+
+
+def test_a_shrunk_plan_keeps_its_draft() -> None:
+    """Claim: with fewer draft tokens a plan's window stays at least one token, though it is shorter than a round, and
+    a plan without a draft stays without one. (A window below 0 has no message.)"""
+    for length in range(1, 9):
+        assert 1 <= Plan(8, 2, 4, siblings=2).shrunk(length).window <= 2
+        assert Plan(8, 0).shrunk(length) == Plan(length, 0)
+
+
+def test_heads_are_asked_while_their_tokens_are_accepted() -> None:
+    """Claim: heads that no round accepts are asked in every 64th round only; one such round whose tokens are accepted
+    brings them back. Rounds that had none of their tokens count for neither."""
+    policy, accepted = auto(), (Proposer.HEADS,) * 3
+
+    def told(index: int, had_heads: bool, proposers: tuple[Proposer, ...] = (Proposer.DRAFT,) * 3) -> bool:
+        record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
+        policy.on_round(record._replace(had_heads=had_heads, accepted_proposers=proposers))
+        return policy.wants_heads
+
+    asked = [told(index, had_heads=True) for index in range(1, 129)]
+    assert asked[0] and not any(asked[64:127]) and asked[127]
+    assert not told(129, had_heads=False) and not told(130, had_heads=False, proposers=accepted)
+    assert told(131, had_heads=True, proposers=accepted)
 
 
 def test_it_gives_its_reason_in_numbers() -> None:

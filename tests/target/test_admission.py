@@ -309,6 +309,20 @@ def test_items_of_a_preempted_session(folder: Path, clock: Clock) -> None:
     assert not target.engine.waiting_count
 
 
+def test_tokens_beyond_a_waiting_verification_are_refused(folder: Path, clock: Clock) -> None:
+    """Claim: a verification that waits for blocks keeps its base: an Extend beyond it is refused by field, and every
+    session ends with its text."""
+    target = Target(folder, 9)
+    for session in (1, 2, 3):
+        target.open(session, prompt_of(session))
+    target.run(1, 2, 3, until=lambda: len(target.admission.waiting) == 1)
+    waits = next(iter(target.admission.waiting)).opened.session
+    target.tell(Extend(waits, 1, len(target.tokens[waits]), (1,)))
+    assert target.failures.pop(waits).field == "start_position"
+    target.run(1, 2, 3)
+    assert all(target.tokens[session] == plain_text(folder, prompt_of(session)) for session in (1, 2, 3))
+
+
 def test_prefixes_are_found_by_sessions_of_the_same_salt(folder: Path) -> None:
     """Claim: a session with a cached prefix feeds only the other tokens and reports the cached count; one of another
     salt, or on a target without prefix caching, finds nothing; the texts are the same.
