@@ -241,7 +241,10 @@ class StepRunner(Generic[Payload, Answer]):
         if len(results) != len(pieces):
             raise ValueError(f"the sampler gave {len(results)} results for {len(pieces)} requests")
         if self._read_hidden is not None:
-            results = self._read_hidden(payloads, [own for own in hidden if own is not None], results)
+            try:
+                results = self._read_hidden(payloads, [own for own in hidden if own is not None], results)
+            except Exception:  # they decide no text
+                logger.exception("no proposals of heads in a step of %d requests", len(pieces))
         return results
 
     def _output_alone(

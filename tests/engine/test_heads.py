@@ -116,6 +116,19 @@ def test_each_request_gets_its_own_hidden_states_also_when_a_step_is_repeated(tm
         assert all(torch.equal(found[index], own) for index, own in plain.items())
 
 
+def test_heads_that_fail_cost_their_proposals_only(tmp_path: Path) -> None:
+    """Claim: an exception of the reader of hidden states leaves the sampler's answers as they are."""
+    driver = Driver(load_model(str(make_tiny_model(tmp_path, "llama"))))
+    driver.model.return_hidden()
+
+    def read(payloads, hidden, answers):
+        raise RuntimeError("planted")
+
+    runner = StepRunner(driver.model, driver.cache, lambda payloads, counts, logits: list(payloads), read)
+    pieces = [Piece(driver.open(12), 0, random_tokens(5, index), 2, index) for index in range(2)]
+    assert runner.run(pieces).outcomes == [0, 1]
+
+
 def test_a_saved_set_is_read_again(tmp_path: Path) -> None:
     """Claim: what was saved is loaded, to the rounding of bfloat16, without gradients."""
     heads = random_heads()
