@@ -41,7 +41,10 @@ def test_each_head_is_one_residual_block() -> None:
     assert torch.equal(Heads(2, HIDDEN_SIZE)(x), torch.stack([x, x], 1))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere", "phi"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "gemma2", pytest.param("cohere", marks=pytest.mark.more), pytest.param("phi", marks=pytest.mark.more)],
+)
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_hidden_states_and_output_layer_are_those_of_transformers(
     architecture: str, is_on_device: bool, tmp_path: Path
