@@ -33,7 +33,7 @@ CHANNEL_OPTIONS = (
 SPECULATIVE: tuple[dict[str, Any], ...] = (
     fixed(3),
     fixed(8, draft_window=12, draft_nodes_per_step=4, draft_wait_ms=0),
-    {"policy": "POLICY_AUTO"},
+    {"policy": "POLICY_AUTO", "proposers": ["PROPOSER_DRAFT"]},  # earlier texts would end a text before its trouble
 )
 
 

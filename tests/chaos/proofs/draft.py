@@ -36,6 +36,7 @@ TEXT_TOKENS = 400
 BEAT_S = 0.1
 UP_S = 20.0
 NORMAL_SHARE = 0.9
+AUTO = {"policy": "POLICY_AUTO", "proposers": ["PROPOSER_DRAFT"]}  # another would hide a draft's trouble
 
 
 def until(condition: Callable[[], bool], timeout_s: float = UP_S) -> None:
@@ -172,7 +173,7 @@ def speeds(pair_count: int, token_count: int, say: Callable[[str], None]) -> dic
         ratios = []
         for number in range(pair_count):
             text = Text(prompts[number], float(number % 2), number, token_count, ignore_eos=True)
-            kinds: dict[str, dict[str, Any]] = {"auto": {"policy": "POLICY_AUTO"}, "off": {"enabled": False}}
+            kinds: dict[str, dict[str, Any]] = {"auto": AUTO, "off": {"enabled": False}}
             own = {kind: rate(stub, text, kinds[kind]) for kind in sorted(kinds, reverse=bool(number % 2))}
             ratios.append(own["auto"] / own["off"])
         found[name] = statistics.median(ratios)
@@ -180,7 +181,7 @@ def speeds(pair_count: int, token_count: int, say: Callable[[str], None]) -> dic
 
     with shipped() as (draft, coordinator), open_channel(coordinator.address) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
-        rate(stub, Text(prompts[0], 0.0, 0, token_count, ignore_eos=True), {"policy": "POLICY_AUTO"})
+        rate(stub, Text(prompts[0], 0.0, 0, token_count, ignore_eos=True), AUTO)
         port = int(draft.address.rpartition(":")[2])
         draft.child.signal(signal.SIGSTOP)
         time.sleep(3.0)
