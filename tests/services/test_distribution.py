@@ -97,7 +97,7 @@ def test_the_output_distribution_is_the_targets(services: Services, models: tupl
     assert p_value(counts, 0.97 * distribution_of(models[0]) + 0.03 * distribution_of(models[1])) < P_LIMIT
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_trees_have_the_targets_distribution(services: Services, models: tuple[Path, Path]):
     """The same with trees alone: n = 104,000 tokens, in rounds of which most have several paths."""
     outcomes = sample(services, 260, ways=TREES)
