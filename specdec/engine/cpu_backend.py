@@ -19,7 +19,7 @@ from specdec.engine.step_plan import StepPlanner
 from specdec.engine.storage import DeviceStorage, PagedStorage
 from specdec.engine.tile_memory import StableTiles, stable_tiles
 from specdec.engine.tile_sizes import TileSizes
-from specdec.engine.tiled_modules import OutputLayer, TiledLinear, replace_modules
+from specdec.engine.tiled_modules import OutputLayer, TiledLinear, Weight, replace_modules
 from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError
 
@@ -56,7 +56,7 @@ class CpuBackend:
     def output_layer(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
     ) -> OutputLayer:
-        return OutputLayer(weight.t().float().contiguous(), bias, scale, softcap)
+        return OutputLayer(Weight(weight.float()), bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
         self._linears = [
@@ -69,7 +69,7 @@ class CpuBackend:
 
     @property
     def product_bytes(self) -> int:
-        return sum(linear.weight.numel() * linear.weight.element_size() for linear in self._linears)
+        return sum(linear.weight.byte_count for linear in self._linears)
 
     @property
     def cache_bytes_per_position(self) -> int:

@@ -80,26 +80,24 @@ def probe_rows(in_size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(PROBE_ROW_COUNT, in_size, generator=generator).to(dtype)
 
 
-def cancelling(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight of the shape, layout and type of `like` [in, out], and rows for `probe`, whose products are
-    rounding errors only.
+def cancelling(in_size: int, out_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a weight [out, in] of this type, and rows for `probe`, whose products are rounding errors only.
 
     A result narrower than float32 hides the order of its additions: measured, one bfloat16 sum in ten thousand differs
     between two kernels. Here every term of a sum has a partner of the opposite sign, so the exact sum is 0, and the
     rounding errors differ in nine sums of ten. The library picks kernels by shape, layout and type, so it picks the
     same kernels for this weight as for the model's.
     """
-    in_size, out_size = like.shape
     half = in_size // 2
     generator = torch.Generator().manual_seed(in_size)
     places = torch.randperm(2 * half, generator=generator)
-    values = torch.randn(half, out_size, generator=generator)
-    weight = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-    weight[places[:half]] = values.to(like.dtype)
-    weight[places[half:]] = -values.to(like.dtype)
+    values = torch.randn(out_size, half, generator=generator).to(dtype)
+    weight = torch.zeros(out_size, in_size, dtype=dtype)
+    weight[:, places[:half]] = values
+    weight[:, places[half:]] = -values
     sizes = torch.exp2(torch.randint(-4, 5, (PROBE_ROW_COUNT, half), generator=generator).float())
-    terms = (torch.randn(PROBE_ROW_COUNT, half, generator=generator) * sizes).to(like.dtype)
-    rows = torch.zeros(PROBE_ROW_COUNT, in_size, dtype=like.dtype)
+    terms = (torch.randn(PROBE_ROW_COUNT, half, generator=generator) * sizes).to(dtype)
+    rows = torch.zeros(PROBE_ROW_COUNT, in_size, dtype=dtype)
     rows[:, places[:half]] = terms
     rows[:, places[half:]] = terms
     return weight, rows

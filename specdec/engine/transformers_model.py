@@ -23,7 +23,7 @@ from specdec.engine.cpu_backend import CpuBackend, of_any_width
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, end_token_ids_of, read_json
 from specdec.engine.retokenizer import Retokenizer
-from specdec.engine.tiled_modules import shorten_calls
+from specdec.engine.tiled_modules import Weight, shorten_calls
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused
 from specdec.folders import tokenizer_file
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specdec.engine.parallel.modules import JoinedShare
 
 CPU = torch.device("cpu")
+NUMERICS_VERSION = 2  # increases with each change by which a model's results have other bits
 # For the measurement of the faster type.
 PRODUCT_TYPES = (torch.float32, torch.bfloat16)
 ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
@@ -209,17 +210,17 @@ def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> t
 
 def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
     """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
-    shapes = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
-    layers = [[torch.ones(shape, dtype=dtype) for shape in shapes] for _ in range(count)]
+    shapes = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+    layers = [[Weight(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(count)]
     rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
     return min(_once_s(layers, rows) for _ in range(REPEATS))
 
 
-def _once_s(layers: Sequence[Sequence[torch.Tensor]], rows: Sequence[torch.Tensor]) -> float:
+def _once_s(layers: Sequence[Sequence[Weight]], rows: Sequence[torch.Tensor]) -> float:
     started_s = time.perf_counter()
     for x in rows:
         for up, down in layers:
-            torch.matmul(torch.matmul(x, up), down)
+            down.multiply(up.multiply(x))
     return time.perf_counter() - started_s
 
 
@@ -281,6 +282,6 @@ def describe(
         end_token_ids=folder.end_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
-        libraries=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        libraries=f"engine {NUMERICS_VERSION}, torch {torch.__version__}, transformers {transformers.__version__}",
         vocabulary=vocabulary,
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine import tile_memory
+from specdec.engine import tile_memory, tiled_modules
 from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.tile_memory import measure, stable_tiles
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, TileSizes
-from specdec.engine.tiled_modules import TiledLinear
+from specdec.engine.tiled_modules import TiledLinear, Weight
 from specdec.folders import cache_folder
 
 SHAPE = AttentionShape(2, 4, 2, 16, (ScoreRule(0.25),))
@@ -22,7 +22,7 @@ SHAPE = AttentionShape(2, 4, 2, 16, (ScoreRule(0.25),))
 
 def linear(in_size: int = 32, out_size: int = 48) -> TiledLinear:
     """A product with random weights in float32."""
-    return TiledLinear(torch.randn(in_size, out_size, generator=torch.Generator().manual_seed(1)), None)
+    return TiledLinear(Weight(torch.randn(out_size, in_size, generator=torch.Generator().manual_seed(1))), None)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,11 @@ def other_product(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLinear, Attenti
     return linear(out_size=64), SHAPE
 
 
-def other_strides(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLinear, AttentionShape]:
-    return TiledLinear(torch.randn(48, 32).t(), None), SHAPE
+def other_layout(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLinear, AttentionShape]:
+    monkeypatch.setattr(tiled_modules, "PACKED_ELEMENTS_MIN", 0)
+    changed = linear()
+    assert changed.weight.is_packed, "the library packs no weights here"
+    return changed, SHAPE
 
 
 def other_rule(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLinear, AttentionShape]:
@@ -98,7 +101,7 @@ def other_rule(monkeypatch: pytest.MonkeyPatch) -> tuple[TiledLinear, AttentionS
         changed_variable,
         changed_code,
         other_product,
-        other_strides,
+        other_layout,
         other_rule,
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, AlignedActivation, TileSizes, cancelling, probe
-from specdec.engine.tiled_modules import TiledLinear, probe_widths
+from specdec.engine.tiled_modules import TiledLinear, Weight, probe_widths
 from tests.support.engine_models import Driver, random_tokens
 
 WEIGHT = torch.randn(64, 300, generator=torch.Generator().manual_seed(2))  # [out, in]
@@ -53,17 +53,17 @@ def test_probe_sees_the_order_of_a_sum_that_is_rounded_to_bfloat16() -> None:
     Source: measured, bfloat16 products of 2048 columns differ between 8 and 12 rows in one result of 8,000, and random
     rows did not show it. Conclusive: the planted order differs from the other in nothing else.
     """
-    weight, rows = cancelling(torch.empty(256, 64, dtype=torch.bfloat16))
+    weight, rows = cancelling(256, 64, torch.bfloat16)
     wide = weight.float()
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(rows), 64)
         for place in range(255, -1, -1) if len(rows) == 12 else range(256):
-            total += rows.float()[:, place, None] * wide[place]
+            total += rows.float()[:, place, None] * wide[:, place]
         return total.to(torch.bfloat16)
 
     assert probe(product, 256, torch.bfloat16, (4, 8, 12, 16), rows) == (4, 8, 16)
-    exactly = rows.double() @ weight.double()
+    exactly = rows.double() @ weight.double().t()
     assert exactly.abs().max() < 1e-9 and product(rows).count_nonzero() > 0.7 * exactly.numel()
 
 
@@ -77,7 +77,7 @@ def test_bfloat16_rows_agree_at_all_stable_tile_sizes(shape: tuple[int, int], th
     """
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(3)
-    linear = TiledLinear((torch.randn(shape, generator=generator) / 16).to(torch.bfloat16), None)
+    linear = TiledLinear(Weight((torch.randn(shape[::-1], generator=generator) / 16).to(torch.bfloat16)), None)
     sizes = probe_widths([linear]).widths
     rows = torch.randn(2**19 // shape[1], shape[0], generator=generator).to(torch.bfloat16)
     results = [torch.cat([linear.tile(part) for part in rows.split(width) if len(part) == width]) for width in sizes]
@@ -109,7 +109,7 @@ def test_linear_equals_itself_in_tiles() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 384, 96, generator=generator)
     for bias in (None, torch.randn(40, generator=generator)):
-        linear = TiledLinear(torch.randn(96, 40, generator=generator), bias)
+        linear = TiledLinear(Weight(torch.randn(40, 96, generator=generator)), bias)
         linear.set_widths(TileSizes((64, 128)))
         whole = linear(x)
         for start in range(0, 384, 64):
