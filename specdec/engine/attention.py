@@ -50,7 +50,7 @@ class QueryGroup:
     `query_rows` [tiles * kv heads * splits * group size * width] int64: rows of the queries seen as [rows * heads,
     head size], in the order (tile, kv head, split, query head of it, row): repeated for every split. `cells`
     [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask` [tiles * kv heads * splits, group size
-    * width, KEY_SPLIT] float32: 0 where a row may attend, minus infinity elsewhere.
+    * width, KEY_SPLIT] float32: 0 where a row may attend, minus infinity elsewhere. `shared`: see there.
     """
 
     split_count: int
@@ -58,6 +58,23 @@ class QueryGroup:
     query_rows: torch.Tensor
     cells: torch.Tensor
     mask: torch.Tensor
+    shared: SharedSplits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSplits:
+    """The key splits before those of a group, the same for all its tiles: the paths of one sequence. So they are read
+    once, and attended to by one tile with the rows of all.
+
+    `whole`: the group of that tile. Indices, int64: `to_tiles` [tiles * kv heads * splits * group size * width], the
+    row of the whole tile, in its order (kv head, split, query head, row), for each row of each tile; `from_tiles`, the
+    reverse; `results` [tiles * kv heads * group size * width], the row in the order (kv head, query head, row).
+    """
+
+    whole: QueryGroup
+    to_tiles: torch.Tensor
+    from_tiles: torch.Tensor
+    results: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +151,51 @@ def paged_attention(
 
 def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule) -> torch.Tensor:
     """softmax(capped(q k^T * scaling) + mask) v for every tile and head of a group: [tiles * heads * width, size]."""
-    size = queries.shape[1]
-    splits, width, _ = group.mask.shape  # [tiles * kv heads * splits, group size * width, KEY_SPLIT]
-    tiles = queries.index_select(0, group.query_rows).view(splits, width, size)
-    keys, values = cells.index_select(0, group.cells).view(2, splits, KEY_SPLIT, size).unbind()
-    if rule.softcap is None:
-        scores = torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=rule.scaling)
-    else:
-        raw = torch.bmm(tiles, keys.transpose(1, 2)).mul_(rule.scaling / rule.softcap)
-        scores = aligned(torch.tanh, raw).mul_(rule.softcap).add_(group.mask)
-    count = group.split_count
+    size, shared, own_count = queries.shape[1], group.shared, group.split_count
+    width = group.mask.shape[1]
+    scores, values = _scores(queries, cells, group, rule)
+    scores = scores.view(-1, own_count, width, KEY_SPLIT)  # [tiles * kv heads, splits, group size * width, KEY_SPLIT]
+    if shared is not None:
+        whole_scores, whole_values = _scores(queries, cells, shared.whole, rule)
+        before = whole_scores.view(-1, KEY_SPLIT).index_select(0, shared.to_tiles)
+        scores = torch.cat((before.view(len(scores), -1, width, KEY_SPLIT), scores), 1)
+    count = scores.shape[1]
     if count == 1:
-        return torch.bmm(torch.softmax(scores, -1), values).view(-1, size)
-    rows = scores.view(-1, count, width, KEY_SPLIT).transpose(1, 2).reshape(-1, width, count * KEY_SPLIT)
+        return torch.bmm(torch.softmax(scores[:, 0], -1), values).view(-1, size)
+    rows = scores.transpose(1, 2).reshape(-1, width, count * KEY_SPLIT)
     weights = torch.softmax(rows, -1).view(-1, width, count, KEY_SPLIT).transpose(1, 2)
-    parts = torch.bmm(weights.reshape(splits, width, KEY_SPLIT), values).view(-1, count, width, size)
-    output = parts[:, 0] + parts[:, 1]  # [tiles * kv heads, group size * width, head size]
-    for index in range(2, count):
-        output.add_(parts[:, index])
-    return output.view(-1, size)
+    own_weights = weights[:, count - own_count :].reshape(-1, width, KEY_SPLIT)
+    parts = [*torch.bmm(own_weights, values).view(-1, own_count, width, size).unbind(1)]
+    if shared is not None:
+        whole_weights = weights[:, : count - own_count].reshape(-1, KEY_SPLIT).index_select(0, shared.from_tiles)
+        whole = torch.bmm(whole_weights.view_as(whole_scores), whole_values)
+        total = _sum([*whole.view(-1, count - own_count, *whole.shape[1:]).unbind(1)])
+        parts.insert(0, total.view(-1, size).index_select(0, shared.results).view(-1, width, size))
+    return _sum(parts).view(-1, size)
+
+
+def _scores(
+    queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scores [tiles * kv heads * splits, group size * width, KEY_SPLIT], minus infinity where masked, and the
+    values [tiles * kv heads * splits, KEY_SPLIT, size] to be weighted."""
+    splits, width, _ = group.mask.shape
+    tiles = queries.index_select(0, group.query_rows).view(splits, width, -1)
+    keys, values = cells.index_select(0, group.cells).view(2, splits, KEY_SPLIT, -1).unbind()
+    if rule.softcap is None:
+        return torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=rule.scaling), values
+    raw = torch.bmm(tiles, keys.transpose(1, 2)).mul_(rule.scaling / rule.softcap)
+    return aligned(torch.tanh, raw).mul_(rule.softcap).add_(group.mask), values
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns ((part 0 + part 1) + part 2) + ..., of any shape."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total.add_(part)
+    return total
 
 
 def probe_query_tiles(
@@ -161,18 +204,17 @@ def probe_query_tiles(
     """Returns those of `tiles`, row counts per query tile, at which a row's attention has the same bits in every batch.
 
     `group_size` query heads share one key head, so a tile of w rows is a product of group_size * w rows. Every width is
-    tried with several tiles at once, with neighbours one and two splits longer, with masked splits before and between
-    its own, as the other paths of a tree are, and, if one of the model's rules has a window, with a split before the
-    visible one; at the model's own scales, because a kernel rounds at the point where it applies a scale that is no
-    power of two.
+    tried with several tiles at once, with neighbours one and two splits longer, and, if one of the model's rules has a
+    window, with a split before the visible one; at the model's own scales, because a kernel rounds at the point where
+    it applies a scale that is no power of two.
     """
     generator = torch.Generator().manual_seed(head_size)
     cells = torch.randn(5, KEY_SPLIT, head_size, generator=generator)  # one zero cell, two of keys, two of values
     cells[0] = 0
     # Visible positions, those of cells 1 and 2, and the cells the row may be computed over; cell 0 is masked.
     texts = [
-        ((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0], [0, 1], [0, 0, 1])),
-        ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0], [1, 0, 2], [1, 0, 0, 2])),
+        ((0, KEY_SPLIT - 28), ([1], [1, 2], [1, 2, 0])),
+        ((0, 2 * KEY_SPLIT - 28), ([1, 2], [1, 2, 0])),
     ]
     if any(rule.window is not None for rule in rules):
         texts.append(((KEY_SPLIT + 20, 2 * KEY_SPLIT - 28), ([2], [1, 2], [2, 0], [1, 2, 0], [1, 0, 2])))

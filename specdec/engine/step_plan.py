@@ -9,71 +9,63 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 
 import numpy
 import torch
 
-from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup
+from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup, SharedSplits
 from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import TileSizes
 
 GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc maps every buffer anew, zeroed page by page
+SHARED_READS_MIN = 8  # reads of a key split that sharing must save: it takes more kernel calls
 SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less than more kernel calls
 
 
 @dataclass(frozen=True, slots=True)
-class TileTree:
-    """The rows of a tile on several paths, and the keys they see: those of the positions that all paths share, then the
-    last splits of each path. To a row the splits of other paths are masked ones between its own."""
-
-    positions: numpy.ndarray  # [rows] int64
-    paths: numpy.ndarray  # [rows] int64
-    key_positions: numpy.ndarray  # [splits * KEY_SPLIT] int64
-    key_paths: numpy.ndarray  # [splits * KEY_SPLIT] int64, -1 for all paths
-    shared_split_count: int
-
-    def mask(self, first: int, split_count: int, width: int, window: int | None) -> torch.Tensor:
-        """Returns 0 where a row may attend, from the split `first` on, minus infinity elsewhere; rows beyond the tile's
-        own repeat its first.  # [split_count, width, KEY_SPLIT] float32"""
-        rows = numpy.zeros(width, dtype=numpy.int64)
-        rows[: len(self.positions)] = numpy.arange(len(self.positions))
-        positions, paths = self.positions[rows][:, None], self.paths[rows][:, None]
-        keys, key_paths = self.key_positions[first * KEY_SPLIT :], self.key_paths[first * KEY_SPLIT :]
-        is_hidden = (keys > positions) | ((key_paths >= 0) & (key_paths != paths))
-        if window is not None:
-            is_hidden |= keys <= positions - window
-        mask = torch.full((split_count, width, KEY_SPLIT), -torch.inf)
-        shown = torch.from_numpy(is_hidden.reshape(width, -1, KEY_SPLIT).swapaxes(0, 1).copy())
-        mask[: len(shown)] = torch.zeros(shown.shape).masked_fill_(shown, -torch.inf)
-        return mask
-
-
-@dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Up to one tile of query rows of one chunk: batch rows [first_row, first_row + row_count) from `position` on; or
-    the rows of all paths of a `tree`."""
+    """Up to one tile of query rows: batch rows [first_row, first_row + row_count), of one chunk from `position` on; or
+    of all paths of a sequence, at `positions`, the least of which is `position`."""
 
-    blocks: numpy.ndarray  # [blocks of the chunk, or of the splits of a tree] int64
+    blocks: numpy.ndarray  # [blocks of the chunk] int64
     first_row: int
     row_count: int
     position: int
-    tree: TileTree | None = None
+    positions: numpy.ndarray | None = None  # [row_count] int64
 
     @property
     def split_count(self) -> int:
         """Number of key splits up to the last one visible to the tile's last row."""
-        if self.tree is not None:
-            return len(self.tree.key_positions) // KEY_SPLIT
         return -(-(self.position + self.row_count) // KEY_SPLIT)
 
     def first_split(self, window: int | None) -> int:
         """Returns the first key split visible to the tile's first row."""
-        first = 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
-        return first if self.tree is None else min(first, self.tree.shared_split_count)
+        return 0 if window is None else max(0, self.position - window + 1) // KEY_SPLIT
+
+    def row_positions(self) -> numpy.ndarray:
+        """The position of each row.  # [row_count] int64"""
+        if self.positions is not None:
+            return self.positions
+        return numpy.arange(self.position, self.position + self.row_count)
+
+
+@dataclass(frozen=True, slots=True)
+class TileTree:
+    """A tile for each path of a sequence, in the order of their rows. Their first `shared_split_count` key splits are
+    the same, and are read once."""
+
+    tiles: list[QueryTile]
+    shared_split_count: int
+
+    def whole(self) -> QueryTile:
+        """The rows of all paths as one tile."""
+        positions = numpy.concatenate([tile.row_positions() for tile in self.tiles])
+        first = self.tiles[0]
+        return QueryTile(first.blocks, first.first_row, len(positions), int(positions.min()), positions)
 
 
 class StepPlanner:
@@ -104,7 +96,8 @@ class StepPlanner:
         row_blocks = numpy.empty(row_count, dtype=numpy.int64)
         logit_rows: list[int] = []
         tiles: list[QueryTile] = []
-        row = 0
+        trees: list[TileTree] = []
+        into, row = tiles, 0
         for index, chunk in enumerate(batch.chunks):
             count = len(chunk.token_ids)
             blocks = numpy.array(chunk.block_ids, dtype=numpy.int64)
@@ -112,16 +105,17 @@ class StepPlanner:
             positions[row : row + count] = its_positions = numpy.arange(chunk.start, chunk.end)
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
             logit_rows += range(row + count - chunk.logit_count, row + count)
-            paths = self._paths(batch, index)
-            if len(paths) > 1:
-                tiles.append(self._tree_tile(paths, row))
-            elif paths:
-                for offset in range(0, count, self._query_tiles[-1]):
-                    tile_rows = min(count - offset, self._query_tiles[-1])
-                    tiles.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
+            if not chunk.copied_count:
+                into, shared = tiles, self._shared_splits(batch.chunks, index)
+                if shared:
+                    trees.append(TileTree([], shared))
+                    into = trees[-1].tiles
+            for offset in range(0, count, self._query_tiles[-1]):
+                tile_rows = min(count - offset, self._query_tiles[-1])
+                into.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
             row += count
         written, sources = self._written(batch, row_blocks, positions[:row_count])
-        groups, output_rows = self._groups(tiles, padded)
+        groups, output_rows = self._groups(tiles, trees, padded)
         return StepInput(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -129,39 +123,15 @@ class StepPlanner:
             attention=AttentionPlan(self._storage, row_count, written, groups, output_rows, sources),
         )
 
-    def _paths(self, batch: RaggedBatch, index: int) -> Sequence[SequenceChunk]:
-        """Returns the chunks whose rows one tile, or one series of tiles, contains: a chunk and the further paths of
-        its sequence if they fit one tile, else the chunk alone; none for a path in the tile of a chunk before."""
-        chunks = batch.chunks
-        first = index
-        while chunks[first].copied_count:
-            first -= 1
-        end = index + 1
-        while end < len(chunks) and chunks[end].copied_count:
-            end += 1
-        if end - first == 1 or sum(len(chunk.token_ids) for chunk in chunks[first:end]) > self._query_tiles[-1]:
-            return chunks[index : index + 1]
-        return chunks[first:end] if first == index else ()
-
-    def _tree_tile(self, paths: Sequence[SequenceChunk], first_row: int) -> QueryTile:
-        """Returns the tile of all rows of a sequence's paths."""
-        split_blocks = KEY_SPLIT // self._storage.block_size
-        shared = min(chunk.start - chunk.copied_count for chunk in paths[1:]) // KEY_SPLIT
-        blocks = [numpy.asarray(paths[0].block_ids[: shared * split_blocks], dtype=numpy.int64)]
-        keys, key_paths = [numpy.arange(shared * KEY_SPLIT)], [numpy.full(shared * KEY_SPLIT, -1)]
-        for path, chunk in enumerate(paths):
-            split_count = -(-chunk.end // KEY_SPLIT) - shared
-            own = numpy.zeros(split_count * split_blocks, dtype=numpy.int64)  # the zero block where the path has ended
-            tail = chunk.block_ids[shared * split_blocks :][: len(own)]
-            own[: len(tail)] = tail
-            blocks.append(own)
-            keys.append(shared * KEY_SPLIT + numpy.arange(split_count * KEY_SPLIT))
-            key_paths.append(numpy.full(split_count * KEY_SPLIT, path))
-        counts = [len(chunk.token_ids) for chunk in paths]
-        positions = numpy.concatenate([numpy.arange(chunk.start, chunk.end) for chunk in paths])
-        rows = numpy.repeat(numpy.arange(len(paths)), counts)
-        tree = TileTree(positions, rows, numpy.concatenate(keys), numpy.concatenate(key_paths), shared)
-        return QueryTile(numpy.concatenate(blocks), first_row, sum(counts), int(positions[0]), tree)
+    def _shared_splits(self, chunks: Sequence[SequenceChunk], first: int) -> int:
+        """Returns the number of key splits that the paths of the sequence at chunk `first` share; 0 if it has one path,
+        or reading them once saves no time."""
+        paths = [*takewhile(lambda chunk: chunk.copied_count, chunks[first + 1 :])]
+        row_count = sum(len(chunk.token_ids) for chunk in (chunks[first], *paths))
+        if not paths or row_count > self._query_tiles[-1]:
+            return 0
+        shared = min(chunk.start - chunk.copied_count for chunk in paths) // KEY_SPLIT
+        return shared if shared * len(paths) >= SHARED_READS_MIN else 0
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:
@@ -188,46 +158,82 @@ class StepPlanner:
         return torch.from_numpy(places), sources
 
     def _groups(
-        self, tiles: list[QueryTile], padded: int
+        self, tiles: list[QueryTile], trees: list[TileTree], padded: int
     ) -> tuple[dict[int | None, tuple[QueryGroup, ...]], torch.Tensor]:
-        """Returns the tiles in groups, by window, and the indices of each padded row's heads in their results."""
+        """Returns the tiles in groups, by window, each tree a group of its own, and the indices of each padded row's
+        heads in their results."""
         head_count = self._head_count
         output_rows = numpy.zeros((padded, head_count), dtype=numpy.int64)
         heads = numpy.arange(head_count)
         groups: list[list[QueryGroup]] = []
         place = 0
-        for members in group_tiles(tiles, self._query_tiles, self._splits_max):
-            width = self._width(max(tile.row_count for tile in members))
-            groups.append(self._group_by_window(members, width))
-            for tile in members:
+        alone = [TileTree(members, 0) for members in group_tiles(tiles, self._query_tiles, self._splits_max)]
+        for tree in (*alone, *trees):
+            width = self._width(max(tile.row_count for tile in tree.tiles))
+            groups.append(self._group_by_window(tree, width))
+            for tile in tree.tiles:
                 rows = numpy.arange(tile.row_count)[:, None]
                 output_rows[tile.first_row : tile.first_row + tile.row_count] = place + heads * width + rows
                 place += head_count * width
         return dict(zip(self._windows, zip(*groups))), torch.from_numpy(output_rows.reshape(-1))
 
-    def _group_by_window(self, members: list[QueryTile], width: int) -> list[QueryGroup]:
+    def _group_by_window(self, tree: TileTree, width: int) -> list[QueryGroup]:
         """Returns one group for each window; windows that hide nothing from these tiles share one."""
-        end = max(tile.position + tile.row_count for tile in members)  # at least that of the longest path
+        end = max(tile.position + tile.row_count for tile in tree.tiles)
         made: dict[int | None, QueryGroup] = {}
         groups = []
         for window in self._windows:
             reach = None if window is None or window >= end else window
             if reach not in made:
-                made[reach] = self._group(members, width, reach)
+                made[reach] = self._group(tree.tiles, width, reach, tree.shared_split_count)
+                whole = tree.whole() if tree.shared_split_count else None
+                if whole and whole.first_split(reach) < tree.shared_split_count:
+                    made[reach] = replace(made[reach], shared=self._shared(tree, whole, width, reach))
             groups.append(made[reach])
         return groups
 
-    def _group(self, members: list[QueryTile], width: int, window: int | None) -> QueryGroup:
+    def _shared(self, tree: TileTree, whole: QueryTile, width: int, window: int | None) -> SharedSplits:
+        whole_width = self._width(whole.row_count)
+        group = self._group([whole], whole_width, window, 0, tree.shared_split_count)
+        tile_count, counts = len(tree.tiles), [tile.row_count for tile in tree.tiles]
+        places = numpy.zeros((tile_count, width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
+        for index, tile in enumerate(tree.tiles):
+            places[index] = tile.first_row - whole.first_row
+            places[index, : tile.row_count] += numpy.arange(tile.row_count)
+        tile_of, row_of = numpy.zeros(whole_width, dtype=numpy.int64), numpy.zeros(whole_width, dtype=numpy.int64)
+        tile_of[: whole.row_count] = numpy.repeat(numpy.arange(tile_count), counts)
+        row_of[: whole.row_count] = numpy.concatenate([numpy.arange(count) for count in counts])
+        kv_heads, group_size = self._storage.kv_head_count, self._head_count // self._storage.kv_head_count
+        heads, splits, queries = numpy.ogrid[:kv_heads, : group.split_count, :group_size]
+        of_head = ((heads * group.split_count + splits) * group_size + queries)[
+            ..., None
+        ]  # [kv heads, splits, group, 1]
+        size = kv_heads * group.split_count * group_size
+        results = numpy.arange(self._head_count).reshape(kv_heads, group_size, 1) * whole_width
+        return SharedSplits(
+            group,
+            to_tiles=torch.from_numpy((of_head * whole_width + places[:, None, None, None]).reshape(-1)),
+            from_tiles=torch.from_numpy(((tile_of * size + of_head) * width + row_of).reshape(-1)),
+            results=torch.from_numpy((results + places[:, None, None]).reshape(-1)),
+        )
+
+    def _group(
+        self, members: list[QueryTile], width: int, window: int | None, first: int = 0, end: int | None = None
+    ) -> QueryGroup:
+        """Returns the group of tiles whose rows attend to the key splits [first, end), or from `first` on."""
         storage = self._storage
         split_blocks = KEY_SPLIT // storage.block_size
-        firsts = [tile.first_split(window) for tile in members]
-        split_count = max(tile.split_count - first for tile, first in zip(members, firsts))
+        firsts = [max(tile.first_split(window), first) for tile in members]
+        ends = [tile.split_count if end is None else end for tile in members]
+        split_count = max(own_end - own_first for own_first, own_end in zip(firsts, ends))
         tables = numpy.zeros((len(members), split_count * split_blocks), dtype=numpy.int64)  # 0 where a table ends
         offsets = numpy.zeros((len(members), width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
-        for index, (tile, first) in enumerate(zip(members, firsts)):
-            used = tile.blocks[first * split_blocks :][: split_count * split_blocks]
+        positions = numpy.zeros((len(members), width), dtype=numpy.int64)  # relative to each tile's first split
+        for index, (tile, own_first) in enumerate(zip(members, firsts)):
+            used = tile.blocks[own_first * split_blocks :][: split_count * split_blocks]
             tables[index, : len(used)] = used
             offsets[index, : tile.row_count] = range(tile.row_count)
+            positions[index] = tile.row_positions()[offsets[index]] - own_first * KEY_SPLIT
         rows = numpy.array([tile.first_row for tile in members])[:, None] + offsets  # [tiles, width]
         # [tiles, kv heads, 1, group size, width], then repeated for every split
         query_rows = (rows[:, None, :] * self._head_count + numpy.arange(self._head_count)[:, None]).reshape(
@@ -235,19 +241,12 @@ class StepPlanner:
         )
         halves = numpy.arange(2)[:, None, None, None] * storage.block_count
         cells = (halves + tables[:, None, :]) * storage.kv_head_count + numpy.arange(storage.kv_head_count)[:, None]
-        starts = [tile.position - first * KEY_SPLIT for tile, first in zip(members, firsts)]
-        positions = torch.from_numpy(numpy.array(starts)[:, None] + offsets)  # relative to each tile's first split
         group_size = self._head_count // storage.kv_head_count
-        mask = _mask(positions, window, split_count, storage.kv_head_count, group_size)
-        sizes = (len(members), storage.kv_head_count, split_count, group_size, width, KEY_SPLIT)
-        for index, (tile, first) in enumerate(zip(members, firsts)):
-            if tile.tree is not None:
-                mask.view(sizes)[index] = tile.tree.mask(first, split_count, width, window)[None, :, None]
         return QueryGroup(
             split_count=split_count,
             query_rows=torch.from_numpy(query_rows.repeat(split_count, axis=2).reshape(-1)),
             cells=torch.from_numpy(cells.reshape(-1)),
-            mask=mask,
+            mask=_mask(torch.from_numpy(positions), window, split_count, storage.kv_head_count, group_size),
         )
 
     def _width(self, row_count: int) -> int:

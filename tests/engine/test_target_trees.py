@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from specdec.engine.interface import RaggedBatch
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.kv_cache import BlockTable, BranchBlocks
 from specdec.engine.runner import BranchRows, Piece
+from specdec.engine.step_plan import StepPlanner
 from specdec.protocol.shape import branches, path_tokens
 from tests.support.engine_models import Driver, random_tokens
 
 NAMES = ("target", "llama", "gpt2", "odd", "gemma3-wide")
 MODELS = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16")]
-BASES = (1, 15, 16, 17, 126, 127, 128, 129, 160)  # committed lengths around block and key split borders
+# Committed lengths around block and key split borders; from 257 on the paths read their common splits once.
+BASES = (1, 15, 16, 17, 126, 127, 128, 129, 160, 257, 382, 384)
 # Two branches at the root, one below the first token, one below the last of a branch.
 PARENTS = (0, 1, 2, 2, 1, 0, 6, 7, 6, 0)
 NODE_COUNT = len(PARENTS)
@@ -81,7 +83,9 @@ class Chains:
 
 
 @pytest.mark.parametrize("name, dtype", MODELS)
-def test_each_row_has_the_bits_of_its_path(name: str, dtype: str, driver_of: Callable[..., Driver]) -> None:
+def test_each_row_has_the_bits_of_its_path(
+    name: str, dtype: str, driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Claim: shape, siblings and committed length change no bit of a row, alone and beside a long neighbour; after
     the table continues on a branch, the text goes on with the bits of that path. Source: design section 10.
     Conclusive: ten nodes on six paths, at committed lengths on both sides of block and split borders, with other tokens
@@ -90,6 +94,7 @@ def test_each_row_has_the_bits_of_its_path(name: str, dtype: str, driver_of: Cal
     size = driver.model.description.vocabulary_size
     longest = driver.open(300)
     driver.feed(longest, random_tokens(280, 13, size), 1)
+    shared_counts = watch_shared_splits(monkeypatch)
     for base in BASES:
         text, tokens = random_tokens(base, base, size), random_tokens(NODE_COUNT, 1000 + base, size)
         table = driver.open(base + 40)
@@ -109,6 +114,20 @@ def test_each_row_has_the_bits_of_its_path(name: str, dtype: str, driver_of: Cal
         driver.cache.release(table)
         driver.cache.check_integrity()
     driver.cache.release(longest)
+    assert {0, 2} <= shared_counts, "no tree read its common splits once"
+
+
+def watch_shared_splits(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The numbers of key splits that sequences of a step will share."""
+    found: set[int] = set()
+    real = StepPlanner._shared_splits
+
+    def watched(self: StepPlanner, chunks: Sequence[SequenceChunk], first: int) -> int:
+        found.add(real(self, chunks, first))
+        return real(self, chunks, first)
+
+    monkeypatch.setattr(StepPlanner, "_shared_splits", watched)
+    return found
 
 
 def test_a_shared_row_must_be_written_for_every_path(driver_of: Callable[..., Driver], monkeypatch) -> None:
