@@ -158,7 +158,7 @@ class AutoPolicy:
     def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
         self.is_speculating = line is not self._table.off
-        self.reach_min = self._table.reach_min(self._worth(line))
+        self.reach_min, self.path_reach_min = self._table.reach_min(self._worth(line))
         self._counted_rounds, self._is_first = 0, now_s is None
         if now_s is not None:
             self._counts_from_s = now_s + self._warm_s(line)
@@ -175,7 +175,7 @@ class AutoPolicy:
         elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)
-        self.reach_min = table.reach_min(self._worth(current))
+        self.reach_min, self.path_reach_min = table.reach_min(self._worth(current))
         if current is table.rest and self._exploration is None:
             back = 1 - math.exp(-elapsed_s / BACKOFF_LEVEL_S)
             self._level += back * (table.level - self._level)

@@ -37,7 +37,7 @@ DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's toke
 LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
 SIBLING_GAIN = 0.08  # of one sibling of each token of a chain, in accepted tokens
 LOCAL_OFFERED = 0.5  # draft tokens of a round by the coordinator's own proposers, in a text without repetitions
-DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S = 0.003, 0.1, 0.005
+DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S, WAIT_SHARE_MAX = 0.003, 0.1, 0.005, 4.0
 OUTSIDE_SHARE = 0.43  # of rounds whose next token was not in the tree: they wait for the draft
 
 
@@ -48,6 +48,7 @@ class DraftTimes:
         self._link_bytes_per_s = link_bytes_per_s
         self._steps = StepCurve()
         self._node_bytes = 0.0
+        self._wait_share = 1.0  # waits of chains over `trip_s`
         self.network_s = 0.0
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
@@ -66,6 +67,17 @@ class DraftTimes:
         """Records the network round trip of one exchange with the draft."""
         old_s = self.network_s or network_s
         self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + NETWORK_SLACK_S) - old_s)
+
+    def on_wait(self, plan: Plan, sessions: float, wait_s: float) -> None:
+        """Records the wait of one round, which is longer than `trip_s` by messages and processes that share a core, and
+        shorter where tokens were in hand."""
+        if plan.wait_length and plan.nodes_per_step == 1 and not plan.siblings:
+            share = min(wait_s / self.trip_s(plan, sessions), WAIT_SHARE_MAX)
+            self._wait_share += WEIGHT * (share - self._wait_share)
+
+    def usual_wait_s(self, plan: Plan, sessions: float) -> float:
+        """Seconds for which the rounds of a chain wait on the mean."""
+        return self._wait_share * self.trip_s(plan, sessions)
 
     def step_s(self, nodes: float) -> float:
         """Seconds of a step of `nodes` nodes, or of their messages on a slow link if that is longer."""
@@ -100,16 +112,16 @@ def prior_of(
         return 0.0, 0.0, 0.0
     if not plan.window:
         return LOCAL_OFFERED, 0.0, 0.0
-    trip_s = draft.trip_s(plan, sessions)
+    usual_wait_s = draft.usual_wait_s(plan, sessions)
     if plan.wait_length and plan.nodes_per_step == 1:
         gain = 1 + SIBLING_GAIN * plan.siblings
         offered = (
             min(plan.wait_length * (1 + plan.siblings), plan.draft_length_max) if plan.siblings else plan.wait_length
         )
-        return offered, gain * expected_accepted(acceptance, plan.wait_length), trip_s
+        return offered, gain * expected_accepted(acceptance, plan.wait_length), usual_wait_s
     draft_s = draft.step_s(plan.nodes_per_step * sessions)
     if plan.wait_length:
-        share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * trip_s
+        share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * usual_wait_s
     else:
         share, delay_s, wait_s = STREAMED_SHARE, DELAY_STEPS * draft_s + draft.network_s, 0.0
     share *= (LATE_SHARE * acceptance) ** (delay_s / target_s)

@@ -87,13 +87,15 @@ class Prediction:
 class Policy(Protocol):
     """The choice of one session's plans, one per round. `draft_length_cap`: most draft tokens any of its plans offers,
     0 if the session needs no draft. `is_speculating`: whether the plan in force has draft tokens. `reach_min`: least
-    probability, that the tokens before it and a draft token are committed, at which the token is worth its row.
-    `wants_heads`: whether the proposals of heads on the target are worth their time in the next step.
+    probability, that the tokens before it and a draft token are committed, at which the token is worth its row;
+    `path_reach_min`: if it begins a further path. `wants_heads`: whether the proposals of heads on the target are worth
+    their time in the next step.
     """
 
     draft_length_cap: int
     is_speculating: bool
     reach_min: float
+    path_reach_min: float
     wants_heads: bool
 
     @property
@@ -129,7 +131,8 @@ class FixedPolicy:
         if window is None:
             window = min(draft_length + 1, DRAFT_LENGTH_LIMIT)
         self.draft_length_cap, self.is_speculating = draft_length, draft_length > 0
-        self.reach_min, self.wants_heads = 0.0, draft_length > 0
+        self.reach_min = self.path_reach_min = 0.0
+        self.wants_heads = draft_length > 0
         wait_length = min(draft_length, window) if wait_s else 0
         asked = Plan(draft_length, window, nodes_per_step, wait_length, wait_s, siblings)
         self._asked = asked if draft_length else OFF_PLAN

@@ -1,8 +1,9 @@
-"""Step time by rows: a curve learned from measured steps, and a target's T(rows). Pure.
+"""Step time by rows: a curve learned from measured steps, and a target's T(rows, paths). Pure.
 
-T(rows) = level * shape(rows) * contention: `level` is the machine's current speed and moves within a second, `shape` is
-learned slowly, `contention` is the slowdown of the target by the draft's work on shared cores, 1 while no session
-speculates. A change right after the draft began or stopped working is the draft's; any other is the machine's.
+T(rows, paths) = level * (shape(rows) + path share * shape(1) * further paths) * contention: `level` is the machine's
+current speed and moves within a second, `shape` and the path share are learned slowly, `contention` is the slowdown of
+the target by the draft's work on shared cores, 1 while no session speculates. A change right after the draft began or
+stopped working is the draft's; any other is the machine's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ RATIO_MIN, RATIO_MAX = 0.5, 1.6  # limits of observed to expected, for pauses of
 SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the sessions differs
 STEP_S_GUESS = 0.02
+PATH_SHARE_GUESS, PATH_SHARE_MAX, PATH_WEIGHT = 0.03, 0.5, 0.05  # a further path of a tree, over a step of one row
 
 
 class StepCurve:
@@ -35,14 +37,18 @@ class StepCurve:
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Begins again with the (rows, seconds) that another machine measured at start."""
-        self._buckets, self._points = {}, []
-        for rows, seconds in step_times:
-            self.add(rows, seconds)
+        self._points = []
+        self._buckets = {bisect.bisect_left(ROW_EDGES, rows): [1.0, float(rows), s] for rows, s in step_times}
 
     def add(self, rows: float, seconds: float) -> float:
-        """Adds one step; returns the mean seconds of steps of about as many rows, this one included."""
+        """Adds one step; returns the mean seconds of steps of about as many rows, this one included. The first step of
+        a bucket counts beside the estimate of the others: it may have prepared something."""
+        index = bisect.bisect_left(ROW_EDGES, rows)
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            guess_s = self.seconds(rows)
+            bucket = self._buckets[index] = [float(guess_s is not None), float(rows), guess_s or seconds]
         self._points = []
-        bucket = self._buckets.setdefault(bisect.bisect_left(ROW_EDGES, rows), [0.0, float(rows), seconds])
         bucket[0] += 1
         weight = max(self._sample_weight, 1 / bucket[0])
         bucket[1] += weight * (rows - bucket[1])
@@ -78,6 +84,7 @@ class Steps:
     def __init__(self) -> None:
         self._shape = StepCurve(SHAPE_WEIGHT)
         self._level = self._contention = 1.0
+        self._path_share = PATH_SHARE_GUESS
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
         self._contention_steps = 0.0
@@ -108,7 +115,7 @@ class Steps:
         self._steps_since_change += 1
         contention = self._contention if is_drafting else 1.0
         speed = self._level * contention
-        mean_s = self._shape.add(record.step_rows, record.step_s / speed)
+        mean_s = self._expected_s(record, record.step_s / speed)
         ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
         if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
             self._contention_steps += 1 / self.sessions
@@ -116,6 +123,17 @@ class Steps:
             self._learn_contention(1 + gain * (ratio - 1))
         else:
             self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
+
+    def _expected_s(self, record: RoundRecord, seconds: float) -> float:
+        """Learns from a step of `seconds` at the usual speed; returns the seconds of steps of its rows and paths. Of
+        the other sessions in the step nothing is known but their rows: they count as having as many paths."""
+        paths = (record.path_count - 1) * max(1, record.step_sessions)
+        flat_s, unit_s = self._shape.seconds(record.step_rows), self._shape.seconds(1)
+        if paths <= 0 or flat_s is None or unit_s is None:
+            return self._shape.add(record.step_rows, seconds)
+        share = min(max((seconds - flat_s) / (paths * unit_s), 0.0), PATH_SHARE_MAX)
+        self._path_share += PATH_WEIGHT * (share - self._path_share)
+        return flat_s + paths * self._path_share * unit_s
 
     def _learn_contention(self, factor: float) -> None:
         """Scales the estimate of steps like the last (drafting or not) and leaves the estimate of the others."""
@@ -129,8 +147,13 @@ class Steps:
         shape_s = self._shape.seconds(rows)
         return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
 
-    def round_s(self, rows: float, is_drafting: bool, waits: bool) -> float:
-        """Seconds of the steps in a round if every session has `rows` rows: more than one step where the sessions take
-        turns, as those that wait for the draft may."""
+    def path_s(self, is_drafting: bool) -> float:
+        """Seconds by which a further path of a tree lengthens a step, beside its rows."""
+        return self._path_share * self.seconds(1, is_drafting)
+
+    def round_s(self, rows: float, is_drafting: bool, waits: bool, paths: float = 0.0) -> float:
+        """Seconds of the steps in a round if every session has `rows` rows and `paths` further paths: more than one
+        step where the sessions take turns, as those that wait for the draft may."""
         turns = max(1.0, self._turns[waits])
-        return turns * self.seconds(self.active / turns * rows, is_drafting)
+        flat_s = turns * self.seconds(self.active / turns * rows, is_drafting)
+        return flat_s + self.active * paths * self.path_s(is_drafting)

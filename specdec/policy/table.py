@@ -46,12 +46,14 @@ class Line:
     Sums: `rounds`, and their `remainder_s` beside the step; of the rounds in which draft tokens arrived `arrivals`,
     `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all sessions
     ran the plan, its part `beside_s` beside the step; `usual_offered` a round; `length` of arrivals; `gain`: accepted
-    over a + ... + a^length, a being the acceptance of the measured sessions; `spread`: relative uncertainty.
+    over a + ... + a^length, a being the acceptance of the measured sessions; `spread`: relative uncertainty. `paths`:
+    the sum of further paths, beyond one a round.
     """
 
     plan: Plan
     rounds: float = 0.0
     remainder_s: float = 0.0
+    paths: float = 0.0
     arrivals: float = 0.0
     offered: float = 0.0
     accepted: float = 0.0
@@ -68,6 +70,7 @@ class Line:
         """Scales all sums by `share`."""
         self.rounds *= share
         self.remainder_s *= share
+        self.paths *= share
         self.scale_arrivals(share)
 
     def scale_arrivals(self, share: float) -> None:
@@ -89,6 +92,7 @@ class Line:
         self.updated_s = max(self.updated_s, record.end_s)
         self.rounds += 1
         self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
+        self.paths += max(0, record.path_count - 1)
         if record.offered_count:
             self.arrivals += 1
             self.offered += record.offered_count
@@ -162,6 +166,7 @@ class Table:
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
         if line in self.drafting:
+            self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
             self._watch_arrivals(line, record)
 
     def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
@@ -216,13 +221,17 @@ class Table:
             return (1.0 + local_accepted) / line.round_s
         return line.worth(level)
 
-    def reach_min(self, worth: float) -> float:
-        """The least probability at which a draft token is worth its row, for sessions of `worth` tokens per second: the
-        row delays all sessions of its step."""
+    def reach_min(self, worth: float) -> tuple[float, float]:
+        """The least probability at which a draft token is worth its row, and one that begins a further path its row and
+        that path, for sessions of `worth` tokens per second: they delay all sessions of the step."""
         sessions = self._steps.active
         most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
         row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)
-        return min(max(REACH_SLACK * sessions * worth * row_s, REACH_LEAST), REACH_MOST)
+
+        def least(seconds: float) -> float:
+            return min(max(REACH_SLACK * sessions * worth * seconds, REACH_LEAST), REACH_MOST)
+
+        return least(row_s), least(row_s + self._steps.path_s(True))
 
     def wait_s(self, plan: Plan) -> float:
         """Seconds for which a plan may hold a verification back at present; 0 if it does not wait."""
@@ -240,8 +249,9 @@ class Table:
         line.usual_offered = (arrived * offered + line.offered) / count
         line.beside_s = (PRIOR_ROUNDS * (wait_s + self._overhead_s) + line.remainder_s) / count
         line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
+        paths = (PRIOR_ROUNDS * line.plan.siblings / (1 + line.plan.siblings) * offered + line.paths) / count
         level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
         line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
         is_drafting, waits = line.plan.window > 0, line.plan.wait_length > 0
-        line.round_s = self._steps.round_s(1 + line.usual_offered, is_drafting, waits) + line.beside_s
+        line.round_s = self._steps.round_s(1 + line.usual_offered, is_drafting, waits, paths) + line.beside_s
         line.spread = ROUND_SPREAD / math.sqrt(count) if is_drafting else 0.0

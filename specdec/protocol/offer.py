@@ -23,19 +23,19 @@ from specdec.protocol.types import CONFIDENCE_EDGES, DraftProbs, Proposer, Rule,
 STRENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # matches of equal worth end here
 MATCH_HALF = 2.5  # of a match of length n the prior is n / (n + MATCH_HALF)
 BIN_CONFIDENCES = tuple((low + high) / 2 for low, high in zip((0.0, *CONFIDENCE_EDGES), (*CONFIDENCE_EDGES, 1.0)))
-PATH_PRICE = 2.0  # a row that begins a further path costs as much as two
 UNKNOWN_CONFIDENCE = 0.1  # of a branch child sent late
 
 
 class Limits(NamedTuple):
     """The limits of an offer: most tokens, most tokens of a path, most paths; siblings of a draft token; and the least
-    probability of a path that is worth a row."""
+    probability of a path that is worth a row, and of one that is worth a row and a further path."""
 
     row_max: int
     depth_max: int
     path_max: int = PATH_COUNT_MAX
     siblings: int = 0
     reach_min: float = 0.0
+    path_reach_min: float = 0.0
 
 
 class Offer(NamedTuple):
@@ -137,7 +137,7 @@ def _tree(root: TreeNode, runs: Sequence[Run], rule: Rule, limits: Limits, calib
     while heap and count < limits.row_max:
         _, _, parent, siblings, node = heapq.heappop(heap)
         is_further = bool(parent.below)
-        if is_further and (path_count == limits.path_max or node.reach < PATH_PRICE * limits.reach_min):
+        if is_further and (path_count == limits.path_max or node.reach < limits.path_reach_min):
             continue
         path_count += is_further
         parent.below.append(node)

@@ -339,7 +339,12 @@ class Session:
         if plan.draft_length_max:
             runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)] + self._head_runs
             limits = Limits(
-                plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings, self.policy.reach_min
+                plan.draft_length_max,
+                self.positions_left - 1,
+                self.path_max,
+                plan.siblings,
+                self.policy.reach_min,
+                self.policy.path_reach_min,
             )
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
         return self._send_verification(self.offer)

@@ -13,7 +13,7 @@ from specdec.errors import InvalidRequest
 from specdec.protocol import offer as offer_module
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
-from specdec.protocol.offer import PATH_PRICE, Limits, Offer, make_offer
+from specdec.protocol.offer import Limits, Offer, make_offer
 from specdec.protocol.proposers import Run
 from specdec.protocol.shape import (
     PATH_COUNT_MAX,
@@ -145,7 +145,7 @@ def test_limits_hold() -> None:
     assert of(depth_max=1) == [(1,), (2,), (3,)]
     assert of(path_max=1) == [(1,), (1, 1)] == of(siblings=0)
     assert of(reach_min=0.5) == [(1,), (1, 1)]
-    assert (2,) not in of(reach_min=0.25 / PATH_PRICE + 0.01) and (2,) in of(reach_min=0.25 / PATH_PRICE)
+    assert (2,) not in of(path_reach_min=0.26) and (2,) in of(path_reach_min=0.25) and (1,) in of(path_reach_min=1.0)
     assert len(branches(make_offer(root, [], Rule.GREEDY, WIDE._replace(path_max=3), Certain()).parents, 12)) <= 12
 
 

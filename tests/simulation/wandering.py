@@ -31,6 +31,10 @@ class WanderingPolicy:
         return 0.0
 
     @property
+    def path_reach_min(self) -> float:
+        return 0.0
+
+    @property
     def wants_heads(self) -> bool:
         return False
 
