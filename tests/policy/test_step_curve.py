@@ -29,7 +29,7 @@ def test_a_step_curve_never_falls_and_goes_on_beyond_what_was_seen() -> None:
     not the noise between two neighbours. Conclusive: the neighbours here would give a slope of 0 and of ten times."""
     curve = StepCurve()
     for rows, seconds in ((1, 0.02), (2, 0.019), (4, 0.022), (6, 0.0261), (8, 0.026)):
-        for _ in range(30):
+        for _ in range(300):
             curve.add(rows, seconds)
     values = [curve.seconds(rows) for rows in range(1, 40)]
     assert all(value is not None for value in values) and values == sorted(values)
