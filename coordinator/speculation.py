@@ -102,7 +102,8 @@ class Speculation:
         if Proposer.SUFFIX in allowed and self._settings.suffix_store_mb:
             made.append(SuffixProposer(self._store, request.cache_salt))
         if Proposer.NGRAM in allowed:
-            made.append(NgramProposer(committed, self._settings.ngram_length_min, self._settings.ngram_window))
+            own = self._settings
+            made.append(NgramProposer(committed, own.ngram_length_min, own.ngram_length_max, own.ngram_window))
         return made
 
     def remember(self, session: Session) -> None:

@@ -221,8 +221,9 @@ class SpeculationSettings(Settings):
         metavar="NAME,NAME,…",
     )
     ngram_length_min: int = setting(
-        2, SPECULATION, "Tokens that must match for a guess from the same prompt and output.", ge=1, le=16
+        2, SPECULATION, "Least tokens that must match for a guess from the same prompt and output.", ge=1, le=16
     )
+    ngram_length_max: int = setting(32, SPECULATION, "Most tokens by which such matches are compared.", ge=1, le=256)
     ngram_window: int = setting(
         16384, SPECULATION, "Last tokens of a prompt that are searched for such guesses.", ge=1, le=1 << 20
     )
@@ -248,6 +249,10 @@ class SpeculationSettings(Settings):
             raise ValueError(
                 f"--num-speculative-tokens-max {self.num_speculative_tokens_max} is above "
                 f"--draft-window-max {self.draft_window_max}"
+            )
+        if self.ngram_length_min > self.ngram_length_max:
+            raise ValueError(
+                f"--ngram-length-min {self.ngram_length_min} is above --ngram-length-max {self.ngram_length_max}"
             )
         return self
 

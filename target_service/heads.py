@@ -21,17 +21,17 @@ from specdec.protocol.types import SamplerOutput
 NO_HEADS = "none"
 
 
-def load_head_proposer(model: CausalModel, settings: HeadSettings) -> HeadProposer | None:
-    """Returns the proposer of the heads in the settings' folder; None without. Raises ConfigError for a model without
-    hidden states, ModelRefused for heads that do not belong to the model."""
+def load_head_proposer(model: CausalModel, settings: HeadSettings) -> tuple[HeadProposer | None, int]:
+    """Returns the proposer of the heads in the settings' folder and their number; None and 0 without. Raises
+    ConfigError for a model without hidden states, ModelRefused for heads that do not belong to the model."""
     if settings.heads == NO_HEADS:
-        return None
+        return None, 0
     if not isinstance(model, HiddenStates):
         name = model.description.model_name
         raise ConfigError(f"--heads is {settings.heads}; {name} has no hidden states, so it must be {NO_HEADS}")
     folder = Path(settings.heads).expanduser()
     heads = load_heads(folder, model.description.model_digest, model.hidden_size)
-    return HeadProposer(heads, model.return_hidden())
+    return HeadProposer(heads, model.return_hidden()), heads.head_count
 
 
 class HeadProposer:

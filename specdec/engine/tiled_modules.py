@@ -39,7 +39,7 @@ NORM_TOLERANCE = 1e-4
 # A float32 weight below this size is multiplied as it is: setting up a packed product costs 10 to 15 us, which a small
 # one does not save. In bfloat16 packed products of every size are faster (1 to 64 rows, AVX-512 BF16).
 PACKED_ELEMENTS_MIN = 1 << 18
-PACKED_ROWS = 16  # the library chooses a layout for products of so many rows; 4 to 64 give the same one
+PACKED_ROWS = 16  # the library chooses a layout by a number of rows; 4 to 64 give the same one
 
 Layout: TypeAlias = tuple[int, int, torch.dtype, bool]  # in, out, type of a weight; whether it is packed
 

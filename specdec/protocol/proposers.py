@@ -48,10 +48,11 @@ class LocalProposer(Protocol):
 
 
 class NgramIndex:
-    """The places of the n-grams of a text that grows, by content: `places` are ends, each with a token behind it."""
+    """The places of the n-grams of a text that grows, by content: `places` are ends, each with a token behind it.
+    Longer matches are told apart up to `length_max`."""
 
-    def __init__(self, tokens: Sequence[int], length: int, start: int = 0) -> None:
-        self._tokens, self._length = tokens, length
+    def __init__(self, tokens: Sequence[int], length: int, start: int = 0, length_max: int = MATCH_LENGTH_MAX) -> None:
+        self._tokens, self._length, self._length_max = tokens, length, length_max
         self._next_end = start + length
         self._places: dict[tuple[int, ...], list[int]] = {}
 
@@ -70,12 +71,14 @@ class NgramIndex:
         if end < self._length:
             return
         for place in self._places.get(tuple(context[end - self._length : end]), ()):
-            yield match_length(self._tokens, place, context, end), place
+            yield match_length(self._tokens, place, context, end, self._length_max), place
 
 
-def match_length(tokens: Sequence[int], place: int, context: Sequence[int], end: int) -> int:
-    """Returns the number of equal tokens before `place` and before `end`, at most MATCH_LENGTH_MAX."""
-    most = min(place, end, MATCH_LENGTH_MAX)
+def match_length(
+    tokens: Sequence[int], place: int, context: Sequence[int], end: int, length_max: int = MATCH_LENGTH_MAX
+) -> int:
+    """Returns the number of equal tokens before `place` and before `end`, at most `length_max`."""
+    most = min(place, end, length_max)
     length = 0
     while length < most and tokens[place - 1 - length] == context[end - 1 - length]:
         length += 1
@@ -101,13 +104,17 @@ class NgramProposer:
     """The continuation of the longest earlier match in prompt and output (prompt lookup, Saxena 2023).
 
     A match that reaches the end of the text is continued by itself: the text repeats. `window`: the last tokens of the
-    prompt that are searched.
+    prompt that are searched. Matches have at least `length_min` tokens, and are compared by at most `length_max`.
     """
 
     def __init__(
-        self, committed: Sequence[int], length_min: int = NGRAM_LENGTH_MIN, window: int = NGRAM_WINDOW
+        self,
+        committed: Sequence[int],
+        length_min: int = NGRAM_LENGTH_MIN,
+        length_max: int = MATCH_LENGTH_MAX,
+        window: int = NGRAM_WINDOW,
     ) -> None:
-        self._index = NgramIndex(committed, length_min, max(0, len(committed) - window))
+        self._index = NgramIndex(committed, length_min, max(0, len(committed) - window), length_max)
         self._index.update()
 
     def propose(self, committed: Sequence[int]) -> list[Run]:

@@ -347,7 +347,7 @@ class Description:
     `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
-    `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1.
+    `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens.
     """
 
     model_digest: str
@@ -367,6 +367,7 @@ class Description:
     draft_vocabulary_size: int = 0
     draft_vocabulary: DraftVocabulary = DraftVocabulary.EQUAL
     draft_vocabulary_share: float = 1.0
+    num_heads: int = 0
 
     @property
     def draft_vocabulary_sentence(self) -> str:

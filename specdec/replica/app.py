@@ -52,8 +52,12 @@ LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process; stream
 OnReady = Callable[[str], None]
 
 
-def no_hidden_reader(_model: CausalModel, _settings: Any) -> None:
+MakeReader = Callable[[CausalModel, Any], tuple[HiddenReader[Payload, Answer] | None, int]]
+
+
+def no_hidden_reader(_model: CausalModel, _settings: Any) -> tuple[None, int]:
     """Nothing reads the hidden states of the model."""
+    return None, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class ReplicaKind(Generic[Payload, Answer]):
 
     `messages`: the stream's request and response. `sample_piece`: a piece of a step to be timed. `has_stable_rows`: the
     model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
-    `make_hidden_reader`: called with a loaded model and the settings; raises SpecdecError.
+    `make_hidden_reader`: called with a loaded model and the settings, returns a reader and the number of its heads;
+    raises SpecdecError.
     """
 
     name: str
@@ -75,7 +80,7 @@ class ReplicaKind(Generic[Payload, Answer]):
     sample_piece: SamplePiece[Payload]
     has_stable_rows: bool = True
     extra_positions: int = 0
-    make_hidden_reader: Callable[[CausalModel, Any], HiddenReader[Payload, Answer] | None] = no_hidden_reader
+    make_hidden_reader: MakeReader[Payload, Answer] = no_hidden_reader
 
 
 class ReplicaApp(Generic[Payload, Answer]):
@@ -235,6 +240,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         settings = settings.model_copy(update={"block_size": block_size})
         description = describe(model, settings, self._kind.extra_positions)
         assert description.cache is not None
+        read_hidden, num_heads = self._kind.make_hidden_reader(model, settings)
         self._engine = engine = Engine(
             model,
             description.cache.block_count + 1,
@@ -243,7 +249,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             rows_max=settings.max_num_batched_tokens,
             prompt_rows_max=CPU_PROMPT_ROWS_MAX if description.device == "cpu" else None,
             stepped=self._metrics.stepped,
-            read_hidden=self._kind.make_hidden_reader(model, settings),
+            read_hidden=read_hidden,
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)
@@ -251,7 +257,9 @@ class ReplicaApp(Generic[Payload, Answer]):
         engine.start(service.next_step)
         progress("timing steps", 1.0)
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
-        self._description = replace(description, step_times=times, trace_service=self._tracing.service)
+        self._description = replace(
+            description, step_times=times, trace_service=self._tracing.service, num_heads=num_heads
+        )
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:
         if self._description is None:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Literal, TypeAlias, TypeVar, cast
 
 from specdec.errors import InvalidRequest
+from specdec.protocol.heads import HEADS_MAX
 from specdec.protocol.items import UINT32_MAX, Trace
 from specdec.protocol.types import (
     DIGEST_LENGTH_MAX,
@@ -172,6 +173,7 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         draft_vocabulary_size=description.draft_vocabulary_size,
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
         draft_vocabulary_share=description.draft_vocabulary_share,
+        num_heads=description.num_heads,
     )
 
 
@@ -202,6 +204,7 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
     check_integer("draft_vocabulary_size", message.draft_vocabulary_size, 0, message.vocabulary_size)
     check_integer("draft_vocabulary", message.draft_vocabulary, 0, len(DraftVocabulary) - 1)
     check_number("draft_vocabulary_share", message.draft_vocabulary_share, 0, 1)
+    check_integer("num_heads", message.num_heads, 0, HEADS_MAX)
     check_integer("numerics.tensor_parallel_size", numerics.tensor_parallel_size, 1, UINT32_MAX)
     end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
     check_ascending("end_token_ids", end_token_ids)
@@ -228,4 +231,5 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         draft_vocabulary_size=message.draft_vocabulary_size,
         draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
         draft_vocabulary_share=message.draft_vocabulary_share,
+        num_heads=message.num_heads,
     )

@@ -67,6 +67,14 @@ def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
     assert run == Run(Proposer.NGRAM, (1, 2) * (RUN_LENGTH_MAX // 2), 2)
 
 
+def test_matches_are_compared_by_the_longest_length_only() -> None:
+    """Claim: `length_max` bounds the comparison: of matches that agree that far the latest is continued, although an
+    earlier one agrees further."""
+    committed = [1, 2, 3, 4, 5, 9, 3, 4, 6, 1, 2, 3, 4]
+    assert NgramProposer(committed, 2).propose(committed)[0].token_ids[:2] == (5, 9)
+    assert NgramProposer(committed, 2, length_max=2).propose(committed)[0].token_ids[:2] == (6, 1)
+
+
 def test_a_match_before_the_window_is_not_found() -> None:
     """Claim: of a prompt only the last `window` tokens are searched, the output is searched always."""
     prompt = [1, 2, 5, *range(10, 20)]

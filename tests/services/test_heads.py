@@ -26,6 +26,8 @@ from specdec.protocol.items import Failure, Open, Verification, VerificationResu
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import target_service_pb2_grpc as target_pb_grpc
+from specdec.v1 import types_pb2 as types_pb
 from tests.support.engine_models import make_tiny_model, model_class, random_tokens
 
 HEAD_COUNT, HIDDEN_SIZE, VOCABULARY_SIZE = 3, 64, 288
@@ -103,6 +105,13 @@ def with_heads(running_target: Child) -> Iterator[Stream]:
     """A stream of one test, to a target that serves all: a stream ends when nothing is sent for seconds."""
     with contextlib.closing(Stream(running_target.address)) as own:
         yield own
+
+
+def test_describe_tells_the_number_of_heads(running_target: Child) -> None:
+    """Claim: a replica's description has the number of its heads."""
+    with grpc.insecure_channel(running_target.address) as channel:
+        described = target_pb_grpc.TargetServiceStub(channel).Describe(types_pb.DescribeRequest(), timeout=10)
+    assert described.num_heads == HEAD_COUNT
 
 
 def opened(session: int, params: ResolvedSamplingParams = GREEDY) -> Open:

@@ -129,6 +129,16 @@ def test_proposers_go_on_when_the_draft_dies(table_models: tuple[Path, Path]) ->
         assert outcome.proposers[-1] in (0, pb.PROPOSER_NGRAM) and pb.PROPOSER_NGRAM in outcome.proposers[-20:]
 
 
+def test_a_predicted_text_has_a_limit_in_tokens(pair: Services) -> None:
+    """Claim: a predicted text of more tokens than the target has positions is INVALID_ARGUMENT and names the limit."""
+    request = pair.client.request("def f():", max_tokens=2)
+    request.prediction.text = "x = 1\n" * 2000
+    with pytest.raises(grpc.RpcError) as refused:
+        list(pair.client.stub.Generate(request, timeout=30))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prediction.text" in refused.value.details() and "2048 tokens" in refused.value.details()
+
+
 @pytest.mark.parametrize(
     "speculative, prediction, field",
     [

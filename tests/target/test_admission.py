@@ -89,6 +89,12 @@ class Target:
         """The next round, with draft tokens that are mostly wrong."""
         self.tell(self._round(session, DRAFT_LENGTH_MAX + 1))
 
+    def ask_siblings(self, session: int) -> None:
+        """The next round with every token as a draft token of the next position."""
+        own = self._round(session, DRAFT_LENGTH_MAX + 1)
+        every = tuple(range(VOCABULARY_SIZE))
+        self.tell(own._replace(draft_token_ids=every, parents=(0,) * VOCABULARY_SIZE))
+
     def _round(self, session: int, suffix_count: int) -> Verification:
         tokens = self.tokens[session]
         space_left = self.ends[session] - len(tokens) - 1
@@ -321,6 +327,38 @@ def test_tokens_beyond_a_waiting_verification_are_refused(folder: Path, clock: C
     assert target.failures.pop(waits).field == "start_position"
     target.run(1, 2, 3)
     assert all(target.tokens[session] == plain_text(folder, prompt_of(session)) for session in (1, 2, 3))
+
+
+def test_the_blocks_of_a_tree_are_freed_with_its_session(folder: Path, clock: Clock) -> None:
+    """Claim: a preemption frees the blocks of a session's further paths too, and the older session's tree gets them.
+
+    Source: an older session waited for ever beside an idle one with a large tree. Conclusive: no block is free, the
+    older tree lacks 5, and the younger session has fewer than 5 for its text alone.
+    """
+
+    def with_tree_of_the_younger(block_count: int) -> Target:
+        target = Target(folder, block_count)
+        for session in (1, 2):
+            target.open(session, prompt_of(session))
+            target.turn()
+        target.ask_siblings(2)
+        target.turn()
+        assert len(target.answers[2]) == 2
+        return target
+
+    used_count = 64 - with_tree_of_the_younger(64).engine.cache.free_block_count
+    target = with_tree_of_the_younger(used_count)
+    assert target.engine.cache.free_block_count == 0 and len(target.held(2).table.block_ids) < VOCABULARY_SIZE - 1
+    clock.now_s += 1
+    target.ask_siblings(1)
+    target.turn()
+    assert len(target.answers[1]) == 2 and not target.has_blocks(2)
+    for session in (1, 2):
+        target.ask(session)
+    target.run(1, 2)
+    assert {session: target.tokens[session] for session in (1, 2)} == {
+        session: plain_text(folder, prompt_of(session)) for session in (1, 2)
+    }
 
 
 def test_prefixes_are_found_by_sessions_of_the_same_salt(folder: Path) -> None:
