@@ -102,16 +102,17 @@ def placed(
     coordinator: dict[str, Any] | None = None,
     namespaces_allowed: bool = True,
     draft_model: Path = DRAFT_MODEL,
+    target: dict[str, Any] | None = None,
 ) -> Iterator[Placed]:
     """Starts machines and services, two coordinators among them, all delays 0, and stops them at the end. The calling
-    thread is the client then.
+    thread is the client then. `coordinator`, `target`: settings of these alone.
 
     Raises ConfigError with a service's own sentence when one cannot start.
     """
     cores, shared = cores_of_machines()
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(emulated(cores, shared, namespaces_allowed))
-        models = (target_model, draft_model, coordinator, {"dtype": draft_dtype})
+        models = (target_model, draft_model, coordinator, {"dtype": draft_dtype}, target)
         own: dict[str, Any] = {"network": network, "coordinator_count": COORDINATOR_COUNT, "threads": 1, "dtype": dtype}
         services = stack.enter_context(running(*models, **own))
         has_priority = all([set_priority(child.process.pid, COORDINATOR_NICE) for child in services.coordinators])

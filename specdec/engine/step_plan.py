@@ -22,6 +22,7 @@ from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import TileSizes
 
 GATHER_BYTES_MAX = 8 << 20  # of a group; from 32 MiB on glibc maps every buffer anew, zeroed page by page
+READ_ROWS = 8  # query rows of a head that take as long to attend to a split of keys as the split takes to read
 SHARED_READS_MIN = 8  # reads of a key split that sharing must save: it takes more kernel calls
 SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less than more kernel calls
 
@@ -97,7 +98,7 @@ class StepPlanner:
         logit_rows: list[int] = []
         tiles: list[QueryTile] = []
         trees: list[TileTree] = []
-        into, row = tiles, 0
+        into, rows_max, row = tiles, 0, 0
         for index, chunk in enumerate(batch.chunks):
             count = len(chunk.token_ids)
             blocks = numpy.array(chunk.block_ids, dtype=numpy.int64)
@@ -106,13 +107,13 @@ class StepPlanner:
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
             logit_rows += range(row + count - chunk.logit_count, row + count)
             if not chunk.copied_count:
-                into, shared = tiles, self._shared_splits(batch.chunks, index)
-                if shared:
+                into, rows_max = tiles, self._query_tiles[-1]
+                paths = [chunk, *takewhile(lambda later: later.copied_count, batch.chunks[index + 1 :])]
+                if shared := self._shared_splits(paths):
                     trees.append(TileTree([], shared))
-                    into = trees[-1].tiles
-            for offset in range(0, count, self._query_tiles[-1]):
-                tile_rows = min(count - offset, self._query_tiles[-1])
-                into.append(QueryTile(blocks, row + offset, tile_rows, chunk.start + offset))
+                    into, rows_max = trees[-1].tiles, self._tree_tile_rows(paths)
+            for offset in range(0, count, rows_max):
+                into.append(QueryTile(blocks, row + offset, min(count - offset, rows_max), chunk.start + offset))
             row += count
         written, sources = self._written(batch, row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, trees, padded)
@@ -123,15 +124,24 @@ class StepPlanner:
             attention=AttentionPlan(self._storage, row_count, written, groups, output_rows, sources),
         )
 
-    def _shared_splits(self, chunks: Sequence[SequenceChunk], first: int) -> int:
-        """Returns the number of key splits that the paths of the sequence at chunk `first` share; 0 if it has one path,
-        or reading them once saves no time."""
-        paths = [*takewhile(lambda chunk: chunk.copied_count, chunks[first + 1 :])]
-        row_count = sum(len(chunk.token_ids) for chunk in (chunks[first], *paths))
-        if not paths or row_count > self._query_tiles[-1]:
+    def _shared_splits(self, paths: Sequence[SequenceChunk]) -> int:
+        """Returns the number of key splits that the paths of a sequence share; 0 if it has one path, or reading them
+        once saves no time."""
+        further = paths[1:]
+        if not further or sum(len(path.token_ids) for path in paths) > self._query_tiles[-1]:
             return 0
-        shared = min(chunk.start - chunk.copied_count for chunk in paths) // KEY_SPLIT
-        return shared if shared * len(paths) >= SHARED_READS_MIN else 0
+        shared = min(path.start - path.copied_count for path in further) // KEY_SPLIT
+        return shared if shared * len(further) >= SHARED_READS_MIN else 0
+
+    def _tree_tile_rows(self, paths: Sequence[SequenceChunk]) -> int:
+        """Returns the number of rows at which the paths of a sequence are cut into tiles of one width, by the time of
+        all: wide tiles are mostly padding where most paths are short, narrow ones read the keys more often."""
+        group_size = self._head_count // self._storage.kv_head_count
+
+        def cost(width: int) -> int:
+            return sum(-(-len(path.token_ids) // width) for path in paths) * (group_size * width + READ_ROWS)
+
+        return min(self._query_tiles, key=cost)
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:

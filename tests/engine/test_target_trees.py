@@ -122,9 +122,9 @@ def watch_shared_splits(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     found: set[int] = set()
     real = StepPlanner._shared_splits
 
-    def watched(self: StepPlanner, chunks: Sequence[SequenceChunk], first: int) -> int:
-        found.add(real(self, chunks, first))
-        return real(self, chunks, first)
+    def watched(self: StepPlanner, paths: Sequence[SequenceChunk]) -> int:
+        found.add(real(self, paths))
+        return real(self, paths)
 
     monkeypatch.setattr(StepPlanner, "_shared_splits", watched)
     return found

@@ -1,0 +1,129 @@
+"""The chat model without a draft service: prompts whose answers copy, prose, predicted outputs that are right or wrong,
+and prompt lookup of `transformers` at its best setting."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from specdec.bench import prompt_lookup
+from specdec.bench.bars import Bar
+from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request_of
+from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
+from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
+from specdec.chat.template import ChatTemplate
+from specdec.coordinator.tokenizer import Tokenizer
+from specdec.engine.chat_model import chat_model
+from specdec.v1 import coordinator_service_pb2 as pb
+
+LOCAL = ("PROPOSER_NGRAM", "PROPOSER_SUFFIX")
+LOCAL_AUTO = Variant("no draft", None, proposers=LOCAL)
+PREDICTED = Variant("predicted", None, proposers=("PROPOSER_PREDICTION",))
+WARM = "no draft, asked before"
+WRONG_EVERY = 10  # of a prediction with 90 % right
+
+
+def chat_request(template: ChatTemplate, prompt: Prompt, variant: Variant, tokens: int) -> pb.GenerateRequest:
+    """The answer to one message, greedy, to its end or to `tokens` tokens."""
+    text = template.render([{"role": "user", "content": prompt.prompt}])
+    request = request_of(variant, RULES_DEFAULT[0], text, tokens)
+    request.sampling.ignore_eos = False
+    return request
+
+
+def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
+    """The chat model with the coordinator's own proposers only, beside prompt lookup of `transformers`."""
+    folder = chat_model()
+    template = ChatTemplate.read(folder)
+    assert template is not None
+    copying, prose = copying_prompts()[: asked.prompts], prose_prompts()[: max(4, asked.prompts // 2)]
+    library, found, peer = prompt_lookup.load(folder, "bfloat16"), Found(), Found()
+    tuning = [template_ids(template, prompt, folder) for prompt in copying_prompts_for_tuning()]
+    best = prompt_lookup.best_num_tokens(library, tuning[: asked.tuning_prompts], min(asked.tokens, 64))
+    with served(folder, None) as (stub,):
+        for prompt in track([copying[0], *copying, *prose], "chat", console=Console(stderr=True)):
+            for variant in (OFF, LOCAL_AUTO):
+                found.add(
+                    variant.name, prompt.name, generate(stub, chat_request(template, prompt, variant, asked.tokens))
+                )
+            salt = uuid.uuid4().hex
+            for _ in range(2):  # the second time its own text is in the store
+                warm = generate(stub, chat_request(template, prompt, LOCAL_AUTO, asked.tokens), salt)
+            found.add(WARM, prompt.name, warm)
+            answer = found.texts[OFF.name][prompt.name].token_ids
+            for name, tokens in (("90 % right", spoiled(answer, WRONG_EVERY)), ("wholly wrong", spoiled(answer, 1))):
+                request = chat_request(template, prompt, PREDICTED, asked.tokens)
+                request.prediction.token_ids.ids.extend(tokens)
+                found.add(name, prompt.name, generate(stub, request))
+            ids = template_ids(template, prompt, folder)
+            for name, count in (("generate", None), ("prompt lookup", best)):
+                made = prompt_lookup.generate(library, ids, asked.tokens, count)
+                peer.add(
+                    name,
+                    prompt.name,
+                    Text(made.tokens_per_s, len(made.token_ids) / made.passes, made.token_ids, pb.Statistics()),
+                )
+    return chat_results(found, peer, copying, prose, best)
+
+
+def spoiled(token_ids: Sequence[int], every: int) -> list[int]:
+    """The text with every `every`-th token replaced by another."""
+    return [token_id ^ 1 if index % every == every - 1 else token_id for index, token_id in enumerate(token_ids)] or [1]
+
+
+def template_ids(template: ChatTemplate, prompt: Prompt, folder: Path) -> list[int]:
+    """The token ids that the coordinator makes of a message."""
+    text = template.render([{"role": "user", "content": prompt.prompt}])
+    return list(Tokenizer(str(folder)).encode(text, 1 << 16))
+
+
+def chat_results(
+    found: Found, peer: Found, copying: Sequence[Prompt], prose: Sequence[Prompt], best: int
+) -> tuple[list[Table], list[Bar], dict[str, Any]]:
+    table = Table(title=f"the chat model without a draft, greedy; prompt lookup of {best} tokens")
+    for name in ("prompts", "", "tokens a step", "tokens/s", "over plain [95 %]", "of texts that cycle"):
+        table.add_column(name, justify="left" if name in ("prompts", "") else "right")
+    bars: list[Bar] = []
+    bounds = {
+        ("copying", LOCAL_AUTO.name): 1.8,
+        ("prose", LOCAL_AUTO.name): 0.98,
+        ("copying", "90 % right"): 2.5,
+        ("copying", "wholly wrong"): 0.98,
+    }
+    for kind, prompts in (("copying", copying), ("prose", prose)):
+        names = [prompt.name for prompt in prompts]
+        for own, plain in ((found, OFF.name), (peer, "generate")):
+            part = Found({variant: {name: texts[name] for name in names} for variant, texts in own.texts.items()})
+            for variant in part.texts:
+                ratios = [part.ratio(variant, plain, per_second, cyclic) for cyclic in (False, True)]
+                shown = [str(ratio) if ratio else "" for ratio in ratios]
+                medians = median_of(part, variant, per_round), median_of(part, variant, per_second)
+                table.add_row(kind, variant, f"{medians[0]:.2f}", f"{medians[1]:.1f}", *shown)
+                if bound := bounds.get((kind, variant)):
+                    ratio = ratios[0]
+                    reached = None if ratio is None else ratio.median
+                    bars.append(Bar(f"{kind}: {variant} / off", bound, reached, shown[0]))
+        if kind == "copying":
+            sides = {"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]}
+            both = Found({side: {name: texts[name] for name in names} for side, texts in sides.items()})
+            ratio = both.ratio("ours", "theirs", per_second, None)
+            bars.append(
+                Bar(
+                    "copying: no draft / prompt lookup of transformers",
+                    1.0,
+                    None if ratio is None else ratio.median,
+                    str(ratio),
+                )
+            )
+    written = {
+        name: {prompt: [text.tokens_per_s, text.tokens_per_round] for prompt, text in texts.items()}
+        for name, texts in (found.texts | peer.texts).items()
+    }
+    return [table], bars, written

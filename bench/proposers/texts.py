@@ -1,0 +1,103 @@
+"""Generations of variants in turns, and the services they run on.
+
+Each generation has a cache salt of its own, unless a salt is given, so that no store holds its text; texts that end in
+a cycle are counted apart.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from specdec.bench.harness import running
+from specdec.bench.pipeline.measurements import Ratio, ratio_of
+from specdec.bench.pipeline.samples import ends_in_cycle
+from specdec.bench.pipeline.variants import OFF
+from specdec.cli.processes import start
+from specdec.v1 import coordinator_service_pb2 as pb
+from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One generation: tokens per second after the first, tokens per round, and its token ids."""
+
+    tokens_per_s: float
+    tokens_per_round: float
+    token_ids: tuple[int, ...]
+    statistics: pb.Statistics
+
+    @property
+    def is_cyclic(self) -> bool:
+        return ends_in_cycle(self.token_ids)
+
+
+@dataclass(slots=True)
+class Found:
+    """The texts of variants by prompt, in turns."""
+
+    texts: dict[str, dict[str, Text]] = field(default_factory=dict)
+
+    def add(self, variant: str, prompt: str, text: Text) -> None:
+        self.texts.setdefault(variant, {})[prompt] = text
+
+    def ratio(self, variant: str, over: str, of: Callable[[Text], float], cyclic: bool | None = False) -> Ratio | None:
+        """A variant over another, prompt by prompt; `cyclic` None: all texts, else by whether plain text cycles."""
+        both = self.texts[variant], self.texts[over]
+        plain = self.texts.get(OFF.name, both[1])
+        names = [name for name in both[0] if cyclic is None or plain[name].is_cyclic is cyclic]
+        values = [of(both[0][name]) / of(both[1][name]) for name in names]
+        return ratio_of(values) if values else None
+
+
+def per_second(text: Text) -> float:
+    return text.tokens_per_s
+
+
+def per_round(text: Text) -> float:
+    return text.tokens_per_round
+
+
+def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, salt: str = "") -> Text:
+    """Runs one generation, in a salt of its own by default. Raises grpc.RpcError."""
+    request.cache_salt = salt or uuid.uuid4().hex
+    token_ids: list[int] = []
+    finished = pb.Finished()
+    for response in stub.Generate(request, timeout=TIMEOUT_S):
+        if response.HasField("delta"):
+            token_ids += response.delta.token_ids
+        elif response.HasField("finished"):
+            finished = response.finished
+    counts, time = finished.statistics, finished.statistics.time
+    seconds = time.total_s - time.time_to_first_token_s
+    rate = (len(token_ids) - 1) / seconds if seconds > 0 else 0.0
+    return Text(rate, (len(token_ids) - 1) / max(1, counts.rounds - 1), tuple(token_ids), counts)
+
+
+@contextmanager
+def served(folder: Path, draft: Path | None, *coordinators: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yields a stub for each coordinator; all share one target with one thread and one draft."""
+    with running(folder, draft, {"speculation_policy": "auto"}, threads=1, dtype="bfloat16") as services:
+        stubs = [pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(services.coordinator.address))]
+        children = []
+        for own in coordinators:
+            children.append(start("coordinator", services.settings.model_copy(update=own)))
+            children[-1].wait_ready()
+            stubs.append(pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(children[-1].address)))
+        try:
+            yield stubs
+        finally:
+            for child in children:
+                child.stop()
+
+
+def median_of(found: Found, variant: str, of: Callable[[Text], float]) -> float:
+    return ratio_of([of(text) for text in found.texts[variant].values()]).median
