@@ -38,6 +38,9 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--rules", type=int, nargs="+", default=[0, 1, 2], help="of trees, as bench.pipeline lists them"
     )
+    parser.add_argument(
+        "--waited-only", action="store_true", help="trees: only plans that wait, whose tokens a step no load changes"
+    )
     parser.add_argument("--tuning-prompts", type=int, default=8, help="for prompt lookup's setting (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")

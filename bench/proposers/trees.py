@@ -4,6 +4,8 @@ trees; greedy also assisted generation of `transformers` at its best settings.""
 from __future__ import annotations
 
 import argparse
+import heapq
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +20,16 @@ from specdec.bench.assisted import Assisted
 from specdec.bench.bars import Bar
 from specdec.bench.deepened import write_deepened
 from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from specdec.bench.pipeline import ranks
 from specdec.bench.pipeline.measurements import ratio_of
+from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from specdec.bench.proposers.texts import Found, generate, median_of, per_round, per_second, served
 
 COMBS = {4: ((2, 1), (3, 1)), 8: ((3, 2), (4, 2), (6, 1)), 16: ((4, 3), (6, 3))}  # rows: depths and siblings
 ROWS = tuple(COMBS)
+CHAINS = (CHAIN, *map(synchronous, (1, 2, 3, 4, 6, 8)))
+AUTO_CHAINS, AUTO_TREES = replace(AUTO, name="auto, chains"), replace(AUTO, name="auto, trees")
 TREE_BARS = {"GREEDY": (16, 1.08), "COUPLED": (8, 1.12), "REJECTION": (8, 1.05)}
 
 
@@ -37,10 +43,15 @@ def tree_variants(rows: int) -> list[Variant]:
     return [*combs, Variant(f"streamed tree, {rows} rows", rows, min(rows, 12), 4, siblings=2)]
 
 
+def fixed_variants(waited_only: bool) -> list[Variant]:
+    """Plain decoding, chains and trees; `waited_only`: those that wait for their draft tokens."""
+    every = [*CHAINS, *(one for rows in ROWS for one in tree_variants(rows))]
+    return [OFF, *(one for one in every if one.is_synchronous or not waited_only)]
+
+
 def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
     """Trees and chains on the deepened target, by rule."""
     prompts = list(heldout_prompts().items())[: asked.prompts]
-    chains = [CHAIN, *map(synchronous, (1, 2, 3, 4, 6, 8))]
     chains_only = {"draft_siblings_max": 0}
     tables, bars, written = [], [], {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,14 +59,10 @@ def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
         with served(folder, DRAFT_MODEL, chains_only, {}) as (fixed, plain_auto, tree_auto):
             for rule in [RULES_DEFAULT[number] for number in asked.rules]:
                 found = Found()
-                ways = [(OFF, fixed), *((one, fixed) for one in chains)]
-                ways += [(one, fixed) for rows in ROWS for one in tree_variants(rows)]
-                ways += [
-                    (replace(AUTO, name="auto, chains"), plain_auto),
-                    (replace(AUTO, name="auto, trees"), tree_auto),
-                ]
-                is_greedy = rule == RULES_DEFAULT[0]
-                peer = Peer(folder, asked) if is_greedy else None
+                ways = [(one, fixed) for one in fixed_variants(asked.waited_only)]
+                if not asked.waited_only:
+                    ways += [(AUTO_CHAINS, plain_auto), (AUTO_TREES, tree_auto)]
+                peer = Peer(folder, asked) if rule == RULES_DEFAULT[0] and not asked.waited_only else None
                 for name, prompt in track([prompts[0], *prompts], rule, console=Console(stderr=True)):
                     for variant, stub in ways:
                         found.add(
@@ -64,7 +71,9 @@ def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
                     if peer is not None:
                         peer.tokens_per_s[str(name)] = peer.generate(prompt)
                 tables.append(tree_table(rule, found, [variant for variant, _ in ways]))
-                bars += tree_bars(rule, found, chains)
+                bars += tree_bars(rule, found)
+                guesses = ranks.measure_ranks([prompt for _, prompt in prompts], [rule], asked.tokens)[rule]
+                bars += static_bars(rule, found, guesses)
                 bars += [peer.bar(found)] if peer is not None else []
                 written[rule] = {
                     name: {prompt: [one.tokens_per_s, one.tokens_per_round] for prompt, one in own.items()}
@@ -89,7 +98,7 @@ class Peer:
 
     def bar(self, found: Found) -> Bar:
         """`auto` with trees over assisted generation, prompt by prompt."""
-        texts = found.texts["auto, trees"]
+        texts = found.texts[AUTO_TREES.name]
         ratio = ratio_of([texts[name].tokens_per_s / rate for name, rate in self.tokens_per_s.items()])
         return Bar("GREEDY: tokens/s, auto with trees / assisted generation", 1.5, ratio.median, str(ratio))
 
@@ -105,20 +114,56 @@ def tree_table(rule: str, found: Found, variants: Sequence[Variant]) -> Table:
     return table
 
 
-def tree_bars(rule: str, found: Found, chains: Sequence[Variant]) -> list[Bar]:
+def static_tokens(guesses: Ranks, rows: int) -> float:
+    """Tokens of a step with the best static tree of `rows` draft tokens, if each guess of a rank is right as often as
+    on these texts, whatever came before: the nodes of highest product (Chen et al. 2024, Sequoia)."""
+    missed = 1 - guesses.acceptance
+    own = [guesses.acceptance, *(missed * share for share in guesses.branches)]
+    heap, tokens = [-probability for probability in own], 1.0
+    heapq.heapify(heap)
+    for _ in range(rows):
+        reach = -heapq.heappop(heap)
+        tokens += reach
+        for probability in own:
+            heapq.heappush(heap, -reach * probability)
+    return tokens
+
+
+def static_bars(rule: str, found: Found, guesses: Ranks) -> list[Bar]:
+    """The best tree over the best static one, in tokens of a step."""
+    bars = []
+    for rows in ROWS:
+        best = max(
+            statistics.mean(map(per_round, found.texts[one.name].values()))
+            for one in tree_variants(rows)
+            if one.name in found.texts
+        )
+        static = static_tokens(guesses, rows)
+        bars.append(
+            Bar(f"{rule}, {rows} rows: best tree / best static tree", 0.95, best / static, f"{best:.2f} / {static:.2f}")
+        )
+    return bars
+
+
+def tree_bars(rule: str, found: Found) -> list[Bar]:
     """Tokens per target step of trees over the best chain of no more rows, and tokens/s of auto with trees."""
     bars = []
     rows, bound = TREE_BARS[rule.split(",")[0]]
+
+    def best_of(variants: Sequence[Variant]) -> str:
+        names = [one.name for one in variants if one.name in found.texts]
+        return max(names, key=lambda name: median_of(found, name, per_round))
+
     for count in ROWS:
-        own = [chain.name for chain in chains if (chain.draft_length or 0) <= count]
-        best = max(own, key=lambda name: median_of(found, name, per_round))
-        tree = max((one.name for one in tree_variants(count)), key=lambda name: median_of(found, name, per_round))
-        ratio = found.ratio(tree, best, per_round, None)
-        claim = f"{rule}, {count} rows: tokens a target step, {tree} / best chain ({best})"
-        bars.append(Bar(claim, bound if count == rows else 1.0, None if ratio is None else ratio.median, str(ratio)))
-    ratio = found.ratio("auto, trees", "auto, chains", per_second, None)
-    goal = 1.08 if rule.startswith("COUPLED") else 0.98
-    bars.append(
-        Bar(f"{rule}: tokens/s, auto with trees / without", goal, None if ratio is None else ratio.median, str(ratio))
-    )
+        chain = best_of([one for one in CHAINS if (one.draft_length or 0) <= count])
+        tree = best_of(tree_variants(count))
+        ratio = found.ratio(tree, chain, per_round, None)
+        assert ratio is not None
+        claim = f"{rule}, {count} rows: tokens a target step, {tree} / best chain ({chain})"
+        bars.append(Bar(claim, bound if count == rows else 1.0, ratio.median, str(ratio)))
+    if AUTO_TREES.name in found.texts:
+        ratio = found.ratio(AUTO_TREES.name, AUTO_CHAINS.name, per_second, None)
+        assert ratio is not None
+        goal = 1.08 if rule.startswith("COUPLED") else 0.98
+        bars.append(Bar(f"{rule}: tokens/s, auto with trees / without", goal, ratio.median, str(ratio)))
     return bars

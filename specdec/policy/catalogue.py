@@ -54,6 +54,7 @@ class DraftTimes:
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another draft is connected: takes the (nodes, seconds) that it measured at start."""
         self._steps.prime(step_times)
+        self._wait_share = 1.0
 
     def on_step(self, nodes: int, seconds: float) -> None:
         """Records one step; `nodes`: of all sessions."""
@@ -69,8 +70,8 @@ class DraftTimes:
         self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + NETWORK_SLACK_S) - old_s)
 
     def on_wait(self, plan: Plan, sessions: float, wait_s: float) -> None:
-        """Records the wait of one round, which is longer than `trip_s` by messages and processes that share a core, and
-        shorter where tokens were in hand."""
+        """Records the wait of a round in which all tokens came: longer than `trip_s` by messages and by processes that
+        share a core, shorter where tokens were in hand."""
         if plan.wait_length and plan.nodes_per_step == 1 and not plan.siblings:
             share = min(wait_s / self.trip_s(plan, sessions), WAIT_SHARE_MAX)
             self._wait_share += WEIGHT * (share - self._wait_share)

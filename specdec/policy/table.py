@@ -166,7 +166,8 @@ class Table:
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
         if line in self.drafting:
-            self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
+            if record.offered_count >= line.plan.wait_length:
+                self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
             self._watch_arrivals(line, record)
 
     def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
