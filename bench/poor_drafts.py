@@ -47,7 +47,7 @@ BEFORE_S = 1.5  # a text is under way for so long before its draft changes
 AWAKE_S, ASLEEP_S = 0.002, 0.2  # one step in a hundred times as long
 RECOVERY_S = 3.0  # until a link that was given up is there again
 QUICK = {"pairs": 2, "pairs_max": 0, "max_tokens": 48}
-CHANGED_TOKENS = 240  # long enough for the time that counts
+CHANGED_TOKENS = 800  # long enough for the time that counts, at 200 tokens per second
 
 
 def write_always_wrong(folder: Path) -> Path:

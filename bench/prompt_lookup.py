@@ -38,6 +38,11 @@ class Generation:
         """After the first pass; 0 for a text of one pass."""
         return (len(self.token_ids) - self.first_tokens) / (self.seconds - self.first_seconds)
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """After the first pass, which reads the prompt."""
+        return (len(self.token_ids) - self.first_tokens) / max(1, self.passes - 1)
+
 
 def load(folder: Path, dtype: str) -> Model:
     """A model as `transformers` loads it, eager, with its default attention and cache."""

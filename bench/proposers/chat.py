@@ -68,7 +68,7 @@ def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Tabl
                 peer.add(
                     name,
                     prompt.name,
-                    Text(made.tokens_per_s, len(made.token_ids) / made.passes, made.token_ids, pb.Statistics()),
+                    Text(made.tokens_per_s, made.tokens_per_pass, made.token_ids, pb.Statistics()),
                 )
     return chat_results(found, peer, copying, prose, best)
 

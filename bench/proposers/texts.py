@@ -54,7 +54,7 @@ class Found:
         both = self.texts[variant], self.texts[over]
         plain = self.texts.get(OFF.name, both[1])
         names = [name for name in both[0] if cyclic is None or plain[name].is_cyclic is cyclic]
-        values = [of(both[0][name]) / of(both[1][name]) for name in names]
+        values = [of(both[0][name]) / of(both[1][name]) for name in names if of(both[1][name])]
         return ratio_of(values) if values else None
 
 
@@ -84,15 +84,17 @@ def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, 
 
 @contextmanager
 def served(folder: Path, draft: Path | None, *coordinators: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yields a stub for each coordinator; all share one target with one thread and one draft."""
-    with running(folder, draft, {"speculation_policy": "auto"}, threads=1, dtype="bfloat16") as services:
+    """Yields a stub for each coordinator; all share one target in bfloat16 and one draft in float32, with one thread
+    each."""
+    own = {"speculation_policy": "auto"}, {"dtype": "float32"}
+    with running(folder, draft, *own, threads=1, dtype="bfloat16") as services:
         stubs = [pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(services.coordinator.address))]
         children = []
-        for own in coordinators:
-            children.append(start("coordinator", services.settings.model_copy(update=own)))
-            children[-1].wait_ready()
-            stubs.append(pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(children[-1].address)))
         try:
+            for changed in coordinators:
+                children.append(start("coordinator", services.settings.model_copy(update=changed)))
+                children[-1].wait_ready()
+                stubs.append(pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(children[-1].address)))
             yield stubs
         finally:
             for child in children:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -129,15 +128,17 @@ def static_tokens(guesses: Ranks, rows: int) -> float:
     return tokens
 
 
+def pooled(found: Found, variant: str) -> float:
+    """Tokens of a step over all texts together, as the acceptance of `measure_ranks` is over all positions."""
+    texts = found.texts[variant].values()
+    return sum(len(text.token_ids) - 1 for text in texts) / sum(max(1, text.statistics.rounds - 1) for text in texts)
+
+
 def static_bars(rule: str, found: Found, guesses: Ranks) -> list[Bar]:
     """The best tree over the best static one, in tokens of a step."""
     bars = []
     for rows in ROWS:
-        best = max(
-            statistics.mean(map(per_round, found.texts[one.name].values()))
-            for one in tree_variants(rows)
-            if one.name in found.texts
-        )
+        best = max(pooled(found, one.name) for one in tree_variants(rows) if one.name in found.texts)
         static = static_tokens(guesses, rows)
         bars.append(
             Bar(f"{rule}, {rows} rows: best tree / best static tree", 0.95, best / static, f"{best:.2f} / {static:.2f}")

@@ -39,7 +39,7 @@ NORM_TOLERANCE = 1e-4
 # A float32 weight below this size is multiplied as it is: setting up a packed product costs 10 to 15 us, which a small
 # one does not save. In bfloat16 packed products of every size are faster (1 to 64 rows, AVX-512 BF16).
 PACKED_ELEMENTS_MIN = 1 << 18
-PACKED_ROWS = 16  # the library chooses a layout by a number of rows; 4 to 64 give the same one
+PACKED_ROWS = 16  # the library chooses a layout by a number of rows; those for 4 to 64 rows were equally fast
 
 Layout: TypeAlias = tuple[int, int, torch.dtype, bool]  # in, out, type of a weight; whether it is packed
 
@@ -71,20 +71,25 @@ class Weight:
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [rows, in] in the type of the weight -> [rows, out]."""
         if self.is_packed:
-            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self._held, None, "none", [], "")
-            return product
+            return _multiply_packed(rows, self._held)
         return torch.matmul(rows, self._held)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """A weight [out, in] packed by oneDNN; None if it is small, or the library cannot pack this type here."""
+    """A weight [out, in] packed by oneDNN; None if it is small, or the library cannot pack or multiply it here."""
     if weight.dtype != torch.bfloat16 and weight.numel() < PACKED_ELEMENTS_MIN:
         return None
     try:
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+        _multiply_packed(weight.new_zeros(PACKED_ROWS, weight.shape[1]), packed)
     except (AttributeError, RuntimeError):
         return None
     return packed
+
+
+def _multiply_packed(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], "")
+    return product
 
 
 def _as_multiplied(weight: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class DraftTimes:
         self.network_s = old_s + WEIGHT * (min(network_s, 3 * old_s + NETWORK_SLACK_S) - old_s)
 
     def on_wait(self, plan: Plan, sessions: float, wait_s: float) -> None:
-        """Records the wait of a round in which all tokens came: longer than `trip_s` by messages and by processes that
+        """Records the wait of a round in which the tokens came: longer than `trip_s` by messages and by processes that
         share a core, shorter where tokens were in hand."""
         if plan.wait_length and plan.nodes_per_step == 1 and not plan.siblings:
             share = min(wait_s / self.trip_s(plan, sessions), WAIT_SHARE_MAX)

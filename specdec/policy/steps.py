@@ -1,9 +1,9 @@
 """Step time by rows: a curve learned from measured steps, and a target's T(rows, paths). Pure.
 
 T(rows, paths) = level * (shape(rows) + path share * shape(1) * further paths) * contention: `level` is the machine's
-current speed and moves within a second, `shape` and the path share are learned slowly, `contention` is the slowdown of
-the target by the draft's work on shared cores, 1 while no session speculates. A change right after the draft began or
-stopped working is the draft's; any other is the machine's.
+current speed and moves within a second, `shape` is learned slowly, the path share in steps of trees, `contention` is
+the slowdown of the target by the draft's work on shared cores, 1 while no session speculates. A change right after the
+draft began or stopped working is the draft's; any other is the machine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ RATIO_MIN, RATIO_MAX = 0.5, 1.6  # limits of observed to expected, for pauses of
 SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the sessions differs
 STEP_S_GUESS = 0.02
-PATH_SHARE_GUESS, PATH_SHARE_MAX, PATH_WEIGHT = 0.03, 0.5, 0.05  # a further path of a tree, over a step of one row
+PATH_SHARE_GUESS, PATH_SHARE_MAX = 0.03, 0.5  # a further path of a tree, over a step of one row
+PATH_WEIGHT, PATH_BACK = 0.05, 0.001  # per step of a tree, and back to the guess per step without one
 
 
 class StepCurve:
@@ -96,7 +97,7 @@ class Steps:
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another target is connected: takes the (rows, seconds) that it measured at start."""
         self._shape.prime(step_times)
-        self._level = 1.0
+        self._level, self._path_share = 1.0, PATH_SHARE_GUESS
 
     def on_step(self, record: RoundRecord) -> None:
         """Takes one round's step; the caller leaves out steps that read a prompt."""
@@ -127,12 +128,14 @@ class Steps:
     def _expected_s(self, record: RoundRecord, seconds: float) -> float:
         """Learns from a step of `seconds` at the usual speed; returns the seconds of steps of its rows and paths. Of
         the other sessions in the step nothing is known but their rows: they count as having as many paths."""
-        paths = (record.path_count - 1) * max(1, record.step_sessions)
+        sessions = max(1, record.step_sessions)
+        paths = (record.path_count - 1) * sessions
         flat_s, unit_s = self._shape.seconds(record.step_rows), self._shape.seconds(1)
         if paths <= 0 or flat_s is None or unit_s is None:
+            self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
             return self._shape.add(record.step_rows, seconds)
         share = min(max((seconds - flat_s) / (paths * unit_s), 0.0), PATH_SHARE_MAX)
-        self._path_share += PATH_WEIGHT * (share - self._path_share)
+        self._path_share += PATH_WEIGHT / sessions * (share - self._path_share)
         return flat_s + paths * self._path_share * unit_s
 
     def _learn_contention(self, factor: float) -> None:

@@ -166,7 +166,7 @@ class Table:
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
         if line in self.drafting:
-            if record.offered_count >= line.plan.wait_length:
+            if record.wait_s < record.plan.wait_s and (record.wait_s or record.model_offered_count):
                 self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
             self._watch_arrivals(line, record)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from specdec.engine import step_plan
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.kv_cache import BlockTable, BranchBlocks
 from specdec.engine.runner import BranchRows, Piece
@@ -115,6 +116,43 @@ def test_each_row_has_the_bits_of_its_path(
         driver.cache.check_integrity()
     driver.cache.release(longest)
     assert {0, 2} <= shared_counts, "no tree read its common splits once"
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 128])
+@pytest.mark.parametrize("name", ["target", "gemma2"])
+def test_common_splits_change_no_bits(
+    name: str, block_size: int, driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: whatever the block size, also where branches begin at a block border, where the base lies within the
+    common splits, and where a window hides some of them, rows have the bits of their paths, in a step with another tree
+    and a chain behind it. Conclusive: common splits are read once however few they are."""
+    monkeypatch.setattr(step_plan, "SHARED_READS_MIN", 1)
+    shared_counts = watch_shared_splits(monkeypatch)
+    driver = Driver(driver_of(name, "float32").model, 1 + 8000 // block_size, block_size)
+    size = driver.model.description.vocabulary_size
+    longest = driver.open(300)
+    driver.feed(longest, random_tokens(280, 13, size), 1)
+    for base in (128, 129, 256, 257, 383, 384, 385):
+        pieces, checked = [], []
+        for number in range(2):
+            text, tokens = random_tokens(base, base + number, size), random_tokens(NODE_COUNT, number, size)
+            table = driver.open(base + 40)
+            driver.feed(table, text[:-1], 1)
+            piece, blocks = tree_piece(driver, table, text[-1], tokens)
+            pieces.append(piece)
+            checked.append((text, tokens, table, blocks))
+        chunks = [chunk for piece in pieces for chunk in piece.chunks(block_size)]
+        behind = Piece(longest, 280, [1, 2, 3], 3, None).chunks(block_size)
+        logits = driver.model.forward(RaggedBatch((*chunks, *behind))).logits
+        for number, (text, tokens, table, blocks) in enumerate(checked):
+            rows = logits[number * (NODE_COUNT + 1) : (number + 1) * (NODE_COUNT + 1)]
+            chains = Chains(driver, text)
+            chains.check(rows, tokens)
+            chains.close()
+            for branch in blocks:
+                driver.cache.drop_branch(branch)
+            driver.cache.release(table)
+    assert {1, 2, 3} <= shared_counts
 
 
 def watch_shared_splits(monkeypatch: pytest.MonkeyPatch) -> set[int]:

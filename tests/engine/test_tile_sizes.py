@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from specdec.engine import tiled_modules
 from specdec.engine.tile_sizes import ALONE, CANDIDATE_WIDTHS, AlignedActivation, TileSizes, cancelling, probe
 from specdec.engine.tiled_modules import TiledLinear, Weight, probe_widths
 from tests.support.engine_models import Driver, random_tokens
@@ -67,15 +68,21 @@ def test_probe_sees_the_order_of_a_sum_that_is_rounded_to_bfloat16() -> None:
     assert exactly.abs().max() < 1e-9 and product(rows).count_nonzero() > 0.7 * exactly.numel()
 
 
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(704, 256), (2048, 512)])
-def test_bfloat16_rows_agree_at_all_stable_tile_sizes(shape: tuple[int, int], threads: int) -> None:
-    """Claim: at the widths measured, rows of real products are equal bit for bit, natively multiplied or not.
+def test_bfloat16_rows_agree_at_all_stable_tile_sizes(
+    shape: tuple[int, int], threads: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: at the widths measured, rows of real products are equal bit for bit, natively multiplied or not, by packed
+    weights and, where the library cannot pack, by plain ones.
 
     Conclusive: half a million results at every width against those at the least width; two kernels known to differ here
     differ in 30 to 60 results.
     """
     torch.set_num_threads(threads)
+    if not is_packed:
+        monkeypatch.setattr(tiled_modules, "_packed", lambda weight: None)
     generator = torch.Generator().manual_seed(3)
     linear = TiledLinear(Weight((torch.randn(shape[::-1], generator=generator) / 16).to(torch.bfloat16)), None)
     sizes = probe_widths([linear]).widths
