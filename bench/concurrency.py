@@ -34,7 +34,7 @@ from specdec.bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate,
 from specdec.errors import SpecdecError
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
-JUMP_TOKENS_FIRST = 1000  # the first stream's: it outlasts the others
+JUMP_TOKENS = 1000, 200  # the first stream's, which outlasts the others, and theirs, for over two seconds of any text
 QUICK = {"streams": [1, 8], "pairs": 3, "pairs_max": 0, "max_tokens": 32}
 
 
@@ -88,11 +88,10 @@ def cell(
 def jump(place: Placed, rule: str, asked: argparse.Namespace, advance: Callable[[], None]) -> Ratio:
     """Returns auto / off after the load jumped from one stream to the highest requested count."""
     count = max(asked.streams)
-    tokens = JUMP_TOKENS_FIRST, asked.max_tokens
 
     def rate(variant: Variant, number: int) -> float:
         address = place.coordinator_of(variant).address
-        return asyncio.run(jump_rate(address, variant, rule, chosen_prompts(number, count), tokens))
+        return asyncio.run(jump_rate(address, variant, rule, chosen_prompts(number, count), JUMP_TOKENS))
 
     return ratio_in_turns(rate, asked, advance)[0]
 

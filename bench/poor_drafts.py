@@ -43,11 +43,11 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 Trouble = Callable[[Child, threading.Event], None]
-BEFORE_S = 1.5  # a text is under way for so long before its draft changes
+BEFORE_S = 0.7  # the time a text is under way before its draft changes
 AWAKE_S, ASLEEP_S = 0.002, 0.2  # one step in a hundred times as long
 RECOVERY_S = 3.0  # until a link that was given up is there again
 QUICK = {"pairs": 2, "pairs_max": 0, "max_tokens": 48}
-CHANGED_TOKENS = 800  # long enough for the time that counts, at 200 tokens per second
+CHANGED_TOKENS = 400  # enough for the time that counts; more would compare steps after more tokens with off
 
 
 def write_always_wrong(folder: Path) -> Path:
