@@ -7,6 +7,7 @@ of its own, and a row that several paths share is computed once and written to e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,14 +122,14 @@ def test_each_row_has_the_bits_of_its_path(
 @pytest.mark.parametrize("block_size", [8, 64, 128])
 @pytest.mark.parametrize("name", ["target", "gemma2"])
 def test_common_splits_change_no_bits(
-    name: str, block_size: int, driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+    name: str, block_size: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: whatever the block size, also where branches begin at a block border, where the base lies within the
     common splits, and where a window hides some of them, rows have the bits of their paths, in a step with another tree
     and a chain behind it. Conclusive: common splits are read once however few they are."""
     monkeypatch.setattr(step_plan, "SHARED_READS_MIN", 1)
     shared_counts = watch_shared_splits(monkeypatch)
-    driver = Driver(driver_of(name, "float32").model, 1 + 8000 // block_size, block_size)
+    driver = Driver.load(folder_of(name), "float32", 1 + 8000 // block_size, block_size)
     size = driver.model.description.vocabulary_size
     longest = driver.open(300)
     driver.feed(longest, random_tokens(280, 13, size), 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -128,11 +129,15 @@ def random_tokens(count: int, seed: int, vocabulary_size: int = 288) -> list[int
 
 
 class Driver:
-    """Feeds a model through a cache step by step, on the test's own thread."""
+    """Feeds a model through a cache step by step, on the test's own thread. Of the drivers of one model, only the last
+    made can be used: a model writes to the storage it allocated last."""
+
+    _last_of: WeakKeyDictionary[CausalModel, Driver] = WeakKeyDictionary()
 
     def __init__(self, model: CausalModel, block_count: int = 128, block_size: int = 16):
         self.model = model
         self.cache = KVCache(block_count, block_size, model.allocate(block_count, block_size))
+        self._last_of[model] = self
 
     @classmethod
     def load(cls, folder: Path, dtype: str = "float32", block_count: int = 128, block_size: int = 16) -> Driver:
@@ -143,6 +148,7 @@ class Driver:
 
     def step(self, feeds: Sequence[tuple[BlockTable, Sequence[int], int]]) -> StepOutput:
         """One forward of (table, token ids after its cached ones, logit count) each; tables advance."""
+        assert self._last_of[self.model] is self, "the model allocated another storage since: load one for each driver"
         for table, token_ids, _ in feeds:
             self.cache.prepare_write(table, table.length + len(token_ids))
         chunks = tuple(SequenceChunk(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
