@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.policy import Plan, Prediction
-from specdec.policy.table import EXPLORATION_SHARE, Line, Table, probability
+from specdec.policy.table import Line, Table, probability
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import Proposer
 
@@ -23,10 +23,8 @@ CHANGE_GAIN = 1.015  # least ratio of worths for a change of plan: it loses the 
 DOUBT = 0.5  # share of a line's uncertainty subtracted from its worth: few rounds may have been lucky
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # least ratio to plain decoding, of a measured plan, and of an unmeasured one
 STARTING_ROUNDS = 8.0  # measured rounds that make a plan eligible
-EXPLORATION_ROUNDS, BASELINE_ROUNDS, HOPELESS_ROUNDS = 12, 6, 4
+EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
-START_S = 0.3  # longest time before the first draft token (the draft reads the prompt) in which rounds do not count
-OWN_CREDIT_ROUNDS = 3.0
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
 HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64
@@ -35,15 +33,14 @@ LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of acc
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
 SURPRISE_SHARE = 0.8  # of the level's weight, removed by such a deviation
-BACKOFF_LEVEL_S, LEVEL_SPREAD = 40.0, 0.5  # time in which the level of a session without drafting returns to the mean
+LEVEL_SPREAD = 0.5  # doubt about the level of a session that does not draft
 
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A plan being explored until `rounds` of its rounds counted, or `ends_s`. `best`: the best plan's worth;
-    `charged_s`: the expected loss against it; `otherwise`: the line in force before."""
+    """A plan being explored until `rounds` of its rounds counted, or `ends_s`. `charged_s`: the expected loss against
+    the best plan; `otherwise`: the line in force before."""
 
-    best: float
     began_s: float
     ends_s: float
     rounds: int
@@ -63,9 +60,7 @@ class AutoPolicy:
         self._surprise = self._variance = 0.0
         self._exploration: Exploration | None = None
         self._exploration_rounds, self._exploration_loss_s = 0, 0.0
-        self._credit_s = OWN_CREDIT_ROUNDS * table.off.round_s
-        self._counts_from_s: float | None = None
-        self._is_first = True
+        self._counts_from_s = -math.inf
         self._review_round, self._review_s = 0, 0.0
         table.refresh()
         self._put_in_force(self._first())
@@ -89,13 +84,12 @@ class AutoPolicy:
         if record.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
             return
         self._table.on_round(record)
-        self._credit_s += EXPLORATION_SHARE * record.round_s
         self._exploration_rounds += self._exploration is not None
         if record.plan.draft_length_max:
             self._learn_heads(record)
             self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
             self._table.local_accepted += LOCAL_TABLE_GAIN * (self._local_accepted - self._table.local_accepted)
-        if record.plan == self._plan and self._counts(record):
+        if record.plan == self._plan and record.start_s >= self._counts_from_s:
             self._counted_rounds += 1
             self._learn_level(record)
             self._table.measure(self._line, record, self._level)
@@ -110,14 +104,6 @@ class AutoPolicy:
             self._heads_accepted += HEADS_GAIN * (count - self._heads_accepted)
         is_due = record.round_index % HEADS_EVERY == 0
         self.wants_heads = self.is_speculating and (self._heads_accepted >= HEADS_LEAST or is_due)
-
-    def _counts(self, record: RoundRecord) -> bool:
-        """Whether draft tokens of the plan in force can have arrived in this round."""
-        if self._counts_from_s is None:
-            self._counts_from_s = record.end_s + START_S
-        if self._is_first and record.offered_count:
-            self._counts_from_s, self._is_first = record.start_s, False
-        return record.start_s >= self._counts_from_s
 
     def _learn_level(self, record: RoundRecord) -> None:
         """Updates the session's level, by the tokens up to the first rejection."""
@@ -159,7 +145,7 @@ class AutoPolicy:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
         self.is_speculating = line is not self._table.off
         self.reach_min, self.path_reach_min = self._table.reach_min(self._worth(line))
-        self._counted_rounds, self._is_first = 0, now_s is None
+        self._counted_rounds = 0
         if now_s is not None:
             self._counts_from_s = now_s + self._warm_s(line)
 
@@ -172,24 +158,19 @@ class AutoPolicy:
     def _review(self, record: RoundRecord) -> None:
         """Keeps or changes the plan by the table's estimates."""
         now_s, table, current = record.end_s, self._table, self._line
-        elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)
         self.reach_min, self.path_reach_min = table.reach_min(self._worth(current))
-        if current is table.rest and self._exploration is None:
-            back = 1 - math.exp(-elapsed_s / BACKOFF_LEVEL_S)
-            self._level += back * (table.level - self._level)
-            self._tested *= 1 - back
-        if self._exploration is not None and not self._is_over(self._exploration, now_s):
+        exploration = self._exploration
+        if exploration and self._counted_rounds < exploration.rounds and now_s < exploration.ends_s:
             return
         best = self._best(
             line for line in table.lines if line.rounds >= STARTING_ROUNDS or line in (table.rest, current)
         )
         if self._worth(best) < WORTH_GAIN * self._worth(table.rest):
             best = table.rest
-        if self._exploration is not None:
-            exploration, self._exploration = self._exploration, None
-            table.on_exploration_end(now_s, without_gain=best is exploration.otherwise is table.rest)
+        if exploration:
+            self._exploration, table.exploration_ends_s = None, now_s
             lost_s = self._loss_s(current, exploration.otherwise, self._worth(best), now_s - exploration.began_s)
             self._charge(lost_s - exploration.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
@@ -198,11 +179,6 @@ class AutoPolicy:
             self._put_in_force(best, now_s)
         if self._counted_rounds > REVIEW_ROUNDS and now_s >= table.exploration_ends_s:
             self._consider_exploration(best, now_s)
-
-    def _is_over(self, exploration: Exploration, now_s: float) -> bool:
-        if self._counted_rounds >= exploration.rounds or now_s >= exploration.ends_s:
-            return True
-        return self._counted_rounds >= HOPELESS_ROUNDS and self._line.promise(self._level) < exploration.best
 
     def _loss_s(self, line: Line, otherwise: Line, best: float, seconds: float) -> float:
         """Returns the loss of an exploration of `seconds` against the best plan, in seconds. Between two plans that
@@ -215,7 +191,6 @@ class AutoPolicy:
 
     def _charge(self, lost_s: float) -> None:
         self._exploration_loss_s += lost_s
-        self._credit_s -= lost_s
         self._table.credit_s -= lost_s
 
     def _consider_exploration(self, best: Line, now_s: float) -> None:
@@ -228,7 +203,7 @@ class AutoPolicy:
             is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
             if not is_first and lost_s <= table.credit_s:
                 table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-                self._try(off, best, worth, BASELINE_ROUNDS, lost_s, now_s)
+                self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
                 return
         level = self._level + spread
         others = [line for line in table.drafting if line is not best]
@@ -236,12 +211,12 @@ class AutoPolicy:
             return
         line = max(others, key=lambda line: line.promise(level))
         lost_s = self._loss_s(line, best, worth, self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s)
-        if line.promise(level) > worth and lost_s <= min(table.credit_s, self._credit_s):
-            self._try(line, best, worth, EXPLORATION_ROUNDS, lost_s, now_s)
+        if line.promise(level) > worth and lost_s <= table.credit_s:
+            self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
 
-    def _try(self, line: Line, best: Line, worth: float, rounds: int, lost_s: float, now_s: float) -> None:
+    def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
         ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
-        self._exploration = Exploration(worth, now_s, ends_s, rounds, lost_s, best)
+        self._exploration = Exploration(now_s, ends_s, rounds, lost_s, best)
         self._table.exploration_ends_s = ends_s
         self._charge(lost_s)
         self._put_in_force(line, now_s)

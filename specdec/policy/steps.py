@@ -130,10 +130,11 @@ class Steps:
         the other sessions in the step nothing is known but their rows: they count as having as many paths."""
         sessions = max(1, record.step_sessions)
         paths = (record.path_count - 1) * sessions
-        flat_s, unit_s = self._shape.seconds(record.step_rows), self._shape.seconds(1)
-        if paths <= 0 or flat_s is None or unit_s is None:
+        unit_s = self._shape.seconds(1) if paths > 0 else None
+        if unit_s is None:
             self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
             return self._shape.add(record.step_rows, seconds)
+        flat_s = self._shape.seconds(record.step_rows) or unit_s
         share = min(max((seconds - flat_s) / (paths * unit_s), 0.0), PATH_SHARE_MAX)
         self._path_share += PATH_WEIGHT / sessions * (share - self._path_share)
         return flat_s + paths * self._path_share * unit_s

@@ -21,12 +21,7 @@ PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds;
 ACCEPTANCE_GUESS = 0.65
 OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
-FAST_S, ARRIVALS_SIGMA, ARRIVALS_SPREAD = 0.6, 3.0, 0.25  # the window that is compared with the usual arrivals
-LOST_SHARE, LOST_KEPT = 0.4, 0.1  # of the usual arrivals: below, the draft counts as lost; weight of old data then
-KNOWN_ROUNDS, SILENT_ROUNDS = 40.0, 20.0  # of a plan before its arrivals can show that; with no arrival at all
-BACK_S = 20.0  # how long a lost draft counts against plans not explored since
 REFRESH_S = 0.05
-BACKOFF_S_MIN, BACKOFF_S_MAX = 0.25, 8.0  # between explorations while plain decoding is the best
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
@@ -71,10 +66,6 @@ class Line:
         self.rounds *= share
         self.remainder_s *= share
         self.paths *= share
-        self.scale_arrivals(share)
-
-    def scale_arrivals(self, share: float) -> None:
-        """Scales the sums of arrivals by `share`."""
         self.arrivals *= share
         self.offered *= share
         self.accepted *= share
@@ -133,20 +124,16 @@ class Table:
         self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
         self.round_count = 0
         self.exploration_ends_s, self.next_baseline_s = -math.inf, 0.0
-        self._backoff_s = BACKOFF_S_MIN
         self._overhead_s = OVERHEAD_GUESS_S
-        self._arrival_share = 1.0
-        self._fast_expected = self._fast_offered = self._fast_squares = self._noticed_s = 0.0
         self._refreshed_s = -math.inf
         self.refresh()
         self.credit_s = CREDIT_ROUNDS * self.off.round_s
 
-    def forget_draft(self, share: float = 0.0, but: Line | None = None) -> None:
-        """Another draft is connected, or the same again: scales the measurements of all plans except `but`."""
+    def forget_draft(self) -> None:
+        """Another draft is connected, or the same again: drops the measurements of all plans that draft."""
         for line in self.drafting:
-            if line is not but:
-                line.keep(share)
-        self._arrival_share, self._refreshed_s = 1.0, -math.inf
+            line.keep(0.0)
+        self._refreshed_s = -math.inf
 
     def on_round(self, record: RoundRecord) -> None:
         """Takes a round of any session: measures its step, and adds a share of its time to the exploration credit."""
@@ -154,52 +141,19 @@ class Table:
         self.round_count += 1
         self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.round_s, CREDIT_MAX_S)
 
-    def on_exploration_end(self, now_s: float, without_gain: bool) -> None:
-        """An exploration ended: the next may begin, after a doubled backoff if plain decoding stays the best."""
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX) if without_gain else BACKOFF_S_MIN
-        self.exploration_ends_s = now_s + (self._backoff_s if without_gain else 0.0)
-
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
         line.add(record, level)
         if line is self.off or (line is self.rest and not record.offered_count):
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
-        if line in self.drafting:
-            if record.wait_s < record.plan.wait_s and (record.wait_s or record.model_offered_count):
-                self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
-            self._watch_arrivals(line, record)
-
-    def _watch_arrivals(self, line: Line, record: RoundRecord) -> None:
-        """Detects at once that draft tokens stopped arriving or arrive again, which concerns all plans."""
-        expected = line.usual_offered
-        keep = math.exp(min(0.0, self._noticed_s - record.end_s) / FAST_S)
-        self._noticed_s = max(self._noticed_s, record.end_s)
-        self._fast_expected = self._fast_expected * keep + expected
-        self._fast_offered = self._fast_offered * keep + record.model_offered_count
-        self._fast_squares = self._fast_squares * keep + expected * expected + ARRIVALS_SPREAD
-        surplus = self._fast_offered - self._fast_expected
-        is_known = line.rounds >= (KNOWN_ROUNDS if line.arrivals else SILENT_ROUNDS)
-        is_lost = is_known and self._fast_offered < LOST_SHARE * self._fast_expected
-        if surplus**2 < ARRIVALS_SIGMA**2 * self._fast_squares or not (is_lost or self._arrival_share < LOST_SHARE):
-            return
-        if surplus < 0:
-            share = self._fast_offered / self._fast_expected
-            self._arrival_share *= share
-            self._refreshed_s = -math.inf
-            for other in self.drafting:
-                other.scale_arrivals(share)
-            line.keep(LOST_KEPT)
-        else:
-            self.forget_draft(LOST_KEPT, line)
-        self._fast_expected = self._fast_offered = self._fast_squares = 0.0
+        if record.wait_s < record.plan.wait_s and (record.wait_s or record.model_offered_count):
+            self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
 
     def refresh(self, now_s: float = -math.inf) -> None:
         """Updates the estimates of all plans, after REFRESH_S or a change of the draft."""
         if now_s < self._refreshed_s + REFRESH_S:
             return
-        if math.isfinite(self._refreshed_s):
-            self._arrival_share = 1 - (1 - self._arrival_share) * math.exp((self._refreshed_s - now_s) / BACK_S)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
         target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
@@ -246,13 +200,15 @@ class Table:
         """Sets a line's estimates from the prior and the measurements, each with its weight."""
         offered, accepted, wait_s = prior
         count, arrivals = PRIOR_ROUNDS + line.rounds, PRIOR_ROUNDS + line.arrivals
-        arrived = PRIOR_ROUNDS * self._arrival_share
-        line.usual_offered = (arrived * offered + line.offered) / count
+        offered_sum = PRIOR_ROUNDS * offered + line.offered
+        line.usual_offered = offered_sum / count
         line.beside_s = (PRIOR_ROUNDS * (wait_s + self._overhead_s) + line.remainder_s) / count
-        line.length = max(0.5, (PRIOR_ROUNDS * offered + line.offered) / arrivals)
+        line.length = max(0.5, offered_sum / arrivals)
         paths = (PRIOR_ROUNDS * line.plan.siblings / (1 + line.plan.siblings) * offered + line.paths) / count
         level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
-        line.gain = (arrived * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
+        line.gain = (
+            (PRIOR_ROUNDS * accepted + line.accepted) / count / expected_accepted(probability(level), line.length)
+        )
         is_drafting, waits = line.plan.window > 0, line.plan.wait_length > 0
         line.round_s = self._steps.round_s(1 + line.usual_offered, is_drafting, waits, paths) + line.beside_s
         line.spread = ROUND_SPREAD / math.sqrt(count) if is_drafting else 0.0
