@@ -129,6 +129,10 @@ def _wrong_later(now_s: float) -> float:
     return 1.0 if now_s < 10 else 0.0
 
 
+def _right_later(now_s: float) -> float:
+    return 0.0 if now_s < 20 else 1.0
+
+
 def failing_cells() -> list[Cell]:
     """A draft that is of no use, or ceases to be; load under which nothing should be drafted."""
     jump = (0.0, *(10.0 + 0.01 * index for index in range(31)))
@@ -167,6 +171,9 @@ def paying_cells() -> list[Cell]:
             cells.append(Cell(f"acceptance {acceptance}, RTT {network_ms} ms", world, 2, 20, pays=True))
     slow = one(0.7, draft_s=0.004)
     cells.append(Cell("acceptance 0.7, RTT 3 ms, draft 4 ms", slow, 2, 20, pays=True))
+    for network_ms in (3, 10):
+        better = replace(one(0.7, network_s=network_ms / 1e3), acceptance_at=_right_later)
+        cells.append(Cell(f"always wrong for 20 s, then 0.7, RTT {network_ms} ms", better, 60, 90, pays=True))
     cells.append(Cell("8 streams, acceptance 0.7", many(8, 0.7, (0.0,) * 8), 2, 8, tuple(range(8)), True))
     return cells
 

@@ -33,7 +33,7 @@ LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of acc
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
 SURPRISE_SHARE = 0.8  # of the level's weight, removed by such a deviation
-LEVEL_SPREAD = 0.5  # doubt about the level of a session that does not draft
+BACK_S, LEVEL_SPREAD = 40.0, 0.5  # time in which the level of a session without drafting returns to the service's
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,15 @@ class AutoPolicy:
     def _review(self, record: RoundRecord) -> None:
         """Keeps or changes the plan by the table's estimates."""
         now_s, table, current = record.end_s, self._table, self._line
+        elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)
         self.reach_min, self.path_reach_min = table.reach_min(self._worth(current))
         exploration = self._exploration
+        if current is table.rest and not exploration:  # nothing is tested: a poor text may have ended since
+            back = 1 - math.exp(-elapsed_s / BACK_S)
+            self._level += back * (table.level - self._level)
+            self._tested *= 1 - back
         if exploration and self._counted_rounds < exploration.rounds and now_s < exploration.ends_s:
             return
         best = self._best(

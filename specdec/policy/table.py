@@ -19,6 +19,7 @@ from specdec.protocol.report import RoundRecord
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
+BACK_S = 60.0  # time in which the level returns to the guess: where nobody drafts, nothing else would raise it
 OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
 REFRESH_S = 0.05
@@ -27,6 +28,9 @@ CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a row costs bytes and the coordinator's time too
 WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
+
+
+LEVEL_GUESS = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
 
 
 def probability(level: float) -> float:
@@ -121,7 +125,7 @@ class Table:
         self.rest = self.others[0] if has_local else self.off
         self.drafting = [line for line in self.others if line is not self.rest]
         self.local_accepted = 0.0
-        self.level = math.log(ACCEPTANCE_GUESS / (1 - ACCEPTANCE_GUESS))
+        self.level = LEVEL_GUESS
         self.round_count = 0
         self.exploration_ends_s, self.next_baseline_s = -math.inf, 0.0
         self._overhead_s = OVERHEAD_GUESS_S
@@ -130,10 +134,10 @@ class Table:
         self.credit_s = CREDIT_ROUNDS * self.off.round_s
 
     def forget_draft(self) -> None:
-        """Another draft is connected, or the same again: drops the measurements of all plans that draft."""
+        """Another draft is connected, or the same again: drops its acceptance and the measurements of its plans."""
         for line in self.drafting:
             line.keep(0.0)
-        self._refreshed_s = -math.inf
+        self.level, self._refreshed_s = LEVEL_GUESS, -math.inf
 
     def on_round(self, record: RoundRecord) -> None:
         """Takes a round of any session: measures its step, and adds a share of its time to the exploration credit."""
@@ -154,6 +158,8 @@ class Table:
         """Updates the estimates of all plans, after REFRESH_S or a change of the draft."""
         if now_s < self._refreshed_s + REFRESH_S:
             return
+        if math.isfinite(self._refreshed_s):
+            self.level += (1 - math.exp((self._refreshed_s - now_s) / BACK_S)) * (LEVEL_GUESS - self.level)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
         target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
