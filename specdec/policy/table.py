@@ -19,7 +19,7 @@ from specdec.protocol.report import RoundRecord
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
-BACK_S = 60.0  # time in which the level returns to the guess: where nobody drafts, nothing else would raise it
+BACK_S = 60.0  # time in which the level returns to the guess: without drafting nothing else would raise it
 OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
 REFRESH_S = 0.05
