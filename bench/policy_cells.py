@@ -129,6 +129,11 @@ def _wrong_later(now_s: float) -> float:
     return 1.0 if now_s < 10 else 0.0
 
 
+def crowded(count: int) -> World:
+    """Streams whose draft takes more time from the target than it saves."""
+    return replace(many(count, 0.3, (0.0,) * count), contention=1.6)
+
+
 def _right_later(now_s: float) -> float:
     return 0.0 if now_s < 20 else 1.0
 
@@ -146,6 +151,10 @@ def failing_cells() -> list[Cell]:
         Cell("silent from 10 s on", replace(one(), draft_factor=_silent_later), 12, 30),
         Cell("always wrong from 10 s on", replace(one(), acceptance_at=_wrong_later), 12, 30),
         Cell("gains on its own, loses by shared cores", replace(one(0.5, network_s=0.03), contention=1.6), 2, 20),
+        *(
+            Cell(f"{count} streams, poor draft on the target's cores", crowded(count), 2, 30, tuple(range(count)))
+            for count in (2, 4, 8)
+        ),
         Cell("useless text beside three perfect ones", _mixed(), 2, 15, (0,), beside=True),
         Cell("perfect texts beside a useless one", _mixed(), 2, 15, (1, 2, 3)),
         Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 30, tuple(range(32))),

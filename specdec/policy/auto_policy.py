@@ -93,7 +93,9 @@ class AutoPolicy:
             self._counted_rounds += 1
             self._learn_level(record)
             self._table.measure(self._line, record, self._level)
-        if record.round_index >= self._review_round and record.end_s >= self._review_s:
+        if record.end_s < self._table.baseline_ends_s and self._line is not self._table.off and not self._exploration:
+            self._try_plain(self._line, record.end_s)
+        elif record.round_index >= self._review_round and record.end_s >= self._review_s:
             self._review(record)
 
     def _learn_heads(self, record: RoundRecord) -> None:
@@ -208,7 +210,8 @@ class AutoPolicy:
             is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
             if not is_first and lost_s <= table.credit_s:
                 table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
-                self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
+                self._try_plain(best, now_s)
+                table.baseline_ends_s = table.exploration_ends_s
                 return
         level = self._level + spread
         others = [line for line in table.drafting if line is not best]
@@ -218,6 +221,13 @@ class AutoPolicy:
         lost_s = self._loss_s(line, best, worth, self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s)
         if line.promise(level) > worth and lost_s <= table.credit_s:
             self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
+
+    def _try_plain(self, best: Line, now_s: float) -> None:
+        """Begins a baseline probe, in which all sessions take part: while one of them drafts, nobody sees the target
+        without a draft beside it."""
+        off = self._table.off
+        lost_s = self._loss_s(off, best, self._worth(best), BASELINE_ROUNDS * off.round_s)
+        self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
 
     def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
         ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)

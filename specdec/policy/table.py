@@ -127,7 +127,8 @@ class Table:
         self.local_accepted = 0.0
         self.level = LEVEL_GUESS
         self.round_count = 0
-        self.exploration_ends_s, self.next_baseline_s = -math.inf, 0.0
+        self.exploration_ends_s = self.baseline_ends_s = -math.inf
+        self.next_baseline_s = 0.0
         self._overhead_s = OVERHEAD_GUESS_S
         self._refreshed_s = -math.inf
         self.refresh()
