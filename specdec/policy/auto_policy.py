@@ -192,6 +192,8 @@ class AutoPolicy:
         draft, the tokens under way stay usable; otherwise the warm-up runs at the rate of plain decoding."""
         lost_s = seconds * (1 - self._worth(line) / best)
         rest = self._table.rest
+        if line.plan.window and not otherwise.plan.window:
+            lost_s += seconds * self._table.others_loss()
         if not (line.plan.window and otherwise.plan.window):
             lost_s += self._warm_s(otherwise if otherwise.plan.window else line) * (1 - self._worth(rest) / best)
         return max(0.0, lost_s)
@@ -223,7 +225,7 @@ class AutoPolicy:
             self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
 
     def _try_plain(self, best: Line, now_s: float) -> None:
-        """Begins a baseline probe, in which all sessions take part: while one of them drafts, nobody sees the target
+        """Begins a baseline probe, in which all sessions take part: while one of them drafts, none sees the target
         without a draft beside it."""
         off = self._table.off
         lost_s = self._loss_s(off, best, self._worth(best), BASELINE_ROUNDS * off.round_s)

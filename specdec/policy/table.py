@@ -25,6 +25,7 @@ REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time bes
 REFRESH_S = 0.05
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
+CONTENTION_SLACK = 1.1  # up to this slowdown of the others' steps is noise
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a row costs bytes and the coordinator's time too
 WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
@@ -194,6 +195,12 @@ class Table:
             return min(max(REACH_SLACK * sessions * worth * seconds, REACH_LEAST), REACH_MOST)
 
         return least(row_s), least(row_s + self._steps.path_s(True))
+
+    def others_loss(self) -> float:
+        """Share of the time of one session that all others together lose while one session drafts and they do not."""
+        steps = self._steps
+        slowdown = steps.seconds(1, True) / steps.seconds(1, False)
+        return (steps.active - 1) * max(0.0, 1 - CONTENTION_SLACK / slowdown)
 
     def wait_s(self, plan: Plan) -> float:
         """Seconds for which a plan may hold a verification back at present; 0 if it does not wait."""
