@@ -17,7 +17,7 @@ from specdec.bench.network.echo import Echo, median_rtt_ms
 from specdec.bench.network.machines import ROOT, Network, emulated
 from specdec.bench.network.waiting import parse_delay
 
-RTT_ERROR_MS_MAX = 1.0
+RTT_ERROR_MS_MAX = 1.5
 needs_namespaces = pytest.mark.skipif(
     bool(namespaces.why_unusable()), reason=f"network namespaces: {namespaces.why_unusable()}"
 )
@@ -55,7 +55,7 @@ def start_hub(**popen: object) -> subprocess.Popen[str]:
 
 
 def test_a_round_trip_takes_what_was_set(network: Network, undisturbed: None) -> None:
-    """Claim: the median round trip is at least twice the one-way delay, from none to 10 ms, and at most 1 ms more.
+    """Claim: the median round trip is at least twice the one-way delay, from none to 10 ms, and at most 1.5 ms more.
 
     Conclusive: real TCP between two machines, on connections that exist while the delay changes, up and down.
     Timers of the kernel are late by 0.5 ms on a busy machine.

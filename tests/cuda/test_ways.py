@@ -47,6 +47,12 @@ def probe_of(shape: AttentionShape, block_size: int = 256) -> Probe:
     return make_probe(shape, block_size, torch.bfloat16, CPU)
 
 
+@pytest.fixture(autouse=True)
+def own_parameters() -> None:
+    """The kernel's parameters are read once in a process: before a test replaces the kernel."""
+    varlen_parameters()
+
+
 @pytest.fixture
 def documented(monkeypatch: pytest.MonkeyPatch) -> None:
     """varlen_attn as its documentation says, for there is no kernel of it on a CPU."""
