@@ -164,6 +164,10 @@ def failing_cells() -> list[Cell]:
     for network_ms in (0, 10, 30, 100):
         poor = one(0.3, network_s=network_ms / 1e3, bonus_match=0.2)
         cells.append(Cell(f"poor draft, RTT {network_ms} ms", poor, 2, 20))
+    for network_ms in (9, 20):
+        poor = one(0.4, network_s=0.0005, bonus_match=0.2)
+        moved = replace(poor, moves=((10.0, network_ms / 1e3),))
+        cells.append(Cell(f"acceptance 0.4, RTT 0.5, then {network_ms} ms", moved, 12, 20))
     return cells
 
 
@@ -183,6 +187,9 @@ def paying_cells() -> list[Cell]:
     for network_ms in (3, 10):
         better = replace(one(0.7, network_s=network_ms / 1e3), acceptance_at=_right_later)
         cells.append(Cell(f"always wrong for 20 s, then 0.7, RTT {network_ms} ms", better, 60, 90, pays=True))
+    for first_ms, then_ms in ((0.5, 9), (0.5, 30), (30, 0.5)):
+        moved = replace(one(0.7, network_s=first_ms / 1e3), moves=((10.0, then_ms / 1e3),))
+        cells.append(Cell(f"acceptance 0.7, RTT {first_ms}, then {then_ms} ms", moved, 12, 20, pays=True))
     cells.append(Cell("8 streams, acceptance 0.7", many(8, 0.7, (0.0,) * 8), 2, 8, tuple(range(8)), True))
     return cells
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
@@ -31,7 +31,7 @@ class World:
     """A scenario and what happens in it. `texts`: acceptance by place of each stream's text; `begins_s`: when each
     stream begins. `draft_factor`: how many times as long the draft's steps take at a time; None: it is silent.
     `contention`: how many times as long a target's step takes beside a draft at work. `text_tokens`: length of a text;
-    then the stream goes on with the next, under a new policy."""
+    then the stream goes on with the next, under a new policy. `moves`: (time, round trip to the draft from then on)."""
 
     scenario: Scenario
     texts: tuple[tuple[float, ...], ...]
@@ -40,6 +40,7 @@ class World:
     acceptance_at: Callable[[float], float] = always
     contention: float = 1.0
     text_tokens: int = 400
+    moves: tuple[tuple[float, float], ...] = ()
 
 
 class Service:
@@ -122,6 +123,8 @@ class Simulated(Simulation):
         """Runs to a time."""
         for stream, begin_s in zip(self.streams, self.world.begins_s):
             self._after(begin_s, partial(self._begin, stream))
+        for at_s, network_s in self.world.moves:
+            self._after(at_s, partial(self._move, network_s))
         self._ping()
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, happen = heapq.heappop(self._events)
@@ -136,6 +139,9 @@ class Simulated(Simulation):
 
     def _session(self, stream: Stream) -> Session:
         return self.sessions[self._index[id(stream)]]
+
+    def _move(self, network_s: float) -> None:
+        self.scenario = replace(self.scenario, network_s=network_s)
 
     def _ping(self) -> None:
         self.service.on_network(self.scenario.network_s)

@@ -17,6 +17,7 @@ from specdec.policy.steps import Steps
 from specdec.protocol.report import RoundRecord
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
+NETWORK_NOISE, NETWORK_SHARE = 0.25, 0.1  # shares of the network time and of a round below which it has not changed
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
 ACCEPTANCE_GUESS = 0.65
 BACK_S = 60.0  # time in which the level returns to the guess: without drafting nothing else would raise it
@@ -47,7 +48,7 @@ class Line:
     `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all sessions
     ran the plan, its part `beside_s` beside the step; `usual_offered` a round; `length` of arrivals; `gain`: accepted
     over a + ... + a^length, a being the acceptance of the measured sessions; `spread`: relative uncertainty. `paths`:
-    the sum of further paths, beyond one a round.
+    the sum of further paths, beyond one a round. `network_s`: to the draft, in the rounds that were added.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Line:
     accepted: float = 0.0
     level: float = 0.0
     updated_s: float = 0.0
+    network_s: float = 0.0
     round_s: float = 1.0
     beside_s: float = 0.0
     usual_offered: float = 0.0
@@ -81,12 +83,20 @@ class Line:
             self.keep(math.exp((self.updated_s - now_s) / IDLE_KEPT_S))
             self.updated_s = now_s
 
-    def add(self, record: RoundRecord, level: float) -> None:
+    def alike(self, network_s: float) -> float:
+        """Returns the share of the measurements that a network time leaves: they are of other conditions where it has
+        changed, and the formulas know the change at once."""
+        scale_s = NETWORK_SHARE * self.round_s
+        change_s = abs(network_s - self.network_s) - NETWORK_NOISE * self.network_s - scale_s
+        return math.exp(-change_s / scale_s) if change_s > 0 else 1.0
+
+    def add(self, record: RoundRecord, level: float, network_s: float) -> None:
         """Adds one round of a session at an acceptance level."""
         self.age(record.start_s)
-        self.keep(1 - 1 / ROUNDS_KEPT)
+        self.keep((1 - 1 / ROUNDS_KEPT) * self.alike(network_s))
         self.updated_s = max(self.updated_s, record.end_s)
         self.rounds += 1
+        self.network_s += (network_s - self.network_s) / self.rounds
         self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         self.paths += max(0, record.path_count - 1)
         if record.offered_count:
@@ -149,7 +159,7 @@ class Table:
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
-        line.add(record, level)
+        line.add(record, level, self._draft.network_s if line.plan.window else 0.0)
         if line is self.off or (line is self.rest and not record.offered_count):
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
@@ -164,9 +174,15 @@ class Table:
             self.level += (1 - math.exp((self._refreshed_s - now_s) / BACK_S)) * (LEVEL_GUESS - self.level)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
+        most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
+        row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)
+        slack = REACH_SLACK * sessions
+        self._reach_s = slack * row_s, slack * (row_s + self._steps.path_s(True))
         target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
         for line in self.lines:
             line.age(now_s)
+            if line.plan.window:
+                line.keep(line.alike(self._draft.network_s))
             self._expect(line, prior_of(line.plan, self._draft, sessions, target_s, acceptance))
 
     def best_worth(self) -> float:
@@ -187,14 +203,8 @@ class Table:
     def reach_min(self, worth: float) -> tuple[float, float]:
         """The least probability at which a draft token is worth its row, and one that begins a further path its row and
         that path, for sessions of `worth` tokens per second: they delay all sessions of the step."""
-        sessions = self._steps.active
-        most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
-        row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)
-
-        def least(seconds: float) -> float:
-            return min(max(REACH_SLACK * sessions * worth * seconds, REACH_LEAST), REACH_MOST)
-
-        return least(row_s), least(row_s + self._steps.path_s(True))
+        row_s, path_s = self._reach_s
+        return min(max(worth * row_s, REACH_LEAST), REACH_MOST), min(max(worth * path_s, REACH_LEAST), REACH_MOST)
 
     def others_loss(self) -> float:
         """Share of the time of one session that all others together lose while one session drafts and they do not."""

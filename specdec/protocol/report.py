@@ -57,6 +57,9 @@ class Delta(NamedTuple):
 
     def parts(self) -> Iterator[Delta]:
         """Yields this delta in deltas of at most DELTA_TOKEN_COUNT_MAX tokens, each with its own text."""
+        if len(self.token_ids) <= DELTA_TOKEN_COUNT_MAX:
+            yield self
+            return
         text_start = 0
         for start in range(0, len(self.token_ids), DELTA_TOKEN_COUNT_MAX):
             own = slice(start, start + DELTA_TOKEN_COUNT_MAX)

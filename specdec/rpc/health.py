@@ -56,7 +56,8 @@ class Health:
 
     async def _watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            await self._follow(request.service, Delivery(context))
+            with Delivery(context) as delivery:
+                await self._follow(request.service, delivery)
         except SpecdecError as error:
             await abort(context, error)
 

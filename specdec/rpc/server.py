@@ -204,11 +204,12 @@ class Server:
 
         async def answer_stream(data: bytes, context: Context) -> None:
             async with self._answering(name, context):
-                delivery = Delivery(context)
                 check_field_count(method.request_class.DESCRIPTOR, data, method.bytes_max())
-                async with aclosing(method.handler(parse(method.request_class, data), context)) as responses:
-                    async for response in responses:
-                        await delivery.write(response.SerializeToString())
+                responses = method.handler(parse(method.request_class, data), context)
+                async with aclosing(responses):
+                    with Delivery(context) as delivery:
+                        async for response in responses:
+                            await delivery.write(response.SerializeToString())
 
         async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._answering(name, context, counted=False):
