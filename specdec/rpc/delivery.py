@@ -40,9 +40,11 @@ class Delivery:
 
         The call can still be aborted then: the client receives the status after the messages that it left unread.
         """
+        writer = asyncio.current_task()
+        assert writer is not None
         self._began_s = self._loop.time()
         if self._timer is None:
-            self._set_timer(self._began_s, asyncio.current_task())
+            self._set_timer(self._began_s, writer)
         try:
             if not self._has_begun:
                 # Not with the first message: while that is unread, gRPC would send the metadata again, and fail.
@@ -50,14 +52,13 @@ class Delivery:
                 self._has_begun = True
             await self._context.write(data)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._is_stalled or task is None or task.uncancel():  # cancelled by another, too
+            if not self._is_stalled or writer.uncancel():  # cancelled by another, or by both
                 raise
             raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s") from None
         finally:
             self._began_s = None
 
-    def _set_timer(self, began_s: float, writer: asyncio.Task[Any] | None) -> None:
+    def _set_timer(self, began_s: float, writer: asyncio.Task[Any]) -> None:
         self._timer = self._loop.call_at(began_s + READER_STALL_S_MAX, self._on_timer, writer)
 
     def _on_timer(self, writer: asyncio.Task[Any]) -> None:
