@@ -13,6 +13,7 @@ from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.edits import PathContext
 from specdec.protocol import offer as offer_module
+from specdec.protocol.calibration import Calibration
 from specdec.protocol.offer import Offer
 from specdec.protocol.types import DraftProbs, point_mass
 from tests.exactness.enumeration import Path, base_two_distribution
@@ -108,6 +109,29 @@ def test_few_rows_for_guesses_and_what_lies_below_them(kind: type[SiblingWorld],
     sibling for the rows: which of them there are must not depend on the sibling's token."""
     check(world(kind=kind, draft=sure_below, row_max=row_max, runs=strong_run), 2)
     check(world(kind=kind, row_max=row_max, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
+
+
+def learned() -> Calibration:
+    """What outcomes teach: siblings come true where the likeliest token was not drawn before them, else not."""
+    calibration = Calibration()
+    for probs, rank, was_drawn in itertools.product(
+        (DraftProbs((0, 1, 2), (100 - low, low, 1)) for low in range(1, 100)), (1, 2), (False, True)
+    ):
+        for _ in range(20):
+            calibration.record(offer_module.drawn_features(probs, rank, was_drawn)[0], not was_drawn)
+    return calibration
+
+
+@pytest.mark.parametrize("row_max", [2, 3])
+@pytest.mark.parametrize("kind", [SiblingWorld, GrownAlongFirstDraws])
+def test_siblings_expected_by_the_tokens_before_them(kind: type[SiblingWorld], row_max: int) -> None:
+    """The same claim where a sibling is offered only if the likeliest token was not drawn before it."""
+    facts = {"kind": kind, "row_max": row_max, "calibration": learned()}
+    check(world(**facts, runs=lambda path: [ngram(sum(path) % 3, strength=1)]), 2)
+    own = world(**facts)
+    offers = [(nodes[0,][0][0], own.offer((0,), nodes)) for _, nodes in own.trees((0,), 2)]
+    alone = {first for first, offer in offers if offer.parents.count(0) < 2}
+    assert 0 < len(alone) < 3, "the token before a sibling decides whether it is offered"
 
 
 def test_the_worlds_are_not_trivial() -> None:
@@ -274,6 +298,21 @@ def skipped_order(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     return world(depth=1)
 
 
+def expected_by_itself(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """A sibling is offered only if neither it nor one before it is the likeliest token."""
+    real = offer_module._drawn
+
+    def drawn(remote, siblings, calibration):
+        nodes = real(remote, siblings, calibration)
+        probs = remote.draft_probs
+        likeliest = probs and probs.token_ids[probs.weights.index(max(probs.weights))]
+        ends = [index for index, node in enumerate(nodes) if index and node.token_id == likeliest]
+        return nodes[: min(ends, default=len(nodes))]
+
+    monkeypatch.setattr(offer_module, "_drawn", drawn)
+    return world(depth=1)
+
+
 class GrownBelowTheLikelier(SiblingWorld):
     """The draft evaluates the likelier of two drawn siblings only."""
 
@@ -304,6 +343,7 @@ MUTATIONS = {
     "penalties counted in row order": in_row_order({"frequency_penalty": 1.0}),
     "min_tokens counted in row order": in_row_order({"min_tokens": 2, "stop_token_ids": (1,)}),
     "a sibling offered without the one drawn before it": skipped_order,
+    "a sibling's estimate knows the sibling": expected_by_itself,
     "rows left to a sibling by what lies below the likelier": lambda patch: world(
         kind=GrownBelowTheLikelier, row_max=3, runs=lambda path: [ngram(sum(path) % 3, strength=11)]
     ),
