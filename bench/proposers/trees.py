@@ -33,9 +33,9 @@ TREE_BARS = {"GREEDY": (16, 1.08), "COUPLED": (8, 1.12), "REJECTION": (8, 1.05)}
 
 
 def tree_variants(rows: int) -> list[Variant]:
-    """Trees of at most `rows` tokens, waited for as synchronous rounds are: a chain of some depth with siblings, and one
-    that also grows below these (not under REJECTION); and a tree that streams. The likeliest nodes take the rows, so a
-    depth of as many as the best chain leaves the choice between length and siblings to the text."""
+    """Trees of at most `rows` tokens. Waited for as synchronous rounds are: a chain with siblings, and one that also
+    grows below these (not under REJECTION); and a tree that streams. The likeliest nodes take the rows: where the depth
+    allows as many as the best chain has, the text decides between length and siblings."""
     waited = [
         Variant(f"depth {depth}, {siblings} siblings, {rows} rows", rows, depth, 1, WAIT_MS, siblings)
         for depth, siblings in SHAPES[rows]
@@ -74,7 +74,8 @@ def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
                         peer.tokens_per_s[str(name)] = peer.generate(prompt)
                 tables.append(tree_table(rule, found, [variant for variant, _ in ways]))
                 bars += tree_bars(rule, found)
-                guesses = ranks.measure_ranks([prompt for _, prompt in prompts], [rule], asked.tokens)[rule]
+                texts = [prompt for _, prompt in prompts]
+                guesses = ranks.measure_ranks(texts, [rule], asked.tokens, with_siblings=True)[rule]
                 bars += static_bars(rule, found, guesses)
                 bars += [peer.bar(found)] if peer is not None else []
                 written[rule] = {
