@@ -16,6 +16,7 @@ from specdec.bench.harness import heldout_prompts
 from tests.support.services import MODELS, SHAPES, fixed
 
 WINDOW_TOKENS_MIN = 4
+PREDICTED = 64  # tokens of a prompt that are predicted to come again, for ways with such a proposer
 JOINED_MAX = 6  # held-out prompts in one, some 600 tokens: beyond prefill chunks and splits of attention
 ALL_PARAMS: dict[str, dict[str, Any]] = {
     "GREEDY": {"temperature": 0.0},
@@ -28,6 +29,10 @@ TREES = {
         rows, draft_window=rows, draft_nodes_per_step=2, draft_siblings=min(3, rows - 1), draft_wait_ms=5
     )
     for rows in (2, 3, 5, 16)
+}
+TREES["all proposers, heads"] = {
+    **SHAPES["all proposers"],
+    "proposers": [*SHAPES["all proposers"]["proposers"], "PROPOSER_HEADS"],
 }
 WAYS = tuple(name for name in {**SHAPES, **TREES} if name != "off")
 
@@ -46,6 +51,7 @@ class Generation:
         seed = {} if ALL_PARAMS[self.params]["temperature"] == 0 else {"seed": 1000 + self.index}
         return {
             "prompt": self.prompt,
+            "prediction": self.prompt[-PREDICTED:] if speculates else (),
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "logprobs": 0,
