@@ -242,10 +242,14 @@ def run_features(run: Run, place: int, rule: Rule) -> tuple[Hashable, float]:
 
 def drawn_features(probs: DraftProbs, rank: int, is_likeliest_drawn: bool = False) -> tuple[Hashable, float]:
     """Returns the features of a token drawn in that place, and the prior of its probability: its rank, the largest
-    share of its distribution, and whether a sibling drawn before it is the likeliest token; never the token."""
+    share of its distribution, and whether a sibling drawn before it is the likeliest token; never the token. Priors are
+    fits to the embedded pair."""
     share = max(probs.weights) / probs.total
-    features = confidence_features(Rule.REJECTION, rank, share)
-    return (features, is_likeliest_drawn), share if rank == 0 else (1 - share) / 2
+    if rank == 0:
+        prior = 0.3 + 0.55 * share
+    else:
+        prior = (min(0.1, 1 - share) if is_likeliest_drawn else 0.05 + 0.27 * share) / rank
+    return (confidence_features(Rule.REJECTION, rank, share), is_likeliest_drawn), prior
 
 
 def node_features(rule: Rule, node: TreeNode) -> tuple[Hashable, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -102,13 +103,26 @@ def strong_run(path: Path) -> list:
     return [ngram(path[-1], strength=4)]
 
 
+class AsSureAsTheDraft(Calibration):
+    """First draws come true as often as the likeliest token's share says, siblings half as often as they do not: then
+    nodes far below compete with siblings."""
+
+    def probability(self, features: Any, prior: float) -> float:
+        if isinstance(features[0], tuple):
+            (_, rank, confidence), _ = features
+            share = offer_module.BIN_CONFIDENCES[confidence - 1]
+            prior = (1 - share) / 2 if rank else share
+        return super().probability(features, prior)
+
+
 @pytest.mark.parametrize("row_max", [2, 3, 4])
 @pytest.mark.parametrize("kind", [SiblingWorld, GrownAlongFirstDraws])
 def test_few_rows_for_guesses_and_what_lies_below_them(kind: type[SiblingWorld], row_max: int) -> None:
     """The same claim where nodes further down, below a run's token or the child drawn first, compete with a drawn
     sibling for the rows: which of them there are must not depend on the sibling's token."""
-    check(world(kind=kind, draft=sure_below, row_max=row_max, runs=strong_run), 2)
-    check(world(kind=kind, row_max=row_max, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
+    facts = {"kind": kind, "row_max": row_max, "calibration": AsSureAsTheDraft()}
+    check(world(**facts, draft=sure_below, runs=strong_run), 2)
+    check(world(**facts, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
 
 
 def learned() -> Calibration:
@@ -324,7 +338,7 @@ def grown_below_a_guess(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     """A run's token goes on with the draft's nodes whenever the draft drew it too."""
     below = lambda remote, node, rule: remote.children.get(node.token_id)  # noqa: E731
     monkeypatch.setattr(offer_module, "_remote_below", below)
-    return world(draft=sure_below, row_max=2, runs=strong_run)
+    return world(draft=sure_below, row_max=2, runs=strong_run, calibration=AsSureAsTheDraft())
 
 
 MUTATIONS = {
@@ -345,7 +359,10 @@ MUTATIONS = {
     "a sibling offered without the one drawn before it": skipped_order,
     "a sibling's estimate knows the sibling": expected_by_itself,
     "rows left to a sibling by what lies below the likelier": lambda patch: world(
-        kind=GrownBelowTheLikelier, row_max=3, runs=lambda path: [ngram(sum(path) % 3, strength=11)]
+        kind=GrownBelowTheLikelier,
+        row_max=2,
+        runs=lambda path: [ngram(sum(path) % 3, strength=11)],
+        calibration=AsSureAsTheDraft(),
     ),
     "rows left to a drawn token by what lies below a guess": grown_below_a_guess,
 }
