@@ -148,7 +148,12 @@ def sample_prompts(files: Sequence[SourceFile], seed: int, count: int = PROMPT_C
 
 
 def write_corpus(
-    out: Path, files: Sequence[SourceFile], sources: Sequence[Source], size: Size, seed: int
+    out: Path,
+    files: Sequence[SourceFile],
+    sources: Sequence[Source],
+    size: Size,
+    seed: int,
+    prompt_count: int = PROMPT_COUNT,
 ) -> dict[str, Any]:
     """Writes the split, the prompts and the manifest below `out`; returns the manifest."""
     heldout = [file for file in files if is_heldout(file.name, size.heldout_one_in)]
@@ -158,7 +163,7 @@ def write_corpus(
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "train.jsonl", [asdict(file) for file in train])
     write_lines(out / "heldout.jsonl", [asdict(file) for file in heldout])
-    for name, own, count in (("heldout", heldout, PROMPT_COUNT), ("train", train, TRAIN_PROMPT_COUNT)):
+    for name, own, count in (("heldout", heldout, prompt_count), ("train", train, TRAIN_PROMPT_COUNT)):
         prompts = [{"id": i, "prompt": prompt} for i, prompt in enumerate(sample_prompts(own, seed, count))]
         write_lines(out / f"{name}_prompts.jsonl", prompts)
     manifest = {
@@ -193,6 +198,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--size", choices=SIZES, default="full", help="amount of data (default: %(default)s)")
     options.add_argument("--prompts", type=Path, default=PROMPTS_FILE, help="held-out prompts, kept out")
     options.add_argument("--seed", type=int, default=0, help="of the prompts drawn from held-out files")
+    options.add_argument(
+        "--prompt-count", type=int, default=PROMPT_COUNT, help="of these prompts, at most (default: %(default)s)"
+    )
     return options
 
 
@@ -204,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     candidates.sort(key=lambda file: name_hash(file[0]))
     with progress_over(candidates, "reading files") as shown:
         files = collect(shown, PromptFilter(read_prompts(options.prompts)), size)
-    manifest = write_corpus(options.out, files, SOURCES, size, options.seed)
+    manifest = write_corpus(options.out, files, SOURCES, size, options.seed, options.prompt_count)
     for split in ("train", "heldout"):
         counts = manifest[split]
         print(f"{split}: {counts['files']} files, {counts['characters']:,} characters")

@@ -1,4 +1,5 @@
-"""How often the target's token is the draft's first, second or third guess: the input of the simulated ceiling.
+"""How often the target's token is the draft's first, second or third guess: the input of the simulated ceiling, and of
+the best static tree.
 
 Measured with the functions of the services, on texts of the target, outside the services: the rate of the first guess
 is compared with the acceptance that the services report.
@@ -18,6 +19,7 @@ from specdec.advise.agreement import Reader
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.bench.pipeline.variants import rule_of
+from specdec.coordinator.rejection import decide
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.model import load_model
@@ -38,8 +40,11 @@ class Ranks:
     bonus_match: float
 
 
-def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int) -> dict[str, Ranks]:
-    """By rule; the shipped target stands for the deepened one, which is the same function."""
+def measure_ranks(
+    prompts: Sequence[str], rules: Sequence[str], token_count: int, with_siblings: bool = False
+) -> dict[str, Ranks]:
+    """By rule; the shipped target stands for the deepened one, which is the same function. `with_siblings`: under
+    REJECTION the guesses after the first are drawn and tested as siblings, as in a tree."""
     target, draft = (
         load_model(str(folder), "float32", has_stable_rows=False) for folder in (TARGET_MODEL, DRAFT_MODEL)
     )
@@ -53,12 +58,14 @@ def measure_ranks(prompts: Sequence[str], rules: Sequence[str], token_count: int
     for text in texts:
         logits, guessed = (torch.cat(list(reader.read(text.token_ids[:-1], text.first))) for reader in readers)
         for rule in (rule for rule in rules if temperatures[rule] == text.params.temperature):
-            outcomes[rule] += outcomes_along(text, logits, guessed, replace(text.params, rule=rule_of(rule)[0]))
+            outcomes[rule] += outcomes_along(
+                text, logits, guessed, replace(text.params, rule=rule_of(rule)[0]), with_siblings
+            )
     return {rule: shares(found) for rule, found in outcomes.items()}
 
 
 def outcomes_along(
-    text: Text, target_logits: Tensor, draft_logits: Tensor, params: ResolvedSamplingParams
+    text: Text, target_logits: Tensor, draft_logits: Tensor, params: ResolvedSamplingParams, with_siblings: bool
 ) -> list[tuple[int | None, bool]]:
     """Per output position: which guess came true, None for none, and whether the first equals an independent draw.
 
@@ -67,31 +74,41 @@ def outcomes_along(
     chance = random.Random(params.seed)
     output, width = text.token_ids[text.first + 1 :], target_logits.shape[1]
     paths = [text.token_ids[: text.first + 1 + index] for index in range(len(output))]
+    draw_count = 1 + BRANCH_COUNT * with_siblings
     requests = [
-        ProposalRequest(params, path, width, (chance.getrandbits(UNIFORM_BITS),), BRANCH_COUNT) for path in paths
+        ProposalRequest(
+            params, path, width, tuple(chance.getrandbits(UNIFORM_BITS) for _ in range(draw_count)), BRANCH_COUNT
+        )
+        for path in paths
     ]
     proposals = propose(requests, draft_logits)
     found: list[tuple[int | None, bool]] = []
     for path, logits, proposal, drawn in zip(paths, target_logits, proposals, output, strict=True):
-        came = drawn if params.rule is not Rule.REJECTION else None
-        if came is None:
-            came = token_by_rejection(params, path, logits, proposal, chance.random())
         guesses = [token_id for token_id, _ in proposal.guesses]
+        came = drawn
+        if params.rule is Rule.REJECTION:
+            offered = guesses[:draw_count]
+            came = token_by_rejection(params, path, logits, proposal, offered, [chance.random() for _ in offered])
         found.append((guesses.index(came) if came in guesses else None, guesses[0] == drawn))
     return found
 
 
 def token_by_rejection(
-    params: ResolvedSamplingParams, path: Sequence[int], logits: Tensor, proposal: Proposal, draw: float
+    params: ResolvedSamplingParams,
+    path: Sequence[int],
+    logits: Tensor,
+    proposal: Proposal,
+    offered: Sequence[int],
+    draws: Sequence[float],
 ) -> int:
-    """The token REJECTION commits after a path when the proposal is offered there.  logits: [vocab] float32"""
+    """The token REJECTION commits after a path when these drawn tokens are offered there.  logits: [vocab] float32"""
     assert proposal.draft_probs is not None
-    request = VerificationRequest(params, len(path), path, (proposal.token_id,), (proposal.draft_probs,))
-    rows = torch.stack([logits] * 2)  # the second position is unused
-    answer = verify([request], [2], rows)[0]
-    weights = dict(zip(proposal.draft_probs.token_ids, proposal.draft_probs.weights))
-    draft_prob = weights[proposal.token_id] / proposal.draft_probs.total
-    return proposal.token_id if draw * draft_prob < answer.target_probs[0] else answer.recovered_token_ids[0]
+    probs, parents = (proposal.draft_probs,) * len(offered), (0,) * len(offered)
+    request = VerificationRequest(params, len(path), path, tuple(offered), probs, parents)
+    rows = torch.stack([logits] * (1 + len(offered)))  # those after the tokens are unused
+    answer = verify([request], [len(rows)], rows)[0]
+    verdict = decide(params.rule, offered, probs, answer, draws, parents)
+    return offered[verdict.accepted[0]] if verdict.accepted else answer.recovered_token_ids[0]
 
 
 def shares(found: Sequence[tuple[int | None, bool]]) -> Ranks:

@@ -1,7 +1,7 @@
 """`python -m bench.proposers`: trees beside chains, and the proposers that need no draft model.
 
-`steps`: T(rows, paths) of the deepened target. `trees`, `chat`, `heads`, `lost`: see the modules. Variants take turns
-prompt by prompt.
+`steps`: T(rows, paths) of the deepened target. `trees`, `expected`, `chat`, `heads`, `lost`: see the modules. Variants
+take turns prompt by prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
 from specdec.bench.pipeline.variants import RULES_DEFAULT
 from specdec.bench.proposers.chat import measure_chat
+from specdec.bench.proposers.expected import measure_expected
 from specdec.bench.proposers.heads import measure_heads
 from specdec.bench.proposers.lost import measure_lost
 from specdec.bench.proposers.steps import measure_steps
@@ -27,6 +28,7 @@ from specdec.errors import SpecdecError
 PARTS = {
     "steps": measure_steps,
     "trees": measure_trees,
+    "expected": measure_expected,
     "chat": measure_chat,
     "heads": measure_heads,
     "lost": measure_lost,

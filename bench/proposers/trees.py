@@ -25,21 +25,24 @@ from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from specdec.bench.proposers.texts import Found, generate, median_of, per_round, per_second, served
 
-COMBS = {4: ((2, 1), (3, 1)), 8: ((3, 2), (4, 2), (6, 1)), 16: ((4, 3), (6, 3))}  # rows: depths and siblings
-ROWS = tuple(COMBS)
+SHAPES = {4: ((3, 1), (4, 2)), 8: ((4, 2), (6, 1), (8, 2)), 16: ((6, 3), (8, 3), (12, 3))}  # rows: depths and siblings
+ROWS = tuple(SHAPES)
 CHAINS = (CHAIN, *map(synchronous, (1, 2, 3, 4, 6, 8)))
 AUTO_CHAINS, AUTO_TREES = replace(AUTO, name="auto, chains"), replace(AUTO, name="auto, trees")
 TREE_BARS = {"GREEDY": (16, 1.08), "COUPLED": (8, 1.12), "REJECTION": (8, 1.05)}
 
 
 def tree_variants(rows: int) -> list[Variant]:
-    """Trees of at most `rows` tokens: a chain of some depth with siblings, waited for as synchronous rounds are; and a
-    tree that streams."""
-    combs = [
+    """Trees of at most `rows` tokens. Waited for as synchronous rounds are: a chain with siblings, and one that also
+    grows below these (not under REJECTION); and a tree that streams. The likeliest nodes take the rows: where the depth
+    allows as many as the best chain has, the text decides between length and siblings."""
+    waited = [
         Variant(f"depth {depth}, {siblings} siblings, {rows} rows", rows, depth, 1, WAIT_MS, siblings)
-        for depth, siblings in COMBS[rows]
+        for depth, siblings in SHAPES[rows]
     ]
-    return [*combs, Variant(f"streamed tree, {rows} rows", rows, min(rows, 12), 4, siblings=2)]
+    depth, siblings = SHAPES[rows][-1]
+    grown = Variant(f"grown, depth {depth}, {rows} rows", rows, depth, 4, WAIT_MS, siblings)
+    return [*waited, grown, Variant(f"streamed tree, {rows} rows", rows, min(rows, 12), 4, siblings=2)]
 
 
 def fixed_variants(waited_only: bool) -> list[Variant]:
@@ -71,7 +74,8 @@ def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
                         peer.tokens_per_s[str(name)] = peer.generate(prompt)
                 tables.append(tree_table(rule, found, [variant for variant, _ in ways]))
                 bars += tree_bars(rule, found)
-                guesses = ranks.measure_ranks([prompt for _, prompt in prompts], [rule], asked.tokens)[rule]
+                texts = [prompt for _, prompt in prompts]
+                guesses = ranks.measure_ranks(texts, [rule], asked.tokens, with_siblings=True)[rule]
                 bars += static_bars(rule, found, guesses)
                 bars += [peer.bar(found)] if peer is not None else []
                 written[rule] = {

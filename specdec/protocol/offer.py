@@ -208,16 +208,19 @@ def _guessed(remote: TreeNode, siblings: int) -> list[TreeNode]:
 
 
 def _drawn(remote: TreeNode, siblings: int, calibration: Calibration) -> list[_Node]:
-    """Returns the tokens drawn for a node, in order, no later one likelier than one before it."""
+    """Returns the tokens drawn for a node, in order, no later one likelier than one before it. If the likeliest token
+    was drawn and is refused, the target has little use for the others: so the next one's estimate knows of it."""
     nodes: list[_Node] = []
     probs = remote.draft_probs
     if probs is None:
         return nodes
-    most = 1.0
+    most, likeliest = 1.0, probs.token_ids[probs.weights.index(max(probs.weights))]
+    before: set[int] = set()
     for rank, child in enumerate(remote.drawn[: 1 + siblings]):
-        features, prior = drawn_features(probs, rank)
+        features, prior = drawn_features(probs, rank, likeliest in before)
         most = min(most, calibration.probability(features, prior))
         nodes.append(_Node(child.token_id, most, [(most, Proposer.DRAFT, features)], None, [], probs))
+        before.add(child.token_id)
     return nodes
 
 
@@ -237,11 +240,16 @@ def run_features(run: Run, place: int, rule: Rule) -> tuple[Hashable, float]:
     return (run.proposer, rule.value, run.rank, edge), strength / (strength + MATCH_HALF)
 
 
-def drawn_features(probs: DraftProbs, rank: int) -> tuple[Hashable, float]:
-    """Returns the features of a token drawn in that place, and the prior of its probability: its rank and the largest
-    share of its distribution, never the token."""
+def drawn_features(probs: DraftProbs, rank: int, is_likeliest_drawn: bool = False) -> tuple[Hashable, float]:
+    """Returns the features of a token drawn in that place, and the prior of its probability: its rank, the largest
+    share of its distribution, and whether a sibling drawn before it is the likeliest token; never the token. Priors are
+    fits to the embedded pair."""
     share = max(probs.weights) / probs.total
-    return confidence_features(Rule.REJECTION, rank, share), share if rank == 0 else (1 - share) / 2
+    if rank == 0:
+        prior = 0.3 + 0.55 * share
+    else:
+        prior = (min(0.1, 1 - share) if is_likeliest_drawn else 0.05 + 0.27 * share) / rank
+    return (confidence_features(Rule.REJECTION, rank, share), is_likeliest_drawn), prior
 
 
 def node_features(rule: Rule, node: TreeNode) -> tuple[Hashable, float]:

@@ -50,6 +50,7 @@ class SiblingWorld:
     runs: Callable[[Path], list[Run]] = lambda path: []
     row_max: int = 99
     is_joint: bool = False
+    calibration: Calibration = field(default_factory=Calibration)
     cache: dict[object, object] = field(default_factory=dict)
 
     @property
@@ -123,7 +124,7 @@ class SiblingWorld:
                 sent = DraftNode(names[*parent, token_id], names[parent], token_id, is_offered, own)
                 tree.add(1, len(path), sent)
         limits = Limits(self.row_max, 99, siblings=self.drawn_count - 1)
-        return make_offer(tree.root, self.runs(path), Rule.REJECTION, limits, Calibration())
+        return make_offer(tree.root, self.runs(path), Rule.REJECTION, limits, self.calibration)
 
     def round(self, path: Path) -> Verdicts:
         """The distribution of the tokens that one round commits."""

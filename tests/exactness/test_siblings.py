@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.edits import PathContext
 from specdec.protocol import offer as offer_module
+from specdec.protocol.calibration import Calibration
 from specdec.protocol.offer import Offer
 from specdec.protocol.types import DraftProbs, point_mass
 from tests.exactness.enumeration import Path, base_two_distribution
@@ -101,13 +103,49 @@ def strong_run(path: Path) -> list:
     return [ngram(path[-1], strength=4)]
 
 
+class AsSureAsTheDraft(Calibration):
+    """First draws come true as often as the likeliest token's share says, siblings half as often as they do not: then
+    nodes far below compete with siblings."""
+
+    def probability(self, features: Any, prior: float) -> float:
+        if isinstance(features[0], tuple):
+            (_, rank, confidence), _ = features
+            share = offer_module.BIN_CONFIDENCES[confidence - 1]
+            prior = (1 - share) / 2 if rank else share
+        return super().probability(features, prior)
+
+
 @pytest.mark.parametrize("row_max", [2, 3, 4])
 @pytest.mark.parametrize("kind", [SiblingWorld, GrownAlongFirstDraws])
 def test_few_rows_for_guesses_and_what_lies_below_them(kind: type[SiblingWorld], row_max: int) -> None:
     """The same claim where nodes further down, below a run's token or the child drawn first, compete with a drawn
     sibling for the rows: which of them there are must not depend on the sibling's token."""
-    check(world(kind=kind, draft=sure_below, row_max=row_max, runs=strong_run), 2)
-    check(world(kind=kind, row_max=row_max, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
+    facts = {"kind": kind, "row_max": row_max, "calibration": AsSureAsTheDraft()}
+    check(world(**facts, draft=sure_below, runs=strong_run), 2)
+    check(world(**facts, runs=lambda path: [ngram(sum(path) % 3, strength=11)]), 2)
+
+
+def learned() -> Calibration:
+    """What outcomes teach: siblings come true where the likeliest token was not drawn before them, else not."""
+    calibration = Calibration()
+    for probs, rank, was_drawn in itertools.product(
+        (DraftProbs((0, 1, 2), (100 - low, low, 1)) for low in range(1, 100)), (1, 2), (False, True)
+    ):
+        for _ in range(20):
+            calibration.record(offer_module.drawn_features(probs, rank, was_drawn)[0], not was_drawn)
+    return calibration
+
+
+@pytest.mark.parametrize("row_max", [2, 3])
+@pytest.mark.parametrize("kind", [SiblingWorld, GrownAlongFirstDraws])
+def test_siblings_expected_by_the_tokens_before_them(kind: type[SiblingWorld], row_max: int) -> None:
+    """The same claim where a sibling is offered only if the likeliest token was not drawn before it."""
+    facts = {"kind": kind, "row_max": row_max, "calibration": learned()}
+    check(world(**facts, runs=lambda path: [ngram(sum(path) % 3, strength=1)]), 2)
+    own = world(**facts)
+    offers = [(nodes[0,][0][0], own.offer((0,), nodes)) for _, nodes in own.trees((0,), 2)]
+    alone = {first for first, offer in offers if offer.parents.count(0) < 2}
+    assert 0 < len(alone) < 3, "the token before a sibling decides whether it is offered"
 
 
 def test_the_worlds_are_not_trivial() -> None:
@@ -274,6 +312,21 @@ def skipped_order(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     return world(depth=1)
 
 
+def expected_by_itself(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """A sibling is offered only if neither it nor one before it is the likeliest token."""
+    real = offer_module._drawn
+
+    def drawn(remote, siblings, calibration):
+        nodes = real(remote, siblings, calibration)
+        probs = remote.draft_probs
+        likeliest = probs and probs.token_ids[probs.weights.index(max(probs.weights))]
+        ends = [index for index, node in enumerate(nodes) if index and node.token_id == likeliest]
+        return nodes[: min(ends, default=len(nodes))]
+
+    monkeypatch.setattr(offer_module, "_drawn", drawn)
+    return world(depth=1)
+
+
 class GrownBelowTheLikelier(SiblingWorld):
     """The draft evaluates the likelier of two drawn siblings only."""
 
@@ -285,7 +338,7 @@ def grown_below_a_guess(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     """A run's token goes on with the draft's nodes whenever the draft drew it too."""
     below = lambda remote, node, rule: remote.children.get(node.token_id)  # noqa: E731
     monkeypatch.setattr(offer_module, "_remote_below", below)
-    return world(draft=sure_below, row_max=2, runs=strong_run)
+    return world(draft=sure_below, row_max=2, runs=strong_run, calibration=AsSureAsTheDraft())
 
 
 MUTATIONS = {
@@ -304,8 +357,12 @@ MUTATIONS = {
     "penalties counted in row order": in_row_order({"frequency_penalty": 1.0}),
     "min_tokens counted in row order": in_row_order({"min_tokens": 2, "stop_token_ids": (1,)}),
     "a sibling offered without the one drawn before it": skipped_order,
+    "a sibling's estimate knows the sibling": expected_by_itself,
     "rows left to a sibling by what lies below the likelier": lambda patch: world(
-        kind=GrownBelowTheLikelier, row_max=3, runs=lambda path: [ngram(sum(path) % 3, strength=11)]
+        kind=GrownBelowTheLikelier,
+        row_max=2,
+        runs=lambda path: [ngram(sum(path) % 3, strength=11)],
+        calibration=AsSureAsTheDraft(),
     ),
     "rows left to a drawn token by what lies below a guess": grown_below_a_guess,
 }

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.policy.auto_policy import AutoPolicy
+from specdec.policy.catalogue import DraftTimes
 from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
+from specdec.policy.steps import Steps
+from specdec.policy.table import Table
+from specdec.protocol.offer import make_offer
 from specdec.protocol.report import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, TokenKind
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, Rule, TokenKind
+from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
 
 SPARE_TOKENS = 100_000
 
@@ -90,6 +97,22 @@ def test_heads_are_asked_while_their_tokens_are_accepted() -> None:
     assert asked[0] and not any(asked[64:127]) and asked[127]
     assert not told(129, had_heads=False) and not told(130, had_heads=False, proposers=accepted)
     assert told(131, had_heads=True, proposers=accepted)
+
+
+@pytest.mark.parametrize(
+    "row_share, tokens",
+    [(0.0, {(1,), (1, 1), (2,), (2, 1)}), (0.2, {(1,), (1, 1)}), (0.33, {(1,)})],
+    ids=["flat", "steep", "steeper"],
+)
+def test_steep_times_shrink_a_tree_to_a_chain(row_share: float, tokens: set[tuple[int, ...]]) -> None:
+    """Claim: where each row takes a fifth of a step a tree is offered as its chain, where it takes a third, as one
+    token; where rows cost nothing the likely branches are offered too."""
+    steps = Steps()
+    steps.prime(tuple((rows, TARGET_S * (1 + row_share * (rows - 1))) for rows in (1, 2, 4, 8, 16)))
+    reach_min, path_reach_min = Table(steps, DraftTimes(), LENGTH_CAP).reach_min(2.0 / TARGET_S)
+    limits = WIDE._replace(reach_min=reach_min, path_reach_min=path_reach_min)
+    found = set(paths_of(make_offer(grown().root, [], Rule.GREEDY, limits, Certain())))
+    assert found == tokens if row_share else found > tokens
 
 
 def test_it_gives_its_reason_in_numbers() -> None:

@@ -33,6 +33,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of both models (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each model (%(default)s)")
     parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help="to speculate (all)"
+    )
+    parser.add_argument(
         "--target",
         nargs="+",
         default=[],
@@ -85,7 +88,9 @@ def compared(
         def refused() -> None:
             refusals["refused"] += 1
 
-        for one in compare(services.client, generations(asked.prompts), asked.tokens, asked.streams, refused):
+        for one in compare(
+            services.client, generations(asked.prompts, asked.ways), asked.tokens, asked.streams, refused
+        ):
             found.append(one)
             differing_count = sum(not own.is_same for own in found)
             shown.update(task, advance=1, description=f"{dtype}, {differing_count} differ")

@@ -13,9 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specdec.bench.harness import heldout_prompts
-from tests.support.services import MODELS, SHAPES
+from tests.support.services import MODELS, SHAPES, fixed
 
 WINDOW_TOKENS_MIN = 4
+PREDICTED = 64  # tokens of a prompt that are predicted to come again, for ways with such a proposer
 JOINED_MAX = 6  # held-out prompts in one, some 600 tokens: beyond prefill chunks and splits of attention
 ALL_PARAMS: dict[str, dict[str, Any]] = {
     "GREEDY": {"temperature": 0.0},
@@ -23,7 +24,17 @@ ALL_PARAMS: dict[str, dict[str, Any]] = {
     "GREEDY, repetition 1.1": {"temperature": 0.0, "repetition_penalty": 1.1},
     "COUPLED, 1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
 }
-WAYS = tuple(name for name in SHAPES if name != "off")
+TREES = {
+    f"tree of {rows} rows": fixed(
+        rows, draft_window=rows, draft_nodes_per_step=2, draft_siblings=min(3, rows - 1), draft_wait_ms=5
+    )
+    for rows in (2, 3, 5, 16)
+}
+TREES["all proposers, heads"] = {
+    **SHAPES["all proposers"],
+    "proposers": [*SHAPES["all proposers"]["proposers"], "PROPOSER_HEADS"],
+}
+WAYS = tuple(name for name in {**SHAPES, **TREES} if name != "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +51,11 @@ class Generation:
         seed = {} if ALL_PARAMS[self.params]["temperature"] == 0 else {"seed": 1000 + self.index}
         return {
             "prompt": self.prompt,
+            "prediction": self.prompt[-PREDICTED:] if speculates else (),
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "logprobs": 0,
-            "speculative": SHAPES[self.way if speculates else "off"],
+            "speculative": {**SHAPES, **TREES}[self.way if speculates else "off"],
             **ALL_PARAMS[self.params],
             **seed,
         }
@@ -72,10 +84,10 @@ def prompts_of(texts: Sequence[Sequence[int]], count: int, seed: int = 0) -> lis
     return list(made)
 
 
-def generations(count: int) -> list[Generation]:
+def generations(count: int, ways: Sequence[str] = WAYS) -> list[Generation]:
     """Returns `count` generations, in all combinations of sampling parameters and ways to speculate."""
     all_params = tuple(ALL_PARAMS)
     return [
-        Generation(index, prompt, all_params[index % len(all_params)], WAYS[index // len(all_params) % len(WAYS)])
+        Generation(index, prompt, all_params[index % len(all_params)], ways[index // len(all_params) % len(ways)])
         for index, prompt in enumerate(prompts_of(heldout_token_ids(), count))
     ]
