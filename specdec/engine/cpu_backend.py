@@ -19,11 +19,9 @@ from specdec.engine.step_plan import StepPlanner
 from specdec.engine.storage import DeviceStorage, PagedStorage
 from specdec.engine.tile_memory import StableTiles, stable_tiles
 from specdec.engine.tile_sizes import TileSizes
-from specdec.engine.tiled_modules import OutputLayer, TiledLinear, Weight, replace_modules
+from specdec.engine.tiled_modules import FREE_WIDTHS, OutputLayer, TiledLinear, Weight, replace_modules
 from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError
-
-ANY_WIDTH = TileSizes((1 << 30,))
 
 
 class CpuBackend:
@@ -65,7 +63,7 @@ class CpuBackend:
         self._shape = shape
         if not self.has_stable_rows:
             for linear in self._linears:
-                linear.set_widths(ANY_WIDTH)
+                linear.set_widths(FREE_WIDTHS)
 
     @property
     def product_bytes(self) -> int:
@@ -73,14 +71,14 @@ class CpuBackend:
 
     @property
     def cache_bytes_per_position(self) -> int:
-        shape, item_bytes = self._shape, 4 if self.has_stable_rows else self._dtype.itemsize
+        shape, item_bytes = self._shape, 4  # float32
         return 2 * item_bytes * shape.layer_count * shape.kv_head_count * shape.head_size  # keys and values
 
     def allocate(self, block_count: int, block_size: int) -> PagedStorage | DeviceStorage:
         shape = self._shape
         if not self.has_stable_rows:
             sizes = (shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size)
-            self._storage = DeviceStorage(*sizes, self._dtype, self.device)
+            self._storage = DeviceStorage(*sizes, torch.float32, self.device)
             self._planner = TreePlanner(self._storage, shape.windows)
             return self._storage
         if block_size > KEY_SPLIT:
@@ -141,7 +139,7 @@ def of_any_width(output: nn.Module) -> nn.Module:
     if not isinstance(output, OutputLayer):
         return output
     layer = OutputLayer(output.weight, output.bias, output.scale, output.softcap)
-    layer.set_widths(ANY_WIDTH)
+    layer.set_widths(FREE_WIDTHS)
     return layer
 
 

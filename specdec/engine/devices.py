@@ -9,9 +9,8 @@ import torch
 
 from specdec.errors import ConfigError
 
-# The CPU library keeps code and scratch memory for every shape it has seen, in two caches of 1,024 shapes: a draft,
-# whose prompts have any number of rows, would take hundreds of megabytes within hours. The products of its steps have
-# some five shapes, by the rows of a step.
+# The CPU library keeps code and scratch memory for every shape it has seen, in two caches of 1,024 shapes. Products
+# have some seventy, by the kinds of weights and `tiled_modules.FREE_WIDTHS`; more must not take hundreds of megabytes.
 SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}  # of oneDNN, and of torch's use
 DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
 

@@ -101,6 +101,11 @@ def _as_multiplied(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous().t() if weight.dtype == torch.bfloat16 else weight.t().contiguous()
 
 
+# Of rows whose bits decide no text. For every number of rows oneDNN makes a kernel, in 1 to 16 ms, and keeps some
+# 600 kB of it: a draft, whose prompts have any number of rows, multiplies by packed weights at these numbers only.
+FREE_WIDTHS = TileSizes((*range(1, 9), 16, 32, 64, 128, 256, 512), row_multiple=1)
+
+
 class TiledLinear(nn.Module):
     """x @ weight + bias at stable tile sizes; `widths` is set once all weights of the model were probed.
 
@@ -117,9 +122,10 @@ class TiledLinear(nn.Module):
         """Sets the stable tile sizes; see `probe_widths`."""
         self.widths = widths
         self._width_max = widths.widths[-1]
+        self._is_padding = widths is FREE_WIDTHS and self.weight.is_packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., rows, in]; the row count is a result of `widths.padded`."""
+        """x [..., rows, in]; the row count is a result of `widths.padded`, or any with FREE_WIDTHS."""
         product = self.product(x)
         return product if product.dtype == x.dtype else product.to(x.dtype)
 
@@ -127,11 +133,17 @@ class TiledLinear(nn.Module):
         """Returns the result in the type of the weight."""
         rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
         rows = rows.reshape(-1, rows.shape[-1])  # the library multiplies more dimensions slowly by strided weights
+        count = len(rows)
+        if self._is_padding and (padded := self.widths.padded(count)) > count:
+            rows = nn.functional.pad(rows, (0, 0, 0, padded - count))
         if len(rows) <= self._width_max:
-            return self.tile(rows).view(*x.shape[:-1], -1)
-        product = rows.new_empty(len(rows), self.weight.out_size)
-        for start, end in self.widths.tiles(len(rows)):
-            product[start:end] = self.tile(rows[start:end])
+            product = self.tile(rows)
+        else:
+            product = rows.new_empty(len(rows), self.weight.out_size)
+            for start, end in self.widths.tiles(len(rows)):
+                product[start:end] = self.tile(rows[start:end])
+        if len(product) > count:
+            product = product[:count]
         return product.view(*x.shape[:-1], -1)
 
     def tile(self, rows: torch.Tensor) -> torch.Tensor:

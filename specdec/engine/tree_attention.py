@@ -2,8 +2,8 @@
 
 A draft's numbers decide no text, so a row may depend on its neighbours: one product for all rows, one fused attention
 for each sequence, over the cached keys in place. The nodes of a tree are rows of one sequence that see their own
-ancestors. In bfloat16 the library's fused attention of one row takes several times its product, so there the sequences
-of one row are computed together, over copies of their keys.
+ancestors. All is float32, whatever the model's type: in bfloat16 the library makes a kernel for every length of a
+sequence, which takes milliseconds and memory that it keeps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from specdec.engine.attention import ScoreRule
 from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.storage import DeviceStorage
-
-SINGLE_ROWS_MIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +37,12 @@ class TreeChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SingleRows:
-    """Sequences of one row each: the `rows` [n] int64 of the step, the `slots` [n x cells] int64 of the cells of each,
-    filled up to the most of them, and `visible` by window, [n, 1, 1, cells] bool."""
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    visible: dict[int | None, torch.Tensor]
-
-    def attend(self, queries: torch.Tensor, cached: tuple[torch.Tensor, ...], rule: ScoreRule) -> torch.Tensor:
-        """queries [n, heads, size], cached keys and values [slots, kv heads, size] -> the queries' shape."""
-        count, heads, size = queries.shape
-        keys, values = (part.index_select(0, self.slots).view(count, -1, *part.shape[1:]) for part in cached)
-        rows = queries.view(count, keys.shape[2], -1, size)  # the query heads of a kv head are rows of one product
-        return product_attention(
-            rows, keys.transpose(1, 2), values.transpose(1, 2), self.visible[rule.window], rule
-        ).view(count, heads, size)
-
-
-@dataclass(frozen=True, slots=True)
 class TreePlan:
     """One step's sequences, and the slots `written` [rows] int64 of its rows; used in place of an `AttentionPlan`."""
 
     storage: DeviceStorage
     written: torch.Tensor
     chunks: tuple[TreeChunk, ...]
-    singles: SingleRows | None = None  # those that are not among the chunks
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -75,14 +53,10 @@ class TreePlan:
         """
         self.storage.write(layer, self.written, keys, values)
         cached = self.storage.slots[layer]
-        parts = [self._attend(queries[own.start : own.end], cached, own, rule) for own in self.chunks]
-        if self.singles is None:
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        attended = torch.empty_like(queries)
-        attended[self.singles.rows] = self.singles.attend(queries[self.singles.rows], cached, rule)
-        for own, part in zip(self.chunks, parts):
-            attended[own.start : own.end] = part
-        return attended
+        rows = queries if queries.dtype == torch.float32 else queries.float()
+        parts = [self._attend(rows[own.start : own.end], cached, own, rule) for own in self.chunks]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attended if queries.dtype == torch.float32 else attended.to(queries.dtype)
 
     @staticmethod
     def _attend(
@@ -149,32 +123,10 @@ class TreePlanner:
             own, its_slots = self._chunk(chunk, start, end)
             chunks.append(own)
             written.append(its_slots)
-        singles = self._singles(chunks)
-        if singles is not None:
-            chunks = [own for own in chunks if own.end - own.start > 1]
         slots = torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written))
-        attention = TreePlan(self._storage, slots, tuple(chunks), singles)
+        attention = TreePlan(self._storage, slots, tuple(chunks))
         logits = torch.tensor(logit_rows, dtype=torch.int64)
         return StepInput(torch.tensor([ids]), torch.tensor([positions]), logits, attention)
-
-    def _singles(self, chunks: list[TreeChunk]) -> SingleRows | None:
-        """Returns the sequences of one row as a group, if that is faster."""
-        chosen = [own for own in chunks if own.end - own.start == 1]
-        if self._storage.slots[0][0].dtype != torch.bfloat16 or len(chosen) < SINGLE_ROWS_MIN:
-            return None
-        most = max(own.cell_count for own in chosen)
-        slots = torch.zeros(len(chosen), most, dtype=torch.int64)
-        visible = {window: torch.zeros(len(chosen), 1, 1, most, dtype=torch.bool) for window in self._windows}
-        for index, own in enumerate(chosen):
-            count = own.cell_count
-            slots[index, :count] = (
-                torch.arange(own.first_slot, own.first_slot + count) if own.slots is None else own.slots
-            )
-            for window, masks in visible.items():
-                its = own.visible[window]
-                masks[index, 0, 0, :count] = True if its is None else its[0]
-        rows = torch.tensor([own.start for own in chosen])
-        return SingleRows(rows, slots.flatten(), visible)
 
     def _chunk(self, chunk: SequenceChunk, start: int, end: int) -> tuple[TreeChunk, numpy.ndarray]:
         """Returns the chunk for `TreePlan`, and the slots of its rows."""

@@ -113,7 +113,7 @@ class UnaryFlood:
         self.service, self.mutator = service, mutator
         self._method, self._addresses, self._random = method, addresses, random.Random(seed)
 
-    async def run(self, messages: Sequence[Sequence[Node]], count: int, counts: Counts, width: int = 24) -> None:
+    async def run(self, messages: Sequence[Sequence[Node]], count: int, counts: Counts, width: int = 48) -> None:
         """Sends `count` mutated messages, `width` at a time."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         channels = [grpc.aio.insecure_channel(address, options=options) for address in self._addresses]

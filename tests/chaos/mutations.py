@@ -41,7 +41,7 @@ LONG_BYTES = 4096  # of a field that is not made longer still
 BAD_TEXTS = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"a\xe2\x82", b"\x80" * 20)
 DOUBLE, FLOAT = FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT
 NEST_DEPTH = 150  # beyond the depth that parsers of protobuf allow
-CHANGES_MAX = 3  # of one message
+CHANGES_MAX = 3  # of one message, unless told
 
 
 def wire_type_of(field: FieldDescriptor) -> int:
@@ -54,9 +54,11 @@ def wire_type_of(field: FieldDescriptor) -> int:
 
 
 class Mutator:
-    """A source of mutated messages of one kind. `donors`: fields of other messages, to be copied into these."""
+    """A source of mutated messages of one kind, each with `changes_max` changes at most. `donors`: fields of other
+    messages, to be copied into these."""
 
-    def __init__(self, message: Descriptor, donors: Sequence[Node], seed: int) -> None:
+    def __init__(self, message: Descriptor, donors: Sequence[Node], seed: int, changes_max: int = CHANGES_MAX) -> None:
+        self._changes_max = changes_max
         self.fields = fields_below(message)
         self.field_counts: Counter[str] = Counter()
         self.kind_counts: Counter[str] = Counter()
@@ -81,11 +83,11 @@ class Mutator:
         )
 
     def mutate(self, message: Sequence[Node]) -> bytes:
-        """The bytes of a message after one to three changes of its fields, or after a change of its bytes."""
+        """The bytes of a message after one to `changes_max` changes of its fields, or after a change of its bytes."""
         nodes = [node.copy() for node in message]
         if self._random.random() < 0.06:
             return self._damaged(write(nodes))
-        for _ in range(1 + self._random.randrange(CHANGES_MAX)):
+        for _ in range(1 + self._random.randrange(self._changes_max)):
             while not self._change(nodes):
                 pass
         return write(nodes)

@@ -71,7 +71,12 @@ def read(message: Descriptor, data: bytes) -> list[Node]:
 
 def write(nodes: list[Node]) -> bytes:
     """The bytes of fields, as they are: with a wrong wire type they are no valid message."""
-    return b"".join(map(written, nodes))
+    parts: list[bytes] = []
+    last: Node | None = None
+    for node in nodes:  # one that is there many times is the same object, written once
+        parts.append(parts[-1] if node is last else written(node))
+        last = node
+    return b"".join(parts)
 
 
 def written(node: Node) -> bytes:

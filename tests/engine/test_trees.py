@@ -6,6 +6,7 @@ standard deviation 3, and sums in another order differ by about 1e-5.
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from specdec.engine.attention import ScoreRule
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.model import load_model
 from specdec.engine.storage import DeviceStorage
+from specdec.engine.tiled_modules import FREE_WIDTHS, TiledLinear, Weight
 from specdec.engine.transformers_model import TransformersModel
-from specdec.engine.tree_attention import TreePlan, TreePlanner
+from specdec.engine.tree_attention import TreeChunk, TreePlanner
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
 
@@ -126,32 +128,75 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_sequences_of_one_row_together_attend_as_each_alone(softcap: float | None) -> None:
-    """Claim: in bfloat16 the sequences of one row are computed as a group, with the result of each one alone: of other
-    lengths, in blocks that do not follow each other, nodes of trees that do not see every cell, with a window and
-    without, beside a sequence of several rows. The reference is the fused attention of each in float32."""
+def test_sequences_attend_together_as_each_alone(softcap: float | None) -> None:
+    """Claim: rows of a bfloat16 model attend in float32, several sequences in a step with the result of each alone: of
+    other lengths, in blocks that do not follow each other, nodes of trees that do not see every cell, with a window and
+    without. The reference is the plain formula for each."""
     rng, generator = random.Random(5), torch.Generator().manual_seed(3)
     heads, kv_heads, size, windows = 6, 2, 32, (None, 7)
-    storage = DeviceStorage(1, 40, BLOCK_SIZE, kv_heads, size, torch.bfloat16, torch.device("cpu"))
+    storage = DeviceStorage(1, 40, BLOCK_SIZE, kv_heads, size, torch.float32, torch.device("cpu"))
     storage.layers[0].copy_(torch.randn(storage.layers[0].shape, generator=generator))
     trees = [Tree([9, 3, 20], random_tokens(30, 1), TREES[0], rng), Tree([1, 2], random_tokens(5, 2), TREES[1], rng)]
     chunks = [SequenceChunk([block, block + 1], length, [7], 1) for block, length in ((4, 1), (22, 17), (30, 29))]
     chunks += [trees[0].chunk_of([2, 5]), trees[0].chunk_of([6]), trees[1].chunk_of([4])]
     rng.shuffle(chunks)
     plan = TreePlanner(storage, windows).plan(RaggedBatch(tuple(chunks))).attention
-    assert plan.singles is not None and len(plan.singles.rows) == 5 and len(plan.chunks) == 1
-    row_count = len(plan.written)
-    rows = torch.randn(row_count, heads + 2 * kv_heads, size, generator=generator).bfloat16()
+    rows = torch.randn(len(plan.written), heads + 2 * kv_heads, size, generator=generator).bfloat16()
     queries, keys, values = rows.split([heads, kv_heads, kv_heads], 1)
     alone = [TreePlanner(storage, windows).plan(RaggedBatch((chunk,))).attention for chunk in chunks]
     for window in windows:
         rule = ScoreRule(size**-0.5, window, softcap)
         found = plan.attend(queries, keys, values, 0, rule)
-        assert found.shape == queries.shape
+        assert found.shape == queries.shape and found.dtype == queries.dtype
         start = 0
         for own in alone:
             (chunk,) = own.chunks
-            cached = tuple(part.float() for part in storage.slots[0])
-            expected = TreePlan._attend(queries[start : start + chunk.end].float(), cached, chunk, rule)
+            expected = plain_attention(queries[start : start + chunk.end].float(), storage, chunk, rule)
             assert (found[start : start + chunk.end].float() - expected).abs().max() < 0.02
             start += chunk.end
+
+
+def plain_attention(queries: torch.Tensor, storage: DeviceStorage, chunk: TreeChunk, rule: ScoreRule) -> torch.Tensor:
+    """The formula, one row and head after the other."""
+    slots = (
+        range(chunk.first_slot, chunk.first_slot + chunk.cell_count) if chunk.slots is None else chunk.slots.tolist()
+    )
+    keys, values = (part[list(slots)] for part in storage.slots[0])
+    seen, group = chunk.visible[rule.window], queries.shape[1] // keys.shape[1]
+    found = torch.empty_like(queries)
+    for row, head in itertools.product(range(queries.shape[0]), range(queries.shape[1])):
+        scores = keys[:, head // group] @ queries[row, head] * rule.scaling
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if seen is not None:
+            scores = scores.masked_fill(~seen[row], -torch.inf)
+        found[row, head] = scores.softmax(0) @ values[:, head // group]
+    return found
+
+
+def test_products_of_a_draft_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: rows whose bits decide no text are multiplied by a packed weight in at most 14 numbers of rows, whatever
+    their number, with the result of the plain product.
+
+    Source: the library makes and keeps a kernel for every number of rows, and a draft's prompts have any.
+    Conclusive: the library's own product is watched; without padding every number of rows reaches it.
+    """
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("products are not packed here")
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(512, 512, generator=generator)
+    linear = TiledLinear(Weight(weight.clone()), None)
+    assert linear.weight.is_packed
+    linear.set_widths(FREE_WIDTHS)
+    seen: set[int] = set()
+    multiply = linear.weight.multiply
+
+    def watched(rows: torch.Tensor) -> torch.Tensor:
+        seen.add(len(rows))
+        return multiply(rows)
+
+    monkeypatch.setattr(Weight, "multiply", lambda _, rows: watched(rows))
+    for count in range(1, 700, 7):
+        rows = torch.randn(1, count, 512, generator=generator)
+        assert (linear(rows) - rows @ weight.t()).abs().max() < 1e-3
+    assert len(seen) <= 14, sorted(seen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ from rich.table import Table
 from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
+from tests.chaos import mutations
 from tests.chaos.flood import (
     DRAFT_STREAM,
     GENERATE_REQUEST,
@@ -43,6 +45,9 @@ from tests.support.services import fixed
 
 SERVICES = ("coordinator", "target", "draft", "describe")
 VOCABULARY_SIZE, POSITIONS_MAX = 7, 4096
+CHANGES_MAX = {
+    "coordinator": 6
+}  # what stays valid is generated: with three changes a fifth of the requests, half the time
 CHECK_EVERY = 50_000  # messages between two generations that must not have changed
 SETTLE_S_MAX = 10.0
 DESCRIBE = {role: f"/specdec.v1.{role.title()}Service/Describe" for role in ("coordinator", "target", "draft")}
@@ -57,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The sizes of the proof."""
     parser.add_argument("--messages", type=int, default=1_000_000, help="mutated messages for each service")
     parser.add_argument("--services", nargs="+", choices=SERVICES, default=list(SERVICES))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end each flood then, whatever was sent")
     parser.add_argument("--seed", type=int, default=1)
 
 
@@ -143,7 +149,12 @@ class Floods:
         messages = {"coordinator": GENERATE_REQUEST, "target": TARGET_STREAM.request, "draft": DRAFT_STREAM.request}
         messages["describe"] = types_pb.DescribeRequest
         self.mutators = {
-            name: Mutator(message.DESCRIPTOR, donors, seed + index)  # type: ignore[attr-defined]  # a message class
+            name: Mutator(
+                message.DESCRIPTOR,  # type: ignore[attr-defined]  # a message class
+                donors,
+                seed + index,
+                CHANGES_MAX.get(name, mutations.CHANGES_MAX),
+            )
             for index, (name, message) in enumerate(messages.items())
         }
         self._seed = seed
@@ -203,7 +214,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             for service in asked.services:
                 task = progress.add_task(service, total=asked.messages)
                 counts.on_sent = lambda _, count, task=task: progress.advance(task, count)  # type: ignore[misc]  # task is bound
-                while counts.sent[service] < asked.messages and not witness.ended_count:
+                over_s = time.monotonic() + 60 * asked.minutes
+                while counts.sent[service] < asked.messages and not witness.ended_count and time.monotonic() < over_s:
                     part = min(CHECK_EVERY, asked.messages - counts.sent[service])
                     asyncio.run(floods.run(service, part, counts))
                     witness.check()
