@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.host_copy import HostCopy, crossed, sent
+from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
+from specdec.decoding.top import top
 from specdec.decoding.verification import in_order
 from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS
 from specdec.protocol.types import (
@@ -38,6 +40,7 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens get noise; in a
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
+WAITS_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
@@ -114,7 +117,7 @@ def greedy_proposals(
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
     edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    values, token_ids = edited.topk(guess_count(requests, edited.shape[1]), dim=1)
+    values, token_ids = top(edited, guess_count(requests, edited.shape[1]))
     shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
     return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
 
@@ -131,12 +134,14 @@ def coupled_proposals(
         scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
     else:
         scores, token_ids = tempered_distribution(requests, logits), None
-    ids = every_token_id(scores) if token_ids is None else token_ids
-    positions = [len(request.path) for request in requests]
-    raced = scores.exp_().div_(
-        waits(gumbel_keys([params.seed for params in all_params], positions, logits.device), ids)
-    )
-    values, columns = raced.topk(guess_count(requests, raced.shape[1]), dim=1)
+    seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
+    if token_ids is None and not is_far(logits.device):
+        noise = torch.stack([kept_waits(*key, scores.shape[1]) for key in zip(seeds, positions)])
+    else:
+        ids = every_token_id(scores) if token_ids is None else token_ids
+        noise = waits(gumbel_keys(seeds, positions, logits.device), ids)
+    raced = scores.exp_().div_(noise)
+    values, columns = top(raced, guess_count(requests, raced.shape[1]))
     shares = values / raced.sum(dim=1, keepdim=True)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
@@ -146,6 +151,12 @@ def waits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Returns -log u of the noise, as -log1p(u - 1): the winning u, near 1, stay precise.  # [n, columns] float32"""
     rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
     return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_()
+
+
+@lru_cache(WAITS_KEPT)
+def kept_waits(seed: int, position: int, width: int) -> Tensor:
+    """Returns `waits` of all tokens at a position: the same for all nodes there, and for every tree.  # [width]"""
+    return waits(gumbel_keys([seed], [position], torch.device("cpu")), torch.arange(width)[None])[0]
 
 
 def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
@@ -168,9 +179,22 @@ def rejection_proposals(
     and is never drawn.
     """
     scores, token_ids = likeliest_of_distribution(requests, logits, PROPOSAL_PROBS_TOKENS_MAX)
-    codes = scores.mul_(CODE_SCALE).clamp_(max=len(DRAFT_PROBS_WEIGHTS)).round_().to(torch.int64)
-    its_ids, its_codes = host_copy.bring(token_ids), host_copy.bring(codes)
-    return lambda: [proposal_of_codes(*line) for line in zip(requests, its_ids(), its_codes())]
+    code_count = len(DRAFT_PROBS_WEIGHTS)
+    codes = scores.mul_(CODE_SCALE).round_().clamp_(max=code_count).to(torch.int64).clamp_(0, code_count)
+    weights = sent((*DRAFT_PROBS_WEIGHTS, 0), logits.device)[codes]
+    by_id = token_ids.masked_fill(weights == 0, logits.shape[1]).sort(dim=1)  # those left out are last
+    first = 1 + max(request.branch_count + len(request.draws) for request in requests)
+    columns = (
+        (weights > 0).sum(1),
+        by_id.values,
+        weights.gather(1, by_id.indices),
+        token_ids[:, :first],
+        weights[:, :first],
+    )
+    brought = [host_copy.bring(tensor) for tensor in columns]
+    return lambda: [
+        proposal_of_weights(request, *line) for request, *line in zip(requests, *(read() for read in brought))
+    ]
 
 
 WAYS = {
@@ -210,7 +234,7 @@ def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tenso
     """
     all_params = [request.params for request in requests]
     edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    values, token_ids = edited.topk(min(count, edited.shape[1]), dim=1)
+    values, token_ids = top(edited, min(count, edited.shape[1]))
     temperatures = column([params.temperature for params in all_params], edited)
     scores = ((values - values[:, :1]) / temperatures).float()
     without_improbable(scores, all_params)
@@ -236,21 +260,29 @@ def column(numbers: list[float], like: Tensor) -> Tensor:
     return sent(numbers, like.device, like.dtype).unsqueeze(1)
 
 
-def proposal_of_codes(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
-    """Draws without replacement from the tokens whose code has a weight; adds the likeliest others as branches."""
-    code_count = len(DRAFT_PROBS_WEIGHTS)
-    ranked = [(token_id, DRAFT_PROBS_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
-    probs = DraftProbs(*zip(*sorted(ranked)))
+def proposal_of_weights(
+    request: ProposalRequest,
+    count: int,
+    token_ids: list[int],
+    weights: list[int],
+    likeliest: list[int],
+    their_weights: list[int],
+) -> Proposal:
+    """Draws without replacement from the first `count` tokens, ids ascending; adds the likeliest others as branches."""
+    probs = DraftProbs(tuple(token_ids[:count]), tuple(weights[:count]))
     drawn: list[int] = []
-    for draw_bits in request.draws[: len(ranked)]:
+    for draw_bits in request.draws[:count]:
         drawn.append(draw(probs.without(drawn), draw_bits))
-    total, weights = probs.total, dict(ranked)
-    others = (token_id for token_id, _ in ranked if token_id not in drawn)
-    chosen = [*drawn, *itertools.islice(others, max(0, request.branch_count + 1 - len(drawn)))]
-    return Proposal(tuple((token_id, weights[token_id] / total) for token_id in chosen), probs)
+    weight_of = {token_id: probs.weights[bisect.bisect_left(probs.token_ids, token_id)] for token_id in drawn}
+    for token_id, weight in zip(likeliest, their_weights):
+        if len(weight_of) > request.branch_count or not weight:
+            break
+        weight_of.setdefault(token_id, weight)
+    total = probs.total
+    return Proposal(tuple((token_id, weight / total) for token_id, weight in weight_of.items()), probs)
 
 
 def draw(probs: DraftProbs, draw_bits: int) -> int:
     """Returns the token of `probs` chosen by a 53-bit integer: exact integer arithmetic, without rounding."""
-    index = draw_bits * probs.total >> UNIFORM_BITS
-    return probs.token_ids[bisect.bisect_right(list(itertools.accumulate(probs.weights)), index)]
+    sums = list(itertools.accumulate(probs.weights))
+    return probs.token_ids[bisect.bisect_right(sums, draw_bits * sums[-1] >> UNIFORM_BITS)]
