@@ -40,7 +40,7 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens get noise; in a
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
-WAITS_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
+NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
@@ -97,16 +97,16 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
     """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
-    groups: dict[tuple[Rule, int], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
-        groups.setdefault((request.params.rule, width), []).append(index)
+        groups.setdefault((request.params.rule.value, width), []).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
         finishes = []
         for (rule, width), indices in groups.items():
             chosen = [requests[index] for index in indices]
-            finishes.append((indices, WAYS[rule](chosen, taken(logits, indices)[:, :width], host_copy)))
+            finishes.append((indices, WAYS[Rule(rule)](chosen, taken(logits, indices)[:, :width], host_copy)))
         return lambda: in_order(finishes)
 
     return crossed(logits.device, compute)
@@ -125,10 +125,7 @@ def greedy_proposals(
 def coupled_proposals(
     requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
-    """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores.
-
-    With u the uniform number of the noise G = -log(-log u), exp(score) is p / -log u: scores are never computed.
-    """
+    """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores."""
     all_params = [request.params for request in requests]
     if logits.shape[1] > NOISED_TOKENS_MAX or any(params.top_k or params.top_p < 1 for params in all_params):
         scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
@@ -136,37 +133,41 @@ def coupled_proposals(
         scores, token_ids = tempered_distribution(requests, logits), None
     seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
     if token_ids is None and not is_far(logits.device):
-        noise = torch.stack([kept_waits(*key, scores.shape[1]) for key in zip(seeds, positions)])
+        raced = torch.stack([kept_noise(*key, scores.shape[1]) for key in zip(seeds, positions)])
     else:
         ids = every_token_id(scores) if token_ids is None else token_ids
-        noise = waits(gumbel_keys(seeds, positions, logits.device), ids)
-    raced = scores.exp_().div_(noise)
+        raced = noise(gumbel_keys(seeds, positions, logits.device), ids)
+    raced += scores
     values, columns = top(raced, guess_count(requests, raced.shape[1]))
-    shares = values / raced.sum(dim=1, keepdim=True)
+    shares = (values - raced.logsumexp(dim=1, keepdim=True)).exp_()
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
 
 
-def waits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Returns -log u of the noise, as -log1p(u - 1): the winning u, near 1, stay precise.  # [n, columns] float32"""
+def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Returns -log(-log u) for uniform u, -log u as -log1p(u - 1): the winning u, near 1, stay precise.
+
+    It is `decoding.noise.gumbel` in float32.  # [n, columns]
+    """
     rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
-    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_()
+    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_().log_().neg_()
 
 
-@lru_cache(WAITS_KEPT)
-def kept_waits(seed: int, position: int, width: int) -> Tensor:
-    """Returns `waits` of all tokens at a position: the same for all nodes there, and for every tree.  # [width]"""
-    return waits(gumbel_keys([seed], [position], torch.device("cpu")), torch.arange(width)[None])[0]
+@lru_cache(NOISE_KEPT)
+def kept_noise(seed: int, position: int, width: int) -> Tensor:
+    """Returns the `noise` of all tokens at a position: the same for all nodes there, and for every tree.  # [width]"""
+    return noise(gumbel_keys([seed], [position], torch.device("cpu")), torch.arange(width)[None])[0]
 
 
 def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
-    """Returns log-probabilities without top_k and top_p, up to a constant, the likeliest at 0.  # [n, vocab] float32"""
+    """Returns log-probabilities without top_k and top_p, up to a constant; may be the argument.  # [n, vocab]"""
     all_params = [request.params for request in requests]
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    shifted = edited - edited.amax(dim=1, keepdim=True)
-    return without_improbable(
-        shifted.div_(column([params.temperature for params in all_params], shifted)).float(), all_params
-    )
+    scores = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
+    if any(params.temperature != 1 for params in all_params):
+        scores = scores / column([params.temperature for params in all_params], scores)
+    if any(params.min_p for params in all_params):
+        scores = without_improbable(scores - scores.amax(dim=1, keepdim=True), all_params)
+    return scores
 
 
 def rejection_proposals(
@@ -219,8 +220,10 @@ def guesses_of(
     def finish() -> list[Proposal]:
         made = []
         for request, ids, values in zip(requests, token_ids(), shares()):
-            guesses = list(zip(ids, values))[: 1 + request.branch_count]
-            made.append(Proposal((guesses[0], *(guess for guess in guesses[1:] if guess[1] > 0))))
+            guesses = tuple(zip(ids[: 1 + request.branch_count], values))
+            while len(guesses) > 1 and guesses[-1][1] <= 0:
+                guesses = guesses[:-1]
+            made.append(Proposal(guesses))
         return made
 
     return finish

@@ -39,5 +39,6 @@ def _few(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _many(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`top` by a vectorised partition, then a sort of the part."""
     columns = numpy.argpartition(values.numpy(), values.shape[1] - count, axis=1)[:, -count:]
-    found, order = values.gather(1, torch.from_numpy(columns)).sort(dim=1, descending=True)
-    return found, torch.from_numpy(columns).gather(1, order)
+    order = numpy.argsort(-numpy.take_along_axis(values.numpy(), columns, 1), axis=1)
+    found = torch.from_numpy(numpy.take_along_axis(columns, order, 1))
+    return values.gather(1, found), found
