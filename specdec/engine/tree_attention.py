@@ -1,14 +1,16 @@
 """Attention for a draft by the library's kernels: every row attends to its own set of visible cells.
 
 A draft's numbers decide no text, so a row may depend on its neighbours: one product for all rows, one fused attention
-for each sequence, over the cached keys in place. The nodes of a tree are rows of one sequence that see their own
-ancestors. In bfloat16 the library's fused attention of one row takes several times its product, so there the sequences
-of one row are computed together, over copies of their keys.
+for each long sequence, over the cached keys in place, and one for all short ones, over copies of their keys: these
+cost less than a call for each. The nodes of a tree are rows of one sequence that see their own ancestors. In bfloat16
+the library's fused attention of one row takes several times its product, so there the sequences of one row are
+computed together by products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -16,10 +18,12 @@ from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.backend import StepInput
-from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.interface import RaggedBatch, TreeRows
 from specdec.engine.storage import DeviceStorage
 
-SINGLE_ROWS_MIN = 4
+GROUP_MIN = 2
+SINGLES_MIN = 4  # in bfloat16
+SHORT_ROWS_MAX, SHORT_CELLS_MAX = 16, 256  # beyond, the copies and the filling cost more than the calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +43,34 @@ class TreeChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SingleRows:
-    """Sequences of one row each: the `rows` [n] int64 of the step, the `slots` [n x cells] int64 of the cells of each,
-    filled up to the most of them, and `visible` by window, [n, 1, 1, cells] bool."""
+class SequenceGroup:
+    """Sequences that are computed together, each filled up to `width` rows and to the most cells of them.
 
+    `rows` [sequences x width] int64: rows of the step, a sequence's first where it is filled up; `own_rows` [n] int64:
+    those that are not filled up, and `places` [n] int64, their places among `rows`. `slots` [sequences x cells] int64;
+    `visible` by window, [sequences, 1, width, cells] bool.
+    """
+
+    width: int
     rows: torch.Tensor
+    own_rows: torch.Tensor
+    places: torch.Tensor
     slots: torch.Tensor
     visible: dict[int | None, torch.Tensor]
 
     def attend(self, queries: torch.Tensor, cached: tuple[torch.Tensor, ...], rule: ScoreRule) -> torch.Tensor:
-        """queries [n, heads, size], cached keys and values [slots, kv heads, size] -> the queries' shape."""
-        count, heads, size = queries.shape
-        keys, values = (part.index_select(0, self.slots).view(count, -1, *part.shape[1:]) for part in cached)
-        rows = queries.view(count, keys.shape[2], -1, size)  # the query heads of a kv head are rows of one product
-        return product_attention(
-            rows, keys.transpose(1, 2), values.transpose(1, 2), self.visible[rule.window], rule
-        ).view(count, heads, size)
+        """queries [rows, heads, size], cached keys and values [slots, kv heads, size] -> [own rows, heads, size]."""
+        count, visible = len(self.rows) // self.width, self.visible[rule.window]
+        keys, values = (
+            part.index_select(0, self.slots).view(count, -1, *part.shape[1:]).transpose(1, 2) for part in cached
+        )
+        chosen = queries.index_select(0, self.rows)
+        if queries.dtype == torch.bfloat16 and self.width == 1:
+            rows = chosen.view(count, keys.shape[1], -1, chosen.shape[2])  # the query heads of a kv head are its rows
+            return product_attention(rows, keys, values, visible, rule).view(chosen.shape)
+        rows = chosen.view(count, self.width, *chosen.shape[1:]).transpose(1, 2)
+        found = masked_attention(rows, keys, values, visible, rule).transpose(1, 2).reshape(chosen.shape)
+        return found if len(self.places) == len(found) else found.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,7 @@ class TreePlan:
     storage: DeviceStorage
     written: torch.Tensor
     chunks: tuple[TreeChunk, ...]
-    singles: SingleRows | None = None  # those that are not among the chunks
+    group: SequenceGroup | None = None  # those that are not among the chunks
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -76,10 +92,13 @@ class TreePlan:
         self.storage.write(layer, self.written, keys, values)
         cached = self.storage.slots[layer]
         parts = [self._attend(queries[own.start : own.end], cached, own, rule) for own in self.chunks]
-        if self.singles is None:
+        if self.group is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
+        together = self.group.attend(queries, cached, rule)
+        if not parts:  # its rows are all rows, in order
+            return together
         attended = torch.empty_like(queries)
-        attended[self.singles.rows] = self.singles.attend(queries[self.singles.rows], cached, rule)
+        attended[self.group.own_rows] = together
         for own, part in zip(self.chunks, parts):
             attended[own.start : own.end] = part
         return attended
@@ -127,6 +146,15 @@ def product_attention(
     return scores.softmax(-1) @ values
 
 
+class Place(NamedTuple):
+    """The rows [start, end) of a step that belong to one sequence, and its blocks."""
+
+    start: int
+    end: int
+    rows: TreeRows
+    blocks: numpy.ndarray
+
+
 class TreePlanner:
     """Plans steps for one model, one storage and the windows of its layers. Holds no state between steps."""
 
@@ -140,60 +168,78 @@ class TreePlanner:
         positions: list[int] = []
         logit_rows: list[int] = []
         written: list[numpy.ndarray] = []
-        chunks: list[TreeChunk] = []
+        places: list[Place] = []
+        size = self._storage.block_size
         for chunk in batch.chunks:
-            start, end = len(ids), len(ids) + len(chunk.token_ids)
+            rows, start = chunk.rows_of_tree(), len(ids)
             ids += chunk.token_ids
-            logit_rows += range(end - chunk.logit_count, end)
-            positions += chunk.rows_of_tree().positions
-            own, its_slots = self._chunk(chunk, start, end)
-            chunks.append(own)
-            written.append(its_slots)
-        singles = self._singles(chunks)
-        if singles is not None:
-            chunks = [own for own in chunks if own.end - own.start > 1]
+            logit_rows += range(len(ids) - chunk.logit_count, len(ids))
+            positions += rows.positions
+            blocks, cells = numpy.asarray(chunk.block_ids), numpy.asarray(rows.cells)
+            written.append(blocks[cells // size] * size + cells % size)
+            places.append(Place(start, len(ids), rows, blocks))
+        grouped = [place for place in places if self._fits(place)]
+        if len(grouped) < (SINGLES_MIN if self._is_bfloat16 else GROUP_MIN):
+            grouped = []
+        chunks = tuple(self._chunk(place) for place in places if not grouped or not self._fits(place))
         slots = torch.from_numpy(written[0] if len(written) == 1 else numpy.concatenate(written))
-        attention = TreePlan(self._storage, slots, tuple(chunks), singles)
+        attention = TreePlan(self._storage, slots, chunks, self._group(grouped) if grouped else None)
         logits = torch.tensor(logit_rows, dtype=torch.int64)
         return StepInput(torch.tensor([ids]), torch.tensor([positions]), logits, attention)
 
-    def _singles(self, chunks: list[TreeChunk]) -> SingleRows | None:
-        """Returns the sequences of one row as a group, if that is faster."""
-        chosen = [own for own in chunks if own.end - own.start == 1]
-        if self._storage.slots[0][0].dtype != torch.bfloat16 or len(chosen) < SINGLE_ROWS_MIN:
-            return None
-        most = max(own.cell_count for own in chosen)
-        slots = torch.zeros(len(chosen), most, dtype=torch.int64)
-        visible = {window: torch.zeros(len(chosen), 1, 1, most, dtype=torch.bool) for window in self._windows}
-        for index, own in enumerate(chosen):
-            count = own.cell_count
-            slots[index, :count] = (
-                torch.arange(own.first_slot, own.first_slot + count) if own.slots is None else own.slots
-            )
+    @property
+    def _is_bfloat16(self) -> bool:
+        return self._storage.layers[0].dtype == torch.bfloat16
+
+    def _fits(self, place: Place) -> bool:
+        """Whether a sequence is computed together with others."""
+        row_count, cell_count = place.rows.visible.shape
+        return row_count == 1 if self._is_bfloat16 else row_count <= SHORT_ROWS_MAX and cell_count <= SHORT_CELLS_MAX
+
+    def _group(self, places: list[Place]) -> SequenceGroup:
+        """Returns the group of these sequences."""
+        count, width = len(places), max(place.end - place.start for place in places)
+        most = max(place.rows.visible.shape[1] for place in places)
+        slots = numpy.zeros((count, most), dtype=numpy.int64)
+        visible = {window: numpy.zeros((count, 1, width, most), dtype=bool) for window in self._windows}
+        rows, own_places = [], []
+        for index, place in enumerate(places):
+            row_count, cell_count = place.rows.visible.shape
+            slots[index, :cell_count] = self._slots(place.blocks, cell_count)
             for window, masks in visible.items():
-                its = own.visible[window]
-                masks[index, 0, 0, :count] = True if its is None else its[0]
-        rows = torch.tensor([own.start for own in chosen])
-        return SingleRows(rows, slots.flatten(), visible)
+                masks[index, 0, :row_count, :cell_count] = within(place.rows, window)
+                masks[index, 0, row_count:, 0] = True  # a row that sees nothing would be not-a-number
+            rows += [*range(place.start, place.end), *[place.start] * (width - row_count)]
+            own_places += range(index * width, index * width + row_count)
+        return SequenceGroup(
+            width,
+            torch.tensor(rows),
+            torch.tensor([rows[place] for place in own_places]),
+            torch.tensor(own_places),
+            torch.from_numpy(slots).flatten(),
+            {window: torch.from_numpy(masks) for window, masks in visible.items()},
+        )
 
-    def _chunk(self, chunk: SequenceChunk, start: int, end: int) -> tuple[TreeChunk, numpy.ndarray]:
-        """Returns the chunk for `TreePlan`, and the slots of its rows."""
-        rows, size = chunk.rows_of_tree(), self._storage.block_size
-        blocks = numpy.asarray(chunk.block_ids)
-        cell_count = rows.visible.shape[1]
+    def _slots(self, blocks: numpy.ndarray, cell_count: int) -> numpy.ndarray:
+        """Returns the slots of the first cells of a sequence."""
+        size = self._storage.block_size
+        used = blocks[: -(-cell_count // size)]
+        return (used[:, None] * size + numpy.arange(size)).reshape(-1)[:cell_count]
+
+    def _chunk(self, place: Place) -> TreeChunk:
+        """Returns a sequence that is computed alone."""
+        blocks, cell_count = place.blocks, place.rows.visible.shape[1]
         is_run = bool((blocks[1:] - blocks[:-1] == 1).all())
-        cells = numpy.asarray(rows.cells)
-        slots = None
-        if not is_run:
-            every = numpy.arange(cell_count)
-            slots = torch.from_numpy(blocks[every // size] * size + every % size)
-        visible = {window: self._visible(rows.visible, rows, window) for window in self._windows}
-        own = TreeChunk(start, end, cell_count, int(blocks[0]) * size, slots, visible)
-        return own, blocks[cells // size] * size + cells % size
+        slots = None if is_run else torch.from_numpy(self._slots(blocks, cell_count))
+        seen = {window: within(place.rows, window) for window in self._windows}
+        visible = {window: None if mask.all() else torch.from_numpy(mask) for window, mask in seen.items()}
+        return TreeChunk(place.start, place.end, cell_count, int(blocks[0]) * self._storage.block_size, slots, visible)
 
-    @staticmethod
-    def _visible(visible: numpy.ndarray, rows: TreeRows, window: int | None) -> torch.Tensor | None:
-        if window is not None:
-            distances = numpy.asarray(rows.positions)[:, None] - rows.cell_positions[None, : visible.shape[1]]
-            visible = visible & (distances < window)
-        return None if visible.all() else torch.from_numpy(visible)
+
+def within(rows: TreeRows, window: int | None) -> numpy.ndarray:
+    """Returns the cells that each row sees within a window.  # [rows, cells] bool"""
+    if window is None:
+        return rows.visible
+    distances = numpy.asarray(rows.positions)[:, None] - rows.cell_positions[None, : rows.visible.shape[1]]
+    seen: numpy.ndarray = rows.visible & (distances < window)
+    return seen

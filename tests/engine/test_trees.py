@@ -139,7 +139,7 @@ def test_sequences_of_one_row_together_attend_as_each_alone(softcap: float | Non
     chunks += [trees[0].chunk_of([2, 5]), trees[0].chunk_of([6]), trees[1].chunk_of([4])]
     rng.shuffle(chunks)
     plan = TreePlanner(storage, windows).plan(RaggedBatch(tuple(chunks))).attention
-    assert plan.singles is not None and len(plan.singles.rows) == 5 and len(plan.chunks) == 1
+    assert plan.group is not None and len(plan.group.rows) == 5 and len(plan.chunks) == 1
     row_count = len(plan.written)
     rows = torch.randn(row_count, heads + 2 * kv_heads, size, generator=generator).bfloat16()
     queries, keys, values = rows.split([heads, kv_heads, kv_heads], 1)
