@@ -41,6 +41,8 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
 NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
+NUMBERS_AT_ONCE = 1 << 16  # on a CPU: what is computed of all logits of these rows stays in its cache
+WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
@@ -104,19 +106,32 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
 
     def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
         finishes = []
-        for (rule, width), indices in groups.items():
-            chosen = [requests[index] for index in indices]
-            finishes.append((indices, WAYS[Rule(rule)](chosen, taken(logits, indices)[:, :width], host_copy)))
+        for (rule, width), every in groups.items():
+            is_whole = is_far(logits.device) or rule == Rule.REJECTION.value
+            size = len(every) if is_whole else max(1, NUMBERS_AT_ONCE // width)
+            for indices in (every[start : start + size] for start in range(0, len(every), size)):
+                chosen = [requests[index] for index in indices]
+                first, last = indices[0], indices[-1] + 1
+                rows = logits[first:last] if last - first == len(indices) else taken(logits, indices)
+                finishes.append((indices, WAYS[Rule(rule)](chosen, rows[:, :width], host_copy)))
         return lambda: in_order(finishes)
 
     return crossed(logits.device, compute)
+
+
+def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
+    """Returns the logits after all edits: the argument itself without edits."""
+    all_params = {id(request.params): request.params for request in requests}.values()
+    if not any(params.logit_bias or params.has_penalties or params.min_tokens for params in all_params):
+        return logits
+    return edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
 
 
 def greedy_proposals(
     requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
+    edited = edited_rows(requests, logits)
     values, token_ids = top(edited, guess_count(requests, edited.shape[1]))
     shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
     return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
@@ -162,7 +177,7 @@ def kept_noise(seed: int, position: int, width: int) -> Tensor:
 def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
     """Returns log-probabilities without top_k and top_p, up to a constant; may be the argument.  # [n, vocab]"""
     all_params = [request.params for request in requests]
-    scores = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
+    scores = edited_rows(requests, logits)
     if any(params.temperature != 1 for params in all_params):
         scores = scores / column([params.temperature for params in all_params], scores)
     if any(params.min_p for params in all_params):
@@ -182,7 +197,7 @@ def rejection_proposals(
     scores, token_ids = likeliest_of_distribution(requests, logits, PROPOSAL_PROBS_TOKENS_MAX)
     code_count = len(DRAFT_PROBS_WEIGHTS)
     codes = scores.mul_(CODE_SCALE).round_().clamp_(max=code_count).to(torch.int64).clamp_(0, code_count)
-    weights = sent((*DRAFT_PROBS_WEIGHTS, 0), logits.device)[codes]
+    weights = sent(WEIGHTS, logits.device)[codes]
     by_id = token_ids.masked_fill(weights == 0, logits.shape[1]).sort(dim=1)  # those left out are last
     first = 1 + max(request.branch_count + len(request.draws) for request in requests)
     columns = (
@@ -236,7 +251,7 @@ def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tenso
     The steps are those of decoding/distribution.py: edits, temperature, min_p, top_k, top_p.
     """
     all_params = [request.params for request in requests]
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
+    edited = edited_rows(requests, logits)
     values, token_ids = top(edited, min(count, edited.shape[1]))
     temperatures = column([params.temperature for params in all_params], edited)
     scores = ((values - values[:, :1]) / temperatures).float()

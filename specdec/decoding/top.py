@@ -38,7 +38,8 @@ def _few(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _many(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`top` by a vectorised partition, then a sort of the part."""
-    columns = numpy.argpartition(values.numpy(), values.shape[1] - count, axis=1)[:, -count:]
-    order = numpy.argsort(-numpy.take_along_axis(values.numpy(), columns, 1), axis=1)
-    found = torch.from_numpy(numpy.take_along_axis(columns, order, 1))
-    return values.gather(1, found), found
+    part = numpy.argpartition(values.numpy(), values.shape[1] - count, axis=1)[:, -count:]
+    columns = torch.from_numpy(part)
+    found = values.gather(1, columns)
+    order = torch.from_numpy(numpy.argsort(-found.numpy(), axis=1))
+    return found.gather(1, order), columns.gather(1, order)
