@@ -93,7 +93,7 @@ def measure(
     set_startup_objects_aside()  # as services do
     bare_ms: dict[tuple[int, int], list[float]] = {}
     found: dict[Cell, list[tuple[float | None, float]]] = {cell: [] for cell in cells}
-    with Delivery(asked.model, draft.dtype, draft.vocabulary_size) as delivery:
+    with Delivery(asked.model, dtype, draft.vocabulary_size) as delivery:
         for _ in track(range(asked.turns + 1), draft.dtype, console=console):
             for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
                 texts = texts_of(sessions, context + SPARE_TOKENS)

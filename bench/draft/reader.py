@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -48,7 +48,8 @@ class Reader:
     def opening(self, params: ResolvedSamplingParams, vocabulary_size: int) -> list[DraftItem]:
         """Opens the session with one node to grow, so that all is fed before anything is timed."""
         name, context = (self.number, 1), self.length
-        opened = Open(*name, params, len(self.text) + WINDOW, vocabulary_size)
+        own = replace(params, seed=self.number)  # no two sessions share their noise
+        opened = Open(*name, own, len(self.text) + WINDOW, vocabulary_size)
         fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1)
         return [opened, Extend(*name, 0, tuple(self.text[: context - 1])), fed]
 

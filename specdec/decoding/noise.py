@@ -1,13 +1,14 @@
 """The noise of `specdec.protocol.noise`, vectorised: the same integers, bit for bit, on every torch device.
 
 Torch has no unsigned 64-bit arithmetic, so states are int64 of equal bits: sums and products wrap alike, and a logical
-right shift is an arithmetic one with the copied sign bits masked off.
+right shift is an arithmetic one with the copied sign bits masked off. On a CPU numpy, which has it, is twice as fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -33,11 +34,29 @@ def gumbel_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.de
 
 def gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Returns 52 bits of hash64 for keys [rows, 1] and token ids [rows or 1, columns].  # [rows, columns] int64"""
+    return (numpy_gumbel_bits if keys.device.type == "cpu" else torch_gumbel_bits)(keys, token_ids)
+
+
+def torch_gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """`gumbel_bits` on any device."""
     state = (token_ids + 1) * signed(INCREMENT) + keys
     xor_shifted(state, 30).mul_(signed(MULTIPLIER_1))
     xor_shifted(state, 27).mul_(signed(MULTIPLIER_2))
     xor_shifted(state, 31)
     return state.bitwise_right_shift_(64 - GUMBEL_BITS).bitwise_and_((1 << GUMBEL_BITS) - 1)
+
+
+def numpy_gumbel_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """`gumbel_bits` on a CPU."""
+    state = (token_ids.numpy().view(numpy.uint64) + numpy.uint64(1)) * numpy.uint64(INCREMENT)
+    state = state + keys.numpy().view(numpy.uint64)
+    state ^= state >> numpy.uint64(30)
+    state *= numpy.uint64(MULTIPLIER_1)
+    state ^= state >> numpy.uint64(27)
+    state *= numpy.uint64(MULTIPLIER_2)
+    state ^= state >> numpy.uint64(31)
+    state >>= numpy.uint64(64 - GUMBEL_BITS)
+    return torch.from_numpy(state.view(numpy.int64))
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from specdec.decoding.distribution import every_token_id, taken, without_improbable
 from specdec.decoding.edits import PathContext, edited_logits
-from specdec.decoding.host_copy import HostCopy, crossed, sent
+from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
+from specdec.decoding.top import top
 from specdec.decoding.verification import in_order
 from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS
 from specdec.protocol.types import (
@@ -38,6 +40,9 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # Of COUPLED. Noise lifts an unlikely token to the top as often as the target draws it, so all tokens get noise; in a
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
+NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
+NUMBERS_AT_ONCE = 1 << 16  # on a CPU: what is computed of all logits of these rows stays in its cache
+WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
@@ -94,27 +99,40 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
     """Returns one proposal per request, in order.  logits: [len(requests), vocabulary] float32"""
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} proposals")
-    groups: dict[tuple[Rule, int], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
         width = min(request.vocabulary_size, logits.shape[1])
-        groups.setdefault((request.params.rule, width), []).append(index)
+        groups.setdefault((request.params.rule.value, width), []).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[Proposal]]:
         finishes = []
-        for (rule, width), indices in groups.items():
-            chosen = [requests[index] for index in indices]
-            finishes.append((indices, WAYS[rule](chosen, taken(logits, indices)[:, :width], host_copy)))
+        for (rule, width), every in groups.items():
+            is_whole = is_far(logits.device) or rule == Rule.REJECTION.value
+            size = len(every) if is_whole else max(1, NUMBERS_AT_ONCE // width)
+            for indices in (every[start : start + size] for start in range(0, len(every), size)):
+                chosen = [requests[index] for index in indices]
+                first, last = indices[0], indices[-1] + 1
+                rows = logits[first:last] if last - first == len(indices) else taken(logits, indices)
+                finishes.append((indices, WAYS[Rule(rule)](chosen, rows[:, :width], host_copy)))
         return lambda: in_order(finishes)
 
     return crossed(logits.device, compute)
+
+
+def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
+    """Returns the logits after all edits: the argument itself without edits."""
+    all_params = {id(request.params): request.params for request in requests}.values()
+    if not any(params.logit_bias or params.has_penalties or params.min_tokens for params in all_params):
+        return logits
+    return edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
 
 
 def greedy_proposals(
     requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    values, token_ids = edited.topk(guess_count(requests, edited.shape[1]), dim=1)
+    edited = edited_rows(requests, logits)
+    values, token_ids = top(edited, guess_count(requests, edited.shape[1]))
     shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
     return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
 
@@ -122,40 +140,49 @@ def greedy_proposals(
 def coupled_proposals(
     requests: Sequence[ProposalRequest], logits: Tensor, host_copy: HostCopy
 ) -> Callable[[], list[Proposal]]:
-    """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores.
-
-    With u the uniform number of the noise G = -log(-log u), exp(score) is p / -log u: scores are never computed.
-    """
+    """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores."""
     all_params = [request.params for request in requests]
     if logits.shape[1] > NOISED_TOKENS_MAX or any(params.top_k or params.top_p < 1 for params in all_params):
         scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
     else:
         scores, token_ids = tempered_distribution(requests, logits), None
-    ids = every_token_id(scores) if token_ids is None else token_ids
-    positions = [len(request.path) for request in requests]
-    raced = scores.exp_().div_(
-        waits(gumbel_keys([params.seed for params in all_params], positions, logits.device), ids)
-    )
-    values, columns = raced.topk(guess_count(requests, raced.shape[1]), dim=1)
-    shares = values / raced.sum(dim=1, keepdim=True)
+    seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
+    if token_ids is None and not is_far(logits.device):
+        raced = torch.stack([kept_noise(*key, scores.shape[1]) for key in zip(seeds, positions)])
+    else:
+        ids = every_token_id(scores) if token_ids is None else token_ids
+        raced = noise(gumbel_keys(seeds, positions, logits.device), ids)
+    raced += scores
+    values, columns = top(raced, guess_count(requests, raced.shape[1]))
+    shares = (values - raced.logsumexp(dim=1, keepdim=True)).exp_()
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
 
 
-def waits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Returns -log u of the noise, as -log1p(u - 1): the winning u, near 1, stay precise.  # [n, columns] float32"""
+def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Returns -log(-log u) for uniform u, -log u as -log1p(u - 1): the winning u, near 1, stay precise.
+
+    It is `decoding.noise.gumbel` in float32.  # [n, columns]
+    """
     rest = (1 << GUMBEL_BITS) - gumbel_bits(keys, token_ids)  # (1 - u) * 2**52, half a unit more
-    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_()
+    return rest.to(torch.float32).sub_(0.5).mul_(-(2.0**-GUMBEL_BITS)).log1p_().neg_().log_().neg_()
+
+
+@lru_cache(NOISE_KEPT)
+def kept_noise(seed: int, position: int, width: int) -> Tensor:
+    """Returns the `noise` of all tokens at a position: the same for all nodes there, and for every tree.  # [width]"""
+    return noise(gumbel_keys([seed], [position], torch.device("cpu")), torch.arange(width)[None])[0]
 
 
 def tempered_distribution(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
-    """Returns log-probabilities without top_k and top_p, up to a constant, the likeliest at 0.  # [n, vocab] float32"""
+    """Returns log-probabilities without top_k and top_p, up to a constant; may be the argument.  # [n, vocab]"""
     all_params = [request.params for request in requests]
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    shifted = edited - edited.amax(dim=1, keepdim=True)
-    return without_improbable(
-        shifted.div_(column([params.temperature for params in all_params], shifted)).float(), all_params
-    )
+    scores = edited_rows(requests, logits)
+    if any(params.temperature != 1 for params in all_params):
+        scores = scores / column([params.temperature for params in all_params], scores)
+    if any(params.min_p for params in all_params):
+        scores = without_improbable(scores - scores.amax(dim=1, keepdim=True), all_params)
+    return scores
 
 
 def rejection_proposals(
@@ -168,9 +195,22 @@ def rejection_proposals(
     and is never drawn.
     """
     scores, token_ids = likeliest_of_distribution(requests, logits, PROPOSAL_PROBS_TOKENS_MAX)
-    codes = scores.mul_(CODE_SCALE).clamp_(max=len(DRAFT_PROBS_WEIGHTS)).round_().to(torch.int64)
-    its_ids, its_codes = host_copy.bring(token_ids), host_copy.bring(codes)
-    return lambda: [proposal_of_codes(*line) for line in zip(requests, its_ids(), its_codes())]
+    code_count = len(DRAFT_PROBS_WEIGHTS)
+    codes = scores.mul_(CODE_SCALE).round_().clamp_(max=code_count).to(torch.int64).clamp_(0, code_count)
+    weights = sent(WEIGHTS, logits.device)[codes]
+    by_id = token_ids.masked_fill(weights == 0, logits.shape[1]).sort(dim=1)  # those left out are last
+    first = 1 + max(request.branch_count + len(request.draws) for request in requests)
+    columns = (
+        (weights > 0).sum(1),
+        by_id.values,
+        weights.gather(1, by_id.indices),
+        token_ids[:, :first],
+        weights[:, :first],
+    )
+    brought = [host_copy.bring(tensor) for tensor in columns]
+    return lambda: [
+        proposal_of_weights(request, *line) for request, *line in zip(requests, *(read() for read in brought))
+    ]
 
 
 WAYS = {
@@ -195,8 +235,10 @@ def guesses_of(
     def finish() -> list[Proposal]:
         made = []
         for request, ids, values in zip(requests, token_ids(), shares()):
-            guesses = list(zip(ids, values))[: 1 + request.branch_count]
-            made.append(Proposal((guesses[0], *(guess for guess in guesses[1:] if guess[1] > 0))))
+            guesses = tuple(zip(ids[: 1 + request.branch_count], values))
+            while len(guesses) > 1 and guesses[-1][1] <= 0:
+                guesses = guesses[:-1]
+            made.append(Proposal(guesses))
         return made
 
     return finish
@@ -209,8 +251,8 @@ def likeliest_of_distribution(requests: Sequence[ProposalRequest], logits: Tenso
     The steps are those of decoding/distribution.py: edits, temperature, min_p, top_k, top_p.
     """
     all_params = [request.params for request in requests]
-    edited = edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
-    values, token_ids = edited.topk(min(count, edited.shape[1]), dim=1)
+    edited = edited_rows(requests, logits)
+    values, token_ids = top(edited, min(count, edited.shape[1]))
     temperatures = column([params.temperature for params in all_params], edited)
     scores = ((values - values[:, :1]) / temperatures).float()
     without_improbable(scores, all_params)
@@ -236,21 +278,29 @@ def column(numbers: list[float], like: Tensor) -> Tensor:
     return sent(numbers, like.device, like.dtype).unsqueeze(1)
 
 
-def proposal_of_codes(request: ProposalRequest, token_ids: list[int], codes: list[int]) -> Proposal:
-    """Draws without replacement from the tokens whose code has a weight; adds the likeliest others as branches."""
-    code_count = len(DRAFT_PROBS_WEIGHTS)
-    ranked = [(token_id, DRAFT_PROBS_WEIGHTS[code]) for token_id, code in zip(token_ids, codes) if code < code_count]
-    probs = DraftProbs(*zip(*sorted(ranked)))
+def proposal_of_weights(
+    request: ProposalRequest,
+    count: int,
+    token_ids: list[int],
+    weights: list[int],
+    likeliest: list[int],
+    their_weights: list[int],
+) -> Proposal:
+    """Draws without replacement from the first `count` tokens, ids ascending; adds the likeliest others as branches."""
+    probs = DraftProbs(tuple(token_ids[:count]), tuple(weights[:count]))
     drawn: list[int] = []
-    for draw_bits in request.draws[: len(ranked)]:
+    for draw_bits in request.draws[:count]:
         drawn.append(draw(probs.without(drawn), draw_bits))
-    total, weights = probs.total, dict(ranked)
-    others = (token_id for token_id, _ in ranked if token_id not in drawn)
-    chosen = [*drawn, *itertools.islice(others, max(0, request.branch_count + 1 - len(drawn)))]
-    return Proposal(tuple((token_id, weights[token_id] / total) for token_id in chosen), probs)
+    weight_of = {token_id: probs.weights[bisect.bisect_left(probs.token_ids, token_id)] for token_id in drawn}
+    for token_id, weight in zip(likeliest, their_weights):
+        if len(weight_of) > request.branch_count or not weight:
+            break
+        weight_of.setdefault(token_id, weight)
+    total = probs.total
+    return Proposal(tuple((token_id, weight / total) for token_id, weight in weight_of.items()), probs)
 
 
 def draw(probs: DraftProbs, draw_bits: int) -> int:
     """Returns the token of `probs` chosen by a 53-bit integer: exact integer arithmetic, without rounding."""
-    index = draw_bits * probs.total >> UNIFORM_BITS
-    return probs.token_ids[bisect.bisect_right(list(itertools.accumulate(probs.weights)), index)]
+    sums = list(itertools.accumulate(probs.weights))
+    return probs.token_ids[bisect.bisect_right(sums, draw_bits * sums[-1] >> UNIFORM_BITS)]

@@ -28,6 +28,7 @@ class CpuBackend:
     """A `Backend`. `agree` reduces measured tile sizes to those common to all ranks; absent: one rank.
 
     `has_stable_rows`: a row's bits do not depend on its neighbours. Without it a model takes chunks of trees.
+    `output_dtype`: of the product of the output layer.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class CpuBackend:
         positions_max: int,
         agree: Callable[[StableTiles], StableTiles] | None = None,
         has_stable_rows: bool = True,
+        output_dtype: torch.dtype = torch.float32,
     ):
         self.device = torch.device("cpu")
         self.has_stable_rows = has_stable_rows
         self._dtype = dtype
+        self._output_dtype = output_dtype
         self._positions_max = positions_max
         self._agree = agree
         self._linears: list[TiledLinear] = []
@@ -54,7 +57,7 @@ class CpuBackend:
     def output_layer(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
     ) -> OutputLayer:
-        return OutputLayer(Weight(weight.float()), bias, scale, softcap)
+        return OutputLayer(Weight(weight.to(self._output_dtype)), bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
         self._linears = [

@@ -153,7 +153,7 @@ class TiledLinear(nn.Module):
 
 
 class OutputLayer(TiledLinear):
-    """The output layer with scale and softcap, in float32: softcap * tanh(scale * x @ weight / softcap)."""
+    """The output layer with scale and softcap, returned as float32: softcap * tanh(scale * x @ weight / softcap)."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None, scale: float, softcap: float | None):
         super().__init__(weight, bias)
@@ -162,7 +162,7 @@ class OutputLayer(TiledLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, vocab] float32."""
-        logits = self.product(x)
+        logits = self.product(x).float()
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:

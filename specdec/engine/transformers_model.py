@@ -2,7 +2,7 @@
 
 Modules, weights and control flow are those of `transformers`; attention, matrix products and rotary tables are replaced
 (`attention`, `tiled_modules`), so that one forward takes any mix of sequences and a row's logits depend on its own past
-only. The output layer and all later computation is float32.
+only. The output layer and all later computation is float32; a draft's output layer may multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ NUMERICS_VERSION = 2  # increases with each change by which a model's results ha
 # For the measurement of the faster type.
 PRODUCT_TYPES = (torch.float32, torch.bfloat16)
 ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
+OUTPUT_COLUMNS_MAX = 8192  # of the output layer; a larger one takes as much longer in either type
 WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers in turn: more than the caches hold
 REPEATS = 3
 
@@ -133,9 +134,9 @@ def load_transformers_model(
 
     Raises ModelRefused if the weights do not fit the architecture.
     """
-    dtype = dtype_of(folder.config, dtype_name, device)
+    dtype, output_dtype = dtype_of(folder.config, dtype_name, device), torch.float32
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
-        dtype = draft_type(folder.config, dtype)
+        dtype, output_dtype = draft_types(folder.config, dtype)
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -161,16 +162,22 @@ def load_transformers_model(
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     vocabulary = vocabulary and vocabulary.to(device)
     description = describe(folder, model, dtype, digest(), device, vocabulary)
-    backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows)
+    backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows, output_dtype)
     return TransformersModel(model, description, dtype, backend=backend)
 
 
 def backend_for(
-    device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    positions_max: int,
+    enforce_eager: bool,
+    has_stable_rows: bool,
+    output_dtype: torch.dtype = torch.float32,
 ) -> Backend:
-    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs."""
+    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs. `output_dtype`: see
+    `CpuBackend`."""
     if device.type == "cpu":
-        return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows)
+        return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows, output_dtype=output_dtype)
     from specdec.engine.cuda.backend import DeviceBackend
 
     return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
@@ -185,42 +192,46 @@ def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
 
 
-def draft_type(config: dict[str, Any], stored: torch.dtype) -> torch.dtype:
-    """Returns the type of "auto" for a draft on a CPU: the faster one here if the weights are bfloat16."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers")
+def draft_types(config: dict[str, Any], stored: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the types of "auto" for a draft on a CPU, of the layers and of the output layer: the faster ones here if
+    the weights are bfloat16."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     sizes = [size for size in map(config.get, keys) if isinstance(size, int)]
     if stored != torch.bfloat16 or len(sizes) < len(keys):
-        return stored
-    return faster_type(*sizes)
+        return stored, torch.float32
+    hidden_size, intermediate_size, layer_count, vocabulary_size = sizes
+    layer = ((intermediate_size, hidden_size), (hidden_size, intermediate_size))
+    return faster_type(layer, layer_count), faster_type(((min(vocabulary_size, OUTPUT_COLUMNS_MAX), hidden_size),))
 
 
 @torch.inference_mode()
-def faster_type(hidden_size: int, intermediate_size: int, layer_count: int) -> torch.dtype:
-    """Returns float32 or bfloat16, by timing the products of `layer_count` feed-forward layers in some milliseconds.
+def faster_type(shapes: Sequence[tuple[int, int]], layer_count: int = 1) -> torch.dtype:
+    """Returns float32 or bfloat16, by timing `layer_count` layers of products of weights [out, in] in milliseconds.
 
     A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a large
     model is read in half the time, a small one spends more on the setup of each product; without them every weight is
     unpacked first.
     """
-    layer_bytes = 2 * 4 * hidden_size * intermediate_size
+    layer_bytes = 4 * sum(out_size * in_size for out_size, in_size in shapes)
     count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
-    times_s = {dtype: _products_s(hidden_size, intermediate_size, count, dtype) for dtype in PRODUCT_TYPES}
+    times_s = {dtype: _products_s(shapes, count, dtype) for dtype in PRODUCT_TYPES}
     return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
 
 
-def _products_s(hidden_size: int, intermediate_size: int, count: int, dtype: torch.dtype) -> float:
+def _products_s(shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype) -> float:
     """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
-    shapes = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
     layers = [[Weight(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(count)]
-    rows = [torch.ones(row_count, hidden_size, dtype=dtype) for row_count in ROW_COUNTS]
+    rows = [torch.ones(row_count, shapes[0][1], dtype=dtype) for row_count in ROW_COUNTS]
     return min(_once_s(layers, rows) for _ in range(REPEATS))
 
 
 def _once_s(layers: Sequence[Sequence[Weight]], rows: Sequence[torch.Tensor]) -> float:
     started_s = time.perf_counter()
     for x in rows:
-        for up, down in layers:
-            down.multiply(up.multiply(x))
+        for layer in layers:
+            product = x
+            for weight in layer:
+                product = weight.multiply(product)
     return time.perf_counter() - started_s
 
 

@@ -8,9 +8,10 @@ verified; they cannot change the target distribution (docs/exactness.md). Pure.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Hashable
 
-from specdec.protocol.types import CONFIDENCE_EDGES, Rule
+from specdec.protocol.types import CONFIDENCE_EDGES, CONFIDENCE_MAX, Rule
 
 PRIOR_COUNT = 8.0  # weight of the prior, in outcomes
 COUNT_MAX = 2048.0  # a fuller count is halved, so that it follows a changing text
@@ -35,7 +36,9 @@ class Calibration:
             prior = self._shared.probability(features, prior)
         counts = self._counts.get(features)
         share = prior if counts is None else (counts[0] + PRIOR_COUNT * prior) / (counts[1] + PRIOR_COUNT)
-        return min(max(share, PROBABILITY_MIN), PROBABILITY_MAX)
+        if share < PROBABILITY_MIN:
+            return PROBABILITY_MIN
+        return share if share < PROBABILITY_MAX else PROBABILITY_MAX
 
     def record(self, features: Hashable, came_true: bool) -> None:
         """Counts one guess whose parent's path was committed, once."""
@@ -56,4 +59,10 @@ def confidence_bin(confidence: float) -> int:
 
 def confidence_features(rule: Rule, rank: int, confidence: float) -> Hashable:
     """Returns the features of a guess of a draft model: its rule, its rank among its siblings, its confidence."""
-    return rule.value, min(rank, RANK_COUNT - 1), confidence_bin(confidence)
+    return bin_features(rule)[min(rank, RANK_COUNT - 1)][confidence_bin(confidence)]
+
+
+@functools.cache
+def bin_features(rule: Rule) -> list[list[Hashable]]:
+    """Returns the features of the guesses of a rule, by rank and by bin of the confidence."""
+    return [[(rule.value, rank, own) for own in range(CONFIDENCE_MAX + 1)] for rank in range(RANK_COUNT)]

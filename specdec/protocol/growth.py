@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specdec.protocol.calibration import Calibration, confidence_bin, confidence_features
+from specdec.protocol.calibration import RANK_COUNT, Calibration, bin_features, confidence_bin, confidence_features
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import NodeBase
 from specdec.protocol.types import DraftProbs, Rule
@@ -57,6 +57,7 @@ class Growth:
         self.root_length = 0
         self.root: DraftTreeNode | None = None
         self._calibration = calibration
+        self._features = bin_features(rule)
         self._order = itertools.count()
         self._name_count = 0
         self._candidates: list[
@@ -182,15 +183,17 @@ class Growth:
         are drawn from it, in order. `cell`: of the node; none if it is committed."""
         node.guesses, node.cell = tuple(guesses), cell
         is_drawn, sent = draft_probs is not None, []
+        length, probability = node.length + 1, self._calibration.probability
         for rank, (token_id, confidence) in enumerate(guesses):
-            probability = self._calibration.probability(confidence_features(self.rule, rank, confidence), confidence)
-            score = node.score + math.log(probability)
-            child = node.children[token_id] = DraftTreeNode(node.length + 1, token_id, node, score=score)
-            self.give_back(child)
+            certainty = confidence_bin(confidence)
+            features = self._features[rank if rank < RANK_COUNT else -1][certainty]
+            score = node.score + math.log(probability(features, confidence))
+            child = node.children[token_id] = DraftTreeNode(length, token_id, node, score=score)
+            heapq.heappush(self._candidates, (-score, next(self._order), child))
             if rank < len(names):
                 child.name = names[rank]
-                certainty = 0 if is_drawn else confidence_bin(confidence)
-                sent.append(DraftNode(child.name, node.name, token_id, is_drawn or rank == 0, draft_probs, certainty))
+                is_proposal, told = is_drawn or rank == 0, 0 if is_drawn else certainty
+                sent.append(DraftNode(child.name, node.name, token_id, is_proposal, draft_probs, told))
         node.proposal = node.children[guesses[0][0]]
         return sent
 

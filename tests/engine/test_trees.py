@@ -20,7 +20,7 @@ from specdec.engine.model import load_model
 from specdec.engine.storage import DeviceStorage
 from specdec.engine.tiled_modules import FREE_WIDTHS, TiledLinear, Weight
 from specdec.engine.transformers_model import TransformersModel
-from specdec.engine.tree_attention import TreeChunk, TreePlanner
+from specdec.engine.tree_attention import SHORT_CELLS_MAX, TreeChunk, TreePlanner
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
 
@@ -131,16 +131,19 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
 def test_sequences_attend_together_as_each_alone(softcap: float | None) -> None:
     """Claim: rows of a bfloat16 model attend in float32, several sequences in a step with the result of each alone: of
     other lengths, in blocks that do not follow each other, nodes of trees that do not see every cell, with a window and
-    without. The reference is the plain formula for each."""
+    without; short sequences in one call, a long one in its own. The reference is the plain formula for each."""
     rng, generator = random.Random(5), torch.Generator().manual_seed(3)
     heads, kv_heads, size, windows = 6, 2, 32, (None, 7)
-    storage = DeviceStorage(1, 40, BLOCK_SIZE, kv_heads, size, torch.float32, torch.device("cpu"))
+    long_blocks = list(range(40, 42 + SHORT_CELLS_MAX // BLOCK_SIZE))
+    storage = DeviceStorage(1, long_blocks[-1] + 1, BLOCK_SIZE, kv_heads, size, torch.float32, torch.device("cpu"))
     storage.layers[0].copy_(torch.randn(storage.layers[0].shape, generator=generator))
     trees = [Tree([9, 3, 20], random_tokens(30, 1), TREES[0], rng), Tree([1, 2], random_tokens(5, 2), TREES[1], rng)]
     chunks = [SequenceChunk([block, block + 1], length, [7], 1) for block, length in ((4, 1), (22, 17), (30, 29))]
+    chunks.append(SequenceChunk(long_blocks, SHORT_CELLS_MAX, [5, 8], 1))
     chunks += [trees[0].chunk_of([2, 5]), trees[0].chunk_of([6]), trees[1].chunk_of([4])]
     rng.shuffle(chunks)
     plan = TreePlanner(storage, windows).plan(RaggedBatch(tuple(chunks))).attention
+    assert plan.group is not None and len(plan.group.own_rows) == 7 and len(plan.chunks) == 1
     rows = torch.randn(len(plan.written), heads + 2 * kv_heads, size, generator=generator).bfloat16()
     queries, keys, values = rows.split([heads, kv_heads, kv_heads], 1)
     alone = [TreePlanner(storage, windows).plan(RaggedBatch((chunk,))).attention for chunk in chunks]

@@ -51,6 +51,19 @@ def test_torch_and_plain_python_agree_bit_for_bit() -> None:
         assert found == [[plain_noise.gumbel_bits(seed, position, token) for token in token_ids] for seed in seeds]
 
 
+def test_both_ways_to_the_bits_agree_with_the_plain_ones() -> None:
+    """Claim: numpy, used on a CPU, and torch, used on any other device, give the integers of the definition. Source:
+    `tests.support.plain_noise`. Conclusive: equality, for seeds and ids with every bit set and none."""
+    seeds, token_ids = [0, 1, (1 << 63) + 5, (1 << 64) - 1], [0, 1, 4095, 1 << 24]
+    keys, ids = vectorised.gumbel_keys(seeds, [0, 7, 9, 1 << 20], CPU), torch.tensor([token_ids])
+    wanted = [
+        [plain_noise.gumbel_bits(seed, position, token) for token in token_ids]
+        for seed, position in zip(seeds, [0, 7, 9, 1 << 20])
+    ]
+    assert vectorised.numpy_gumbel_bits(keys, ids).tolist() == wanted
+    assert vectorised.torch_gumbel_bits(keys, ids).tolist() == wanted
+
+
 def test_gumbel_is_finite_at_both_ends_and_equal_to_the_plain_one() -> None:
     """Claim: G stays finite for the smallest and largest integer, and torch's is the plain one up to the last digits of
     the logarithm. With 53 bits h + 1/2 would round to 2**53 for the largest, and G be infinite.

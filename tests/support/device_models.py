@@ -30,7 +30,12 @@ def load_on_device(
     """A tiny model behind the device backend, with device "cpu"."""
 
     def backend(
-        device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+        device: torch.device,
+        dtype: torch.dtype,
+        positions_max: int,
+        enforce_eager: bool,
+        has_stable_rows: bool,
+        output_dtype: torch.dtype,
     ) -> DeviceBackend:
         return DeviceBackend(device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows)
 
