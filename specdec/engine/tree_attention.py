@@ -178,7 +178,7 @@ class TreePlanner:
     @staticmethod
     def _fits(place: Place) -> bool:
         """Whether a sequence is computed together with others."""
-        row_count, cell_count = place.rows.visible.shape
+        row_count, cell_count = map(int, place.rows.visible.shape)
         return row_count <= SHORT_ROWS_MAX and cell_count <= SHORT_CELLS_MAX
 
     def _group(self, places: list[Place]) -> SequenceGroup:
@@ -187,7 +187,8 @@ class TreePlanner:
         most = max(place.rows.visible.shape[1] for place in places)
         slots = numpy.zeros((count, most), dtype=numpy.int64)
         visible = {window: numpy.zeros((count, 1, width, most), dtype=bool) for window in self._windows}
-        rows, own_places = [], []
+        rows: list[int] = []
+        own_places: list[int] = []
         for index, place in enumerate(places):
             row_count, cell_count = place.rows.visible.shape
             slots[index, :cell_count] = self._slots(place.blocks, cell_count)

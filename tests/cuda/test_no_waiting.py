@@ -129,7 +129,7 @@ def read_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     # Numbers that mean nothing make no rows, and no true assumptions.
     monkeypatch.setattr(HostCopy, "was_wrong", lambda self: was_wrong(self) and False)
     nothing = proposal_module.Proposal(((1, 1.0),), DraftProbs((1,), (1,)))
-    monkeypatch.setattr(proposal_module, "proposal_of_codes", lambda request, token_ids, codes: nothing)
+    monkeypatch.setattr(proposal_module, "proposal_of_weights", lambda *arguments: nothing)
     return counts
 
 

@@ -255,14 +255,14 @@ def drawn_once_tested_with(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     """Siblings are drawn without replacement, and each is tested against the whole draft distribution."""
     drawn = DraftProbs.without
     monkeypatch.setattr(DraftProbs, "without", lambda self, token_ids: self)
-    real = proposal_module.proposal_of_codes
+    real = proposal_module.proposal_of_weights
 
-    def with_real_draws(request, token_ids, codes):
+    def with_real_draws(*arguments):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DraftProbs, "without", drawn)
-            return real(request, token_ids, codes)
+            return real(*arguments)
 
-    monkeypatch.setattr(proposal_module, "proposal_of_codes", with_real_draws)
+    monkeypatch.setattr(proposal_module, "proposal_of_weights", with_real_draws)
     own = world(depth=1)
     draws = SiblingWorld.draws
     monkeypatch.setattr(SiblingWorld, "draws", lambda self, path: real_draws(self, path, drawn, draws))
