@@ -267,6 +267,17 @@ def of_the_parent(real: Callable) -> Callable:
     return mutant
 
 
+def last_drawn_first(real: Callable) -> Callable:
+    def planted(remote: Any, *arguments: Any) -> Any:
+        drawn, remote.drawn = remote.drawn, remote.drawn[::-1]
+        try:
+            return real(remote, *arguments)
+        finally:
+            remote.drawn = drawn
+
+    return planted
+
+
 def without_parents(real: Callable) -> Callable:
     """The shape of the tree is lost."""
     return lambda self, offer: real(self, offer._replace(parents=()))
@@ -610,7 +621,7 @@ PATHS = (
         "the last drawn sibling is offered first",
         offer_module,
         "_drawn",
-        lambda real: lambda *arguments: real(*arguments)[::-1],
+        last_drawn_first,
     ),
     Bug("a tree is sent as a chain", Session, "_send_verification", without_parents),
     Bug("rows of several paths are written once", RaggedBatch, "copied_rows", instead(lambda self: iter(()))),
