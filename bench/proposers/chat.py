@@ -30,10 +30,12 @@ WARM = "no draft, asked before"
 WRONG_EVERY = 10  # of a prediction with 90 % right
 
 
-def chat_request(template: ChatTemplate, prompt: Prompt, variant: Variant, tokens: int) -> pb.GenerateRequest:
-    """The answer to one message, greedy, to its end or to `tokens` tokens."""
+def chat_request(
+    template: ChatTemplate, prompt: Prompt, variant: Variant, tokens: int, rule: str = RULES_DEFAULT[0]
+) -> pb.GenerateRequest:
+    """The answer to one message, to its end or to `tokens` tokens."""
     text = template.render([{"role": "user", "content": prompt.prompt}])
-    request = request_of(variant, RULES_DEFAULT[0], text, tokens)
+    request = request_of(variant, rule, text, tokens)
     request.sampling.ignore_eos = False
     return request
 
