@@ -18,6 +18,7 @@ from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.support.services import MODELS, fixed, running
 
 TOKENS = 48
+PLAIN_ROUNDS_MAX = 3  # at the start, while the draft reads the prompt: no round waits for it yet
 PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:4]]
 
 
@@ -33,7 +34,7 @@ def test_served_rounds_are_the_predicted_ones(temperature, draft):
         outcomes = [
             services.client.generate(
                 prompt,
-                speculative=fixed(3, draft_window=3),
+                speculative=fixed(3, draft_window=3, draft_wait_ms=2000),
                 max_tokens=TOKENS,
                 temperature=temperature,
                 seed=7 + index if temperature else 0,
@@ -54,8 +55,9 @@ def test_served_rounds_are_the_predicted_ones(temperature, draft):
         own = agreement_along(*readers, text, len(ids) - 1, params)
         assert len(own) == TOKENS
         statistics = outcome.finished.statistics
-        rounds = expected_rounds(own.passes[rule].tolist()[1:], 3)  # the first token comes with the prompt
-        assert TOKENS - 1 - rounds == statistics.num_accepted_draft_tokens
+        coins = own.passes[rule].tolist()  # the first token comes with the prompt, and without a draft more
+        expected = [TOKENS - start - expected_rounds(coins[start:], 3) for start in range(1, 1 + PLAIN_ROUNDS_MAX)]
+        assert statistics.num_accepted_draft_tokens in expected
 
 
 def words(folder: Path):
