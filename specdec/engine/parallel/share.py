@@ -168,6 +168,7 @@ class LeaderModel:
 
     def close(self) -> None:
         """Stops the other ranks and waits up to PARTING_S for their end. No step may be running."""
+        self._group.watch.expect_ends()
         self._sender.send(pack(Stop()))
         self._group.watch.stop(PARTING_S)
 

@@ -109,9 +109,13 @@ class Watch:
         """Asks the others to end normally. Safe in a signal handler."""
         self._is_stop_requested = True
 
+    def expect_ends(self) -> None:
+        """From here on the end of another rank is no loss: call it before the others are told to stop."""
+        self._is_stopping = True
+
     def stop(self, parting_s: float = 0.0) -> None:
         """Stops watching; closes its connections after the others have closed theirs, or after `parting_s`."""
-        self._is_stopping = True
+        self.expect_ends()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         deadline_s = time.monotonic() + parting_s
