@@ -176,7 +176,7 @@ class Table:
         sessions, acceptance = self._steps.active, probability(self.level)
         most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
         row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)
-        slack = REACH_SLACK * sessions
+        slack = REACH_SLACK * sessions  # a row, and a row that begins a path, delay all sessions
         self._reach_s = slack * row_s, slack * (row_s + self._steps.path_s(True))
         target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
         for line in self.lines:
