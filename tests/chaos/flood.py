@@ -246,16 +246,21 @@ class StreamFlood:
     async def _stream(
         self, channel: grpc.aio.Channel, sessions: Sequence[list[Node]], end: int, counts: Counts
     ) -> None:
-        call, items = channel.stream_stream(self.kind.method)(timeout=CALL_S_MAX), self._items(sessions)
+        # The bound is a batch's: a deadline of the stream would end it in the middle of a write, which grpc.aio tells as
+        # INTERNAL, whatever the status was.
+        call, items = channel.stream_stream(self.kind.method)(), self._items(sessions)
         data = b""
         try:
             for number in range(1, BATCHES_PER_STREAM + 1):
                 data, count = self._batch(items)
-                await call.write(data + self.kind.last(number).SerializeToString())
-                await self._answers(call, number, counts)
+                async with asyncio.timeout(CALL_S_MAX):
+                    await call.write(data + self.kind.last(number).SerializeToString())
+                    await self._answers(call, number, counts)
                 counts.add_sent(self.service, count)
                 if counts.sent[self.service] >= end:
                     break
+        except TimeoutError:
+            counts.add_fault(self.service, f"no answer in {CALL_S_MAX:g} s", data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             counts.add_fault(self.service, f"a stream ended: {await call.code()} {await call.details()}", data)
         finally:

@@ -219,6 +219,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                     part = min(CHECK_EVERY, asked.messages - counts.sent[service])
                     asyncio.run(floods.run(service, part, counts))
                     witness.check()
+                    if not console.is_terminal:
+                        console.print(f"{service}: {counts.sent[service]:,} of {asked.messages:,}")
         return report(asked, counts, witness, floods, console)
 
 
