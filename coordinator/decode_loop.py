@@ -18,7 +18,7 @@ from specdec.coordinator.rejection import conclude, logprobs_of
 from specdec.coordinator.replicas import Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import RequestStatistics
-from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.errors import NumericsError, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
@@ -145,7 +145,8 @@ class Generation:
 
     def on_defect(self) -> None:
         """Handling an answer for this generation failed: it ends, the others continue."""
-        self._fail(SpecdecError("the coordinator failed at this generation; its log contains the cause"))
+        cause = "the coordinator failed at this generation, and its log contains the cause"
+        self._fail(SpecdecError(f"{cause}; {self._how_to_resume()}"))
 
     def on_item(self, replica: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
         """Handles one answer of a replica; after the end it is dropped."""
@@ -188,9 +189,9 @@ class Generation:
             error = error_from_failure(item)
             if type(error) is SpecdecError:  # the text of an exception is for the log
                 get_logger().error("the target failed", **self.names, error=str(error))
-                error = SpecdecError("the target failed at this generation; its log contains the cause")
-            if isinstance(error, ReplicaUnavailable):
-                error = ReplicaUnavailable(f"{error}; {self._how_to_resume()}")
+                error = SpecdecError("the target failed at this generation, and its log contains the cause")
+            if isinstance(error, (ReplicaUnavailable, NumericsError)) or type(error) is SpecdecError:
+                error = type(error)(f"{error}; {self._how_to_resume()}")
             self._fail(error)
 
     def _on_result(self, answer: VerificationResult) -> None:

@@ -53,7 +53,7 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     folder = open_model_folder(settings.target)
     target = load_model(settings.target, device=device, has_stable_rows=False)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
-    texts = written(target, folder, about, classes_of(settings.prompts), console)
+    texts = written(target, folder, about, classes_of(settings.prompts), console, device)
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 

@@ -72,9 +72,10 @@ def written(
     settings_of_texts: tuple[str, int, int],
     classes: Mapping[str, str],
     console: Console,
+    device: str = "cpu",
 ) -> list[Text]:
     """Returns the target's answers to all prompts at all temperatures. `settings_of_texts`: temperatures, most tokens,
-    seed. `classes`: prompts, and the class of each. Raises ConfigError, SpecdecError."""
+    seed. `classes`: prompts, and the class of each. `device`: where the model is. Raises ConfigError, SpecdecError."""
     listed, token_count, seed = settings_of_texts
     temperatures = temperatures_of(listed, "--text-temperatures")
     plans = Plans(folder.path, temperatures, token_count, f"advise/{seed}", list(classes)).make(
@@ -86,7 +87,7 @@ def written(
         raise ConfigError(f"the longest prompt with --text-tokens {token_count} has {longest}; {limit}")
     parts: list[LabelledTexts] = []
     at_once = range(0, len(plans), TEXTS_AT_ONCE)
-    with TextWriter(model, TEXTS_AT_ONCE, longest) as writer:
+    with TextWriter(model, TEXTS_AT_ONCE, longest, device) as writer:
         for first in track(at_once, "the target writes", console=console, disable=not console.is_terminal):
             parts.append(writer.write(plans[first : first + TEXTS_AT_ONCE]))
     texts = LabelledTexts.joined(parts)

@@ -11,7 +11,7 @@ from typing import Any
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
 from specdec.advise.measuring import Text
 from specdec.cli.demo import Run, fill
-from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.policy.steps import StepCurve
 from specdec.settings import TlsSettings
@@ -19,6 +19,7 @@ from specdec.settings import TlsSettings
 WAIT_MS = 1000
 PROBED = (0, 1, 2, 4, 8)  # draft tokens of the rounds that are timed
 PROBED_TEXTS, PROBED_TOKENS = 3, 48
+SEED_OFFSET = 0x5EED  # of a served text: with the seed of the predicted one it would be that text again, token by token
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ class Observed:
 
 
 async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> Observed:
-    """Generates the texts again, each with rounds of `length` draft tokens and, right after, without. Raises
-    SpecdecError."""
+    """Generates new answers to the texts' prompts, each with rounds of `length` draft tokens and, right after, without.
+    Raises SpecdecError."""
     observed = Observed()
     async with connected(address) as channel:
         for text in texts:
@@ -143,19 +144,24 @@ async def connected(address: str) -> AsyncIterator[Any]:
 
 
 async def _generate(channel: Any, text: Text, length: int, token_count: int, ignore_eos: bool | None = None) -> Run:
+    run = Run()
+    await fill(run, channel, build_request(asked_of(text, length, token_count, ignore_eos), None))
+    return run
+
+
+def asked_of(text: Text, length: int, token_count: int, ignore_eos: bool | None = None) -> GenerateSettings:
+    """Returns what is asked to answer a text's prompt anew, with rounds of `length` draft tokens; 0: without. A sampled
+    answer has a seed of its own, the same for every `length`; at temperature 0 it is the text again."""
     params = text.params
     plan: dict[str, Any] = {"policy": "off"}
     if length:
         plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
         plan["draft_wait_ms"] = WAIT_MS  # until all are there
-    asked = GenerateSettings(
+    return GenerateSettings(
         prompt_ids=text.prompt_ids,
         max_tokens=token_count,
         temperature=params.temperature,
-        seed=params.seed if params.temperature else None,
+        seed=(params.seed + SEED_OFFSET) & UINT64_MAX if params.temperature else None,
         ignore_eos=ignore_eos,
         **plan,
     )
-    run = Run()
-    await fill(run, channel, build_request(asked, None))
-    return run

@@ -191,10 +191,17 @@ class SuffixStore:
         return self._token_count * STORED_TOKEN_BYTES
 
     def add(self, salt: str, token_ids: Sequence[int]) -> None:
-        """Stores a text, its last SUFFIX_TEXT_LENGTH_MAX tokens; forgets others while too many bytes are in use."""
+        """Stores a text, its last SUFFIX_TEXT_LENGTH_MAX tokens, unless it is stored: then it is in use now.
+
+        Forgets others while too many bytes are in use.
+        """
         text = array("L", token_ids[-SUFFIX_TEXT_LENGTH_MAX:])
         if len(text) <= SUFFIX_LENGTH_MIN:
             return
+        for number, _ in self._places.get((salt, tuple(text[-1 - SUFFIX_LENGTH_MIN : -1])), ()):
+            if self._texts[number][1] == text:
+                self._texts.move_to_end(number)
+                return
         self._count += 1
         self._texts[self._count] = salt, text
         self._token_count += len(text)

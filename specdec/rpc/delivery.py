@@ -54,7 +54,8 @@ class Delivery:
         except asyncio.CancelledError:
             if not self._is_stalled or writer.uncancel():  # cancelled by another, or by both
                 raise
-            raise DeliveryStalled(f"the reader took nothing for {READER_STALL_S_MAX:g} s") from None
+            reason = f"the reader took nothing for {READER_STALL_S_MAX:g} s"
+            raise DeliveryStalled(f"{reason}; send the request again; a generation can be resumed") from None
         finally:
             self._began_s = None
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +64,7 @@ class Counts:
         if len(self.faults) < FAULT_SAMPLES_MAX:
             self.faults.append(f"{service}: {what}; {len(data)} bytes: {data[:2000].hex()}")
 
-    def add_error(self, service: str, error: grpc.aio.AioRpcError, data: bytes) -> None:
+    def add_error(self, service: str, error: grpc.RpcError, data: bytes) -> None:
         """Records the status of a failed call."""
         self.answers[service][f"call {error.code().name}"] += 1
         if error.code().value[0] in FAULTS or error.code() in (
@@ -79,7 +81,7 @@ def without_index(name: str) -> str:
     return name.partition("[")[0] if not name.rpartition("field ")[2].isdigit() else "unknown field"
 
 
-def fields_of(error: grpc.aio.AioRpcError) -> Iterator[str]:
+def fields_of(error: grpc.RpcError) -> Iterator[str]:
     """The fields that a refusal names."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -215,16 +217,16 @@ class StreamFlood:
         self._numbers = itertools.count(1)
         self._broken: list[bytes] = []
 
-    async def run(self, sessions: Sequence[list[Node]], count: int, counts: Counts) -> None:
+    def run(self, sessions: Sequence[list[Node]], count: int, counts: Counts) -> None:
         """Sends at least `count` mutated messages."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         end = counts.sent[self.service] + count
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        with grpc.insecure_channel(self._address, options=options) as channel:
             while counts.sent[self.service] < end:
                 self._broken.clear()
-                await self._stream(channel, sessions, end, counts)
+                self._stream(channel, sessions, end, counts)
                 for data in self._broken:
-                    await self._lone(channel, data, counts)
+                    self._lone(channel, data, counts)
 
     def _items(self, sessions: Sequence[list[Node]]) -> Iterator[tuple[bytes, bool]]:
         """(field of the message, whether it is mutated), of sessions whose items alternate; without end."""
@@ -243,27 +245,26 @@ class StreamFlood:
             else:
                 yield write([node]), False
 
-    async def _stream(
-        self, channel: grpc.aio.Channel, sessions: Sequence[list[Node]], end: int, counts: Counts
-    ) -> None:
-        # The bound is a batch's: a deadline of the stream would end it in the middle of a write, which grpc.aio tells as
-        # INTERNAL, whatever the status was.
-        call, items = channel.stream_stream(self.kind.method)(), self._items(sessions)
+    def _stream(self, channel: grpc.Channel, sessions: Sequence[list[Node]], end: int, counts: Counts) -> None:
+        """One stream. (By threads, because grpc.aio makes a status of its own where a write meets the stream's end.)"""
+        requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        call, items = channel.stream_stream(self.kind.method)(iter(requests.get, None)), self._items(sessions)
         data = b""
         try:
             for number in range(1, BATCHES_PER_STREAM + 1):
                 data, count = self._batch(items)
-                async with asyncio.timeout(CALL_S_MAX):
-                    await call.write(data + self.kind.last(number).SerializeToString())
-                    await self._answers(call, number, counts)
+                requests.put(data + self.kind.last(number).SerializeToString())
+                is_late = threading.Timer(CALL_S_MAX, call.cancel)
+                is_late.start()
+                self._answers(call, number, counts)
+                is_late.cancel()
                 counts.add_sent(self.service, count)
                 if counts.sent[self.service] >= end:
                     break
-        except TimeoutError:
-            counts.add_fault(self.service, f"no answer in {CALL_S_MAX:g} s", data)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            counts.add_fault(self.service, f"a stream ended: {await call.code()} {await call.details()}", data)
+        except (grpc.RpcError, StopIteration):
+            counts.add_fault(self.service, f"a stream ended: {call.code()} {call.details()}", data)
         finally:
+            requests.put(None)
             call.cancel()
 
     def _batch(self, items: Iterator[tuple[bytes, bool]]) -> tuple[bytes, int]:
@@ -284,10 +285,11 @@ class StreamFlood:
             size, item_count, count = size + len(data), item_count + own_count, count + is_mutated
         return b"".join(parts), count
 
-    async def _answers(self, call: Any, number: int, counts: Counts) -> None:
-        """Reads answers up to that of a batch's last item."""
+    def _answers(self, call: Any, number: int, counts: Counts) -> None:
+        """Reads answers up to that of a batch's last item. Raises StopIteration at the stream's end."""
         answers, fields = counts.answers[self.service], counts.refused_fields[self.service]
-        while (data := await call.read()) is not grpc.aio.EOF:
+        while True:
+            data = next(call)
             for item in self.kind.response.FromString(data).items:  # type: ignore[attr-defined]  # a generated class
                 name = item.WhichOneof("item")
                 answer = getattr(item, name)
@@ -300,16 +302,14 @@ class StreamFlood:
                     answers[name] += 1
                     if answer.session == LAST_SESSION and answer.incarnation == number:
                         return
-        raise asyncio.InvalidStateError("the stream ended")
 
-    async def _lone(self, channel: grpc.aio.Channel, data: bytes, counts: Counts) -> None:
-        """Sends a message as the only one of its stream; a refused one ends it. (As a call with one request, because a
-        client that writes to an ended stream makes a status of its own.)"""
+    def _lone(self, channel: grpc.Channel, data: bytes, counts: Counts) -> None:
+        """Sends a message as the only one of its stream; a refused one ends it."""
         try:
-            async for _ in channel.unary_stream(self.kind.method)(data, timeout=CALL_S_MAX):
+            for _ in channel.unary_stream(self.kind.method)(data, timeout=CALL_S_MAX):
                 pass
             counts.answers[self.service]["call OK"] += 1
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             counts.add_error(self.service, error, data)
         counts.add_sent(self.service, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -268,10 +269,10 @@ def draft_token_count(serving: Serving) -> int:
     return int(statistics.get("num_draft_tokens", 0))
 
 
-def test_a_service_that_cannot_stay_is_given_up(folders, monkeypatch):
-    """Claim: a service that ends again and again is started RESTART_COUNT_MAX times and then no more: without a draft
-    the others go on, a target ends all and says so. Real processes, which refuse their settings; only the keeper's
-    clock runs ahead of its pauses, and it gives up earlier."""
+def test_a_service_that_cannot_stay_is_given_up(folders, monkeypatch, capsys):
+    """Claim: a service that ends again and again is started RESTART_COUNT_MAX times and then no more, after waits that
+    double: without a draft the others go on, a target ends all and says so. Real processes, which refuse their
+    settings; only the keeper's clock runs ahead of its pauses, and it gives up earlier."""
     monkeypatch.setattr(keeper, "RESTART_COUNT_MAX", 3)
     children = [Child("target", ["--help"]), Child("draft", ["--help"])]
     settings = TargetSettings(model=str(folders / "target")), DraftSettings(model=str(folders / "draft"))
@@ -293,6 +294,8 @@ def test_a_service_that_cannot_stay_is_given_up(folders, monkeypatch):
         processes |= {child.process.pid: child.command for child in children}
     assert Counter(processes.values()) == {"target": 4, "draft": 4}
     assert ended.count("started again 3 times and is given up, and the other services") == 1 and "target" in ended
+    waits = re.findall(r"the (\w+) service ended .* started again in (\d+) s", capsys.readouterr().err)
+    assert [wait for name, wait in waits if name == "draft"] == ["1", "2", "4"]
     for child in children:
         child.stop()
 

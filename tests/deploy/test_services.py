@@ -46,7 +46,7 @@ def test_an_unknown_flag_is_refused() -> None:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> None:
     """Claim: the ports a container names are those of its settings; probes use existing ports, and by gRPC only the
-    plain health port, which needs no TLS."""
+    plain health port, which needs no TLS. A container of a service has all three, so that a hung one is restarted."""
     objects = overlay(name)
     for pod in own_pods(name):
         for container in pod.spec["containers"]:
@@ -62,6 +62,7 @@ def test_ports_are_those_the_service_listens_on(name: str, secrets: Path) -> Non
         if settings is None or not named:
             continue
         assert settings.health_address and settings.metrics_address
+        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= pod.service[1].keys(), pod.owner
         health, metrics = split_address(settings.health_address)[1], split_address(settings.metrics_address)[1]
         assert named == {"grpc": settings.port, "health": health, "metrics": metrics}, pod.owner
 

@@ -1,4 +1,5 @@
-"""The promise of `tests/engine/test_row_independence.py`, with the same checks, at a fixed number of ranks."""
+"""The promises of `tests/engine/test_row_independence.py` and `test_target_trees.py`, with the same checks, at a fixed
+number of ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import pytest
 
 from specdec.bench.harness import TARGET_MODEL
 from tests.engine import test_row_independence as independence
+from tests.engine import test_target_trees as trees
 from tests.support.engine_models import Driver
 from tests.support.ranks import Followers
 
 MODELS = [("target", "float32", 2), ("target", "bfloat16", 2)]
 MORE_MODELS = [("target", "bfloat16", 4), ("llama", "float32", 2)]
 MORE_MODELS += [(name, "float32", ranks) for name in ("gpt2", "gemma3") for ranks in (2, 4)]
+TREE_BASES = (1, 17, 128, 257, 384)  # of those for one rank
 PARAMETERS = [*MODELS, pytest.param(("llama", "float32", 4), marks=pytest.mark.more)]
 PARAMETERS += [pytest.param(model, marks=pytest.mark.slow) for model in MORE_MODELS]
 
@@ -43,3 +46,15 @@ def test_rows_do_not_depend_on_the_batch_over_ranks(check: Callable, case: indep
     on the message size would differ in some rows.
     """
     check(case)
+
+
+def test_a_tree_has_the_bits_of_its_paths_over_ranks(
+    case: independence.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim (design section 10): over ranks too, shape, siblings and committed length change no bit of a tree's row.
+
+    Conclusive: the same check that holds for one rank, with the same tree; a rank that read other keys, or did not
+    write a shared row for every path, would add another part to the sums.
+    """
+    monkeypatch.setattr(trees, "BASES", TREE_BASES)
+    trees.test_each_row_has_the_bits_of_its_path("", "", lambda name, dtype: case.driver, monkeypatch)

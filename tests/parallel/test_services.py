@@ -16,9 +16,12 @@ from specdec.cli.processes import Child, start
 from specdec.config import ServeSettings, TargetSettings
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as types_pb
-from tests.support.services import SHAPES, running
+from tests.sameness.generations import TREES
+from tests.support.services import MODELS, SHAPES, running
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+RANKED_SHAPES = ("chain", "tree", "siblings", "waiting siblings", "all proposers", "all proposers, heads")
 
 
 def listening_beyond_loopback(pid: int) -> list[str]:
@@ -48,18 +51,27 @@ def describe(address: str) -> types_pb.DescribeResponse:
 def test_on_and_off_say_the_same_text_over_ranks() -> None:
     """Claim (reliability table): at a fixed tensor-parallel degree speculation changes no token.
 
-    Conclusive: the shipped pair with a target of two ranks; greedy and coupled, chains and trees against off.
+    Conclusive: the shipped pair with a target of two ranks and its heads; greedy and coupled, chains and trees, with
+    siblings and with every proposer, against off. Some rounds verified several paths, and every proposer offered.
     """
     prompts = list(heldout_prompts().values())[:2]
-    with running(TARGET_MODEL, DRAFT_MODEL, threads=1, target={"tensor_parallel_size": 2}) as services:
+    shapes = {**SHAPES, **TREES}
+    target = {"tensor_parallel_size": 2, "heads": str(MODELS / "target-heads")}
+    statistics = []
+    with running(TARGET_MODEL, DRAFT_MODEL, threads=1, target=target) as services:
         for prompt in prompts:
             for sampling in ({"temperature": 0}, {"temperature": 1, "seed": 11}):
                 asked = {"prompt": prompt, "max_tokens": 40, **sampling}
                 expected = services.client.generate(**asked, speculative=SHAPES["off"])
                 assert expected.started.numerics.tensor_parallel_size == 2
-                for shape in ("chain", "tree"):
-                    outcome = services.client.generate(**asked, speculative=SHAPES[shape])
+                for shape in RANKED_SHAPES:
+                    prediction = expected.token_ids if "proposers" in shape else ()
+                    outcome = services.client.generate(**asked, speculative=shapes[shape], prediction=prediction)
                     assert outcome.comparable == expected.comparable, (shape, sampling)
+                    statistics.append(outcome.finished.statistics)
+    assert sum(own.num_paths for own in statistics) > sum(own.num_spec_steps for own in statistics)
+    for name in ("model", "ngram", "suffix", "prediction", "heads"):
+        assert sum(getattr(own, f"num_{name}_draft_tokens") for own in statistics), name
 
 
 @pytest.mark.more

@@ -153,6 +153,28 @@ def test_the_least_recently_used_text_goes_first() -> None:
     assert found == [True, False, True]
 
 
+def test_a_text_that_is_generated_again_is_stored_once() -> None:
+    """Claim: a recurring answer takes the store's bytes once, and its return is a use of it.
+
+    Conclusive: stored twice, the first text would leave no room for the second; not used, it would go before it. Under
+    another salt, or with another end, it is another text.
+    """
+    first, second, third = (list(range(start, start + 10)) for start in (0, 100, 200))
+    store = SuffixStore(20 * STORED_TOKEN_BYTES)
+    for text in (first, second, first, first):
+        store.add("", text)
+    assert store.byte_count == 20 * STORED_TOKEN_BYTES
+    assert store.runs("", second[:SUFFIX_LENGTH_MIN]) and store.runs("", first[:SUFFIX_LENGTH_MIN])
+    store.add("", second)
+    store.add("", first)
+    store.add("", third)
+    assert [bool(store.runs("", text[:SUFFIX_LENGTH_MIN])) for text in (first, second, third)] == [True, False, True]
+    large = SuffixStore(1 << 20)
+    for salt, text in (("", first), ("a", first), ("", [*first[:-1], 77])):
+        large.add(salt, text)
+    assert large.byte_count == 30 * STORED_TOKEN_BYTES
+
+
 def test_heads_propose_a_chain_and_one_alternative() -> None:
     """Claim: after a row, the likeliest tokens of the heads are one run, the first head's second choice another, and a
     token beyond the vocabulary ends a run; without proposals there is none."""

@@ -173,7 +173,7 @@ class Floods:
         else:
             kind = TARGET_STREAM if service == "target" else DRAFT_STREAM
             stream = StreamFlood(kind, self._addresses[service], mutator, self._seed)
-            await stream.run(self._played[kind], count, counts)
+            await asyncio.to_thread(stream.run, self._played[kind], count, counts)
 
 
 def _all_nodes(nodes: Sequence[Node]) -> Iterator[Node]:
