@@ -1,6 +1,6 @@
 """Short forms of the proofs under load, on table models: `python -m tests.chaos` runs the whole ones.
 
-Bars about counts must hold; those about times are left to the command, for a busy machine breaks them.
+Bars about counts must hold; those about times and rates are left to the command, for a busy machine breaks them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rich.console import Console
 from specdec.bench.bars import Bar
 from tests.chaos.__main__ import modules
 
-TIMED = ("seconds", "ms")
+TIMED = ("seconds", "ms", "ms,", "goodput,", "throughput", "CPU", "memory", "share")
 
 
 def missed(proof: str, *arguments: str) -> list[Bar]:
-    """Runs a proof; returns its missed bars, without those of times."""
+    """Runs a proof; returns its missed bars, without those of times and rates."""
     module: Any = modules()[proof]
     parser = argparse.ArgumentParser()
     module.add_options(parser)
@@ -45,3 +45,17 @@ def test_a_stop_ends_what_it_must() -> None:
     """Claim: streams that fit the grace finish, others say how to resume, beside unread ones. Conclusive: of every read
     stream the end is checked; the exit code is 0."""
     assert not missed("drain", "--short", "4", "--long", "2", "--stalled", "2", "--grace-s", "4")
+
+
+@pytest.mark.more
+def test_overload_is_refused_and_changes_no_text() -> None:
+    """Claim: beyond its places a coordinator refuses with RESOURCE_EXHAUSTED and nothing else, and the accepted texts
+    are those of a free one. Conclusive: at ten times the load some must be refused."""
+    assert not missed("overload", "--seconds", "4", "--peak-seconds", "4", "--places", "4", "--tokens", "24")
+
+
+@pytest.mark.more
+def test_a_silent_collector_fails_no_request() -> None:
+    """Claim: texts with a collector that takes nothing, or is not there, equal those with one that works. Conclusive:
+    every text of every set is compared."""
+    assert not missed("collector", "--blocks", "1", "--texts", "1", "--tokens", "40")

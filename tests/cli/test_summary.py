@@ -1,8 +1,10 @@
-"""The line after a text on a terminal."""
+"""The colours of a text on a terminal, and the line after it."""
 
 from __future__ import annotations
 
-from specdec.cli.generate import summary
+import pytest
+
+from specdec.cli.generate import COLORS, LEGEND, PROPOSER_COLORS, RESET, colored, shares, summary
 from specdec.v1 import coordinator_service_pb2 as pb
 
 
@@ -16,3 +18,40 @@ def test_it_has_the_statistics_and_the_trace_id():
     finished.statistics.mean_acceptance_length = 1.75
     line = "50 tokens, 25.0 tokens/s, acceptance 0.75, 1.75 tokens a speculating round; trace " + "ab" * 16
     assert summary(finished) == line
+
+
+def delta(kind: int, proposers: tuple[int, ...] = ()) -> pb.Delta:
+    """Two tokens: a bonus token, and one of that kind."""
+    sources = (pb.PROPOSER_UNSPECIFIED, *proposers) if proposers else ()
+    return pb.Delta(text="onetwo", text_lengths=[3, 3], kinds=[pb.TOKEN_KIND_BONUS, kind], proposers=sources)
+
+
+@pytest.mark.parametrize("proposer", PROPOSER_COLORS, ids=pb.Proposer.Name)
+def test_accepted_tokens_have_the_colour_of_their_proposer(proposer: int) -> None:
+    """Claim: an accepted token has the colour of its proposer, which is no other's and is in the legend; other tokens
+    of the delta keep theirs. Conclusive: the whole text is compared."""
+    color = PROPOSER_COLORS[proposer]
+    assert colored(delta(pb.TOKEN_KIND_ACCEPTED, (proposer,))) == f"one{color}two{RESET}"
+    others = [own for name, own in PROPOSER_COLORS.items() if name != proposer]
+    assert color not in (*others, COLORS[pb.TOKEN_KIND_RECOVERED]) and color in LEGEND
+
+
+def test_colours_without_proposers() -> None:
+    """Claim: every proposer of the protocol has a colour; a delta without proposers has the draft model's for accepted
+    tokens, and recovered tokens have their own."""
+    assert {pb.PROPOSER_UNSPECIFIED, *PROPOSER_COLORS} == set(pb.Proposer.values())
+    draft, recovered = PROPOSER_COLORS[pb.PROPOSER_DRAFT], COLORS[pb.TOKEN_KIND_RECOVERED]
+    assert colored(delta(pb.TOKEN_KIND_ACCEPTED)) == f"one{draft}two{RESET}"
+    assert colored(delta(pb.TOKEN_KIND_RECOVERED)) == f"one{recovered}two{RESET}"
+    assert colored(delta(pb.TOKEN_KIND_RECOVERED, (pb.PROPOSER_UNSPECIFIED,))) == f"one{recovered}two{RESET}"
+
+
+def test_shares_of_proposers() -> None:
+    """Claim: accepted and verified tokens of each proposer that offered some, in order; nothing for a draft alone."""
+    statistics = pb.Statistics(num_model_draft_tokens=9, num_model_accepted_tokens=4)
+    assert shares(pb.Statistics()) == shares(statistics) == ""
+    for number, name in enumerate(("ngram", "suffix", "prediction", "heads"), 1):
+        alone = pb.Statistics(**{f"num_{name}_draft_tokens": 8, f"num_{name}_accepted_tokens": number})
+        assert shares(alone) == f" ({name} {number}/8)"
+        statistics.MergeFrom(alone)
+    assert shares(statistics) == " (draft 4/9, ngram 1/8, suffix 2/8, prediction 3/8, heads 4/8)"

@@ -40,6 +40,11 @@ LABELLED_SUMS = {
     ("specdec_tree_hits_total", "next", "bonus"): "num_bonus_hits",
     ("specdec_link_payload_bytes_total", "peer", "target"): "target_link_bytes",
     ("specdec_link_payload_bytes_total", "peer", "draft"): "draft_link_bytes",
+    **{
+        (f"specdec_proposed_{counted}_total", "proposer", name): f"num_{field}_{said}_tokens"
+        for counted, said in (("tokens", "draft"), ("accepted_tokens", "accepted"))
+        for name, field in (("draft", "model"), *((own, own) for own in ("ngram", "suffix", "prediction", "heads")))
+    },
 }
 TIMES = ("draft_wait", "target_queue", "target_forward", "target_sampling", "target_link")
 

@@ -48,9 +48,7 @@ def test_rows_do_not_depend_on_the_batch_over_ranks(check: Callable, case: indep
     check(case)
 
 
-def test_a_tree_has_the_bits_of_its_paths_over_ranks(
-    case: independence.Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_has_the_bits_of_its_paths_over_ranks(case: independence.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim (design section 10): over ranks too, shape, siblings and committed length change no bit of a tree's row.
 
     Conclusive: the same check that holds for one rank, with the same tree; a rank that read other keys, or did not

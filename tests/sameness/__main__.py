@@ -3,7 +3,7 @@
 For each dtype the three services are started with the shipped pair, and every prompt is generated with
 speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time. Tokens, text and
 log-probabilities must be equal to the last bit; ends with 1 where they are not. `--target` sets options of the
-target service: ranks, a small cache, prefix caching.
+target service: ranks, a small cache, prefix caching. The target has its heads if a way asks for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.sameness.comparison import Comparison, compare
-from tests.sameness.generations import ALL_PARAMS, WAYS, generations
+from tests.sameness.generations import ALL_PARAMS, HEADS_WAY, WAYS, generations
 from tests.support.services import MODELS, running
 
 SHOWN_MAX = 10
@@ -51,7 +51,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = options(arguments)
     console = Console(width=120)
-    target = {name.replace("-", "_"): value for name, value in (own.split("=", 1) for own in asked.target)}
+    target = target_settings(asked)
     is_same = True
     for dtype in asked.dtypes:
         began_s, refusals = time.monotonic(), Counter[str]()
@@ -69,8 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_tried = any(one.accepted_count for one in found)
         if not is_tried:
             console.print("no draft token was accepted: nothing was tried", style="red")
+        with_heads = [one for one in found if one.generation.way == HEADS_WAY]
+        if with_heads and not any(one.heads_count for one in with_heads):
+            console.print(f"no token of the heads was offered: {HEADS_WAY} was not tried", style="red")
+            is_tried = False
         is_same = is_same and is_tried and not differing and len(found) == asked.prompts
     return 0 if is_same else 1
+
+
+def target_settings(asked: argparse.Namespace) -> dict[str, str]:
+    """Returns the settings of the target: its heads if a way asks for them, and those of `--target`."""
+    heads = {"heads": str(MODELS / "target-heads")} if HEADS_WAY in asked.ways else {}
+    return heads | {name.replace("-", "_"): value for name, value in (own.split("=", 1) for own in asked.target)}
 
 
 def compared(

@@ -47,6 +47,11 @@ class Comparison:
     def accepted_count(self) -> int:
         return int(self.on.finished.statistics.num_accepted_draft_tokens)
 
+    @property
+    def heads_count(self) -> int:
+        """The number of draft tokens from heads on the target."""
+        return int(self.on.finished.statistics.num_heads_draft_tokens)
+
     def total(self, name: str) -> int:
         """The sum of a count in the statistics of both generations."""
         return sum(int(getattr(one.finished.statistics, name)) for one in (self.on, self.off))

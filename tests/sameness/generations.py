@@ -30,7 +30,8 @@ TREES = {
     )
     for rows in (2, 3, 5, 16)
 }
-TREES["all proposers, heads"] = {
+HEADS_WAY = "all proposers, heads"
+TREES[HEADS_WAY] = {
     **SHAPES["all proposers"],
     "proposers": [*SHAPES["all proposers"]["proposers"], "PROPOSER_HEADS"],
 }

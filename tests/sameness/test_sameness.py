@@ -9,10 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sameness.__main__ import main, options, table_of
+from tests.sameness.__main__ import main, options, table_of, target_settings
 from tests.sameness.comparison import Comparison
-from tests.sameness.generations import ALL_PARAMS, WAYS, Generation, generations, heldout_token_ids, prompts_of
-from tests.support.services import Outcome
+from tests.sameness.generations import (
+    ALL_PARAMS,
+    HEADS_WAY,
+    WAYS,
+    Generation,
+    generations,
+    heldout_token_ids,
+    prompts_of,
+)
+from tests.support.services import MODELS, Outcome
 
 
 def test_prompts_are_of_held_out_text_and_none_twice() -> None:
@@ -65,13 +73,24 @@ def test_settings_of_the_target_are_named() -> None:
         options(["--target", "tensor-parallel-size"])
 
 
+def test_the_target_has_heads_for_the_way_that_asks_for_them() -> None:
+    """Claim: by default the target has the shipped heads; without that way it has none, and `--target` comes first."""
+    shipped = {"heads": str(MODELS / "target-heads")}
+    assert HEADS_WAY in WAYS and target_settings(options([])) == shipped
+    assert target_settings(options(["--target", "block-size=16"])) == {**shipped, "block_size": "16"}
+    assert target_settings(options(["--target", "heads=none"])) == {"heads": "none"}
+    assert target_settings(options(["--ways", "tree"])) == {}
+
+
 @pytest.mark.more
 @pytest.mark.lengthy
-def test_the_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ways", [(), ("--ways", HEADS_WAY)], ids=["all", "heads"])
+def test_the_command_runs(ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: a few prompts through real services, with a setting passed on to the target, differ nowhere.
 
-    Conclusive: it ends with 0 only if every pair is equal and draft tokens were accepted.
+    Conclusive: it ends with 0 only if every pair is equal and draft tokens were accepted, and of the way with heads
+    only if heads offered some.
     """
     asked = "--prompts 6 --tokens 12 --streams 4 --dtypes bfloat16 --target block-size=16"
-    assert main(asked.split()) == 0
+    assert main([*asked.split(), *ways]) == 0
     assert "bfloat16, 1 thread(s) block-size=16" in capsys.readouterr().out

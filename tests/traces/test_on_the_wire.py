@@ -126,6 +126,29 @@ def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
     assert outcome.started.request_id == outcome.finished.trace_id
 
 
+def test_the_root_tells_the_proposers_apart(services: Services, receiver: Receiver):
+    """Claim: the root has draft tokens and accepted ones of each proposer, as the statistics have them, and they add
+    up. Conclusive: the draft, earlier text and a prediction each offered some."""
+    speculative = fixed(
+        12,
+        draft_window=12,
+        draft_wait_ms=100,
+        proposers=["PROPOSER_DRAFT", "PROPOSER_NGRAM", "PROPOSER_SUFFIX", "PROPOSER_PREDICTION"],
+    )
+    said, offered = {}, set()
+    for prediction in ((), (4, 1, 3, 0, 2)):
+        outcome = generate(services, 60, speculative=speculative, prediction=prediction)
+        said, statistics = attributes(trace_of(receiver, outcome).named("Generate")[0]), outcome.finished.statistics
+        for kind in ("draft", "accepted"):
+            names = {own: f"num_{own}_{kind}_tokens" for own in ("model", "ngram", "suffix", "prediction", "heads")}
+            counts = {own: said[f"specdec.{name}"] for own, name in names.items()}
+            assert counts == {own: getattr(statistics, name) for own, name in names.items()}
+            total = {"draft": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"}[kind]
+            assert sum(counts.values()) == said[f"specdec.{total}"]
+            offered |= {own for own, count in counts.items() if count}
+    assert offered >= {"model", "ngram", "suffix"}, offered
+
+
 def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTrace]):
     """Claim: rounds 0, 1, 2, … each have one event, in order; counts and parts of the time add up to the round group's
     and the root's."""

@@ -1,0 +1,88 @@
+"""Prices, accepted tokens of a second of drafting, and the table of all drafts, against cases by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rich.console import Console
+
+from specdec.advise.agreement import Agreement
+from specdec.advise.forecast import Break, Estimate, Times
+from specdec.advise.measuring import EVERYTHING, Reading, Text
+from specdec.advise.report import Advice, ChainPlan, advice_of, plans_of, price_of
+from specdec.advise.view import sweep_table
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+
+# A step of the target takes 40 ms, of the draft 5 ms, a round trip 3 ms, the rest 2 ms.
+TIMES = Times(lambda rows: 0.040, lambda nodes: 0.005 * nodes, 0.003, lambda length: 0.002)
+
+
+def reading_of(coins: list[float]) -> Reading:
+    """A greedy text whose draft tokens pass with these probabilities; of other measures all are 0."""
+    params = ResolvedSamplingParams(rule=Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
+    passes, none = {Rule.GREEDY: torch.tensor(coins, dtype=torch.float64)}, torch.zeros(len(coins), dtype=torch.float64)
+    agreement = Agreement(passes, passes, none, none, none, none, none, none, none)
+    return Reading(Text(EVERYTHING, params, tuple(range(len(coins) + 1)), 0), agreement)
+
+
+# The first token comes with the prompt. After it, with one draft token a round: one passes and the target's own token
+# follows (2 tokens), then one is rejected (1 token): 12 tokens in 8 rounds.
+READINGS = [reading_of([1, *[1, 0, 0] * 4])]
+
+
+def test_the_price_of_a_million_tokens() -> None:
+    """Claim: at 100 tokens/s a million tokens take 10,000 s, 2.78 hours: 10 at a price of 3.60 an hour; half the rate
+    costs twice as much, and without a price it is 0."""
+    assert price_of(3.6, 100.0) == pytest.approx(10.0)
+    assert price_of(3.6, 50.0) == pytest.approx(20.0) and price_of(0.0, 100.0) == 0
+
+
+def test_accepted_tokens_of_a_second_of_drafting() -> None:
+    """Claim: 12 tokens in 8 rounds are 1.5 a round, 0.5 of the draft; its step of 5 ms gives 100 accepted tokens per
+    second of its computation, two steps a round 50, as the second is always rejected. All passing, 3 draft tokens give
+    12 tokens in 3 rounds: 3 accepted in 15 ms, 200. The target's time and the round trip are not in it."""
+    one, two = plans_of(READINGS, TIMES, (0.0, 0.0))[:2]
+    assert (one.length, two.length) == (1, 2)
+    assert one.tokens.value == two.tokens.value == pytest.approx(1.5)
+    assert one.accepted_per_draft_s == pytest.approx(100) and two.accepted_per_draft_s == pytest.approx(50)
+    three = plans_of([reading_of([1.0] * 13)], TIMES, (0.0, 0.0))[2]
+    assert three.tokens.value == pytest.approx(4) and three.accepted_per_draft_s == pytest.approx(200)
+
+
+def test_prices_of_a_plan_and_of_plain_decoding() -> None:
+    """Claim: a plan is paid for both machines, plain decoding for the target's alone. By hand: a round with one draft
+    token takes 40 + 5 + 3 + 2 = 50 ms and has 1.5 tokens, 30 tokens/s, a plain one 42 ms; at 2.70 and 0.54 an hour a
+    million tokens cost 30 and 31.50."""
+    advice = advice_of("draft", 1, READINGS, TIMES, (2.7, 0.54))
+    assert advice.plans[0].rate.value == pytest.approx(30)
+    assert advice.plans[0].price == pytest.approx(3.24 / 3600 / 30 * 1e6) == pytest.approx(30)
+    assert advice.plain_price == pytest.approx(31.5)
+    assert advice.best == 1 and advice.best_plan == advice.plans[0]
+
+
+def advice_with(draft: str, rate: float, length: int) -> Advice:
+    """An advice with one plan of this rate; plain decoding has 20 tokens/s. `length` 0: plain is better."""
+    plan = ChainPlan(
+        length or 1, Estimate(1.5, 1.4, 1.6), Estimate(0.5, 0.5, 0.5), *[Estimate(rate, rate, rate)] * 2, 0.0, 0.0
+    )
+    return Advice(draft, 7_000_000, 0.04, 0.005, 20.0, 0.0, length, [], [plan], Break(0.0, 0.0, 0))
+
+
+def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
+    """Claim: a draft a line in the order given, with the values of its own plan; the fastest is bold, here the one in
+    the middle, and no other; a draft that does not pay has 0 draft tokens and counts as plain decoding, though its plan
+    is there. Conclusive: another place of the fastest moves the bold line."""
+    small, middle, large = advice_with("small", 24.0, 1), advice_with("middle", 36.0, 3), advice_with("large", 19.0, 0)
+    table = sweep_table([small, middle, large])
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["draft"] == ["small", "middle", "large"]
+    assert columns["k"] == ["1", "3", "0"] and columns["MB"] == ["7"] * 3 and columns["step ms"] == ["5.00"] * 3
+    assert columns["tokens/s"] == ["24.0 ±0.0", "36.0 ±0.0", ""] and columns["tokens a round"][2] == "1"
+    assert [row.style for row in table.rows] == ["", "bold", ""]
+    assert [row.style for row in sweep_table([middle, large, small]).rows] == ["bold", "", ""]
+    assert [row.style for row in sweep_table([advice_with("poor", 19.0, 0), large, small]).rows] == ["", "", "bold"]
+    console = Console(width=100, force_terminal=True, color_system="standard", legacy_windows=False)
+    with console.capture() as shown:
+        console.print(table)
+    bold = [line for line in shown.get().splitlines() if "36.0" in line]
+    assert len(bold) == 1 and "middle" in bold[0] and "\x1b[1m" in bold[0]

@@ -1,0 +1,84 @@
+"""What `specdec advise` asks of a served pair, and the device that its texts are written on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from specdec.advise.measuring import EVERYTHING, Text, params_of, written
+from specdec.advise.serving import asked_of
+from specdec.cli.request import UINT64_MAX, build_request
+from specdec.distill.plans import Plans
+from specdec.distill.texts import LabelledTexts
+from specdec.distill.writing import TextPlan, TextWriter
+from specdec.engine.model import load_model
+from specdec.engine.model_folder import open_model_folder
+from specdec.errors import ConfigError
+from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.engine_models import make_tiny_model
+
+TOKENS = 12
+NO_MACHINE_HAS = "cuda:999"
+
+
+def text_of(seed: int, temperature: float) -> Text:
+    rule = Rule.COUPLED if temperature else Rule.GREEDY
+    params = ResolvedSamplingParams(rule=rule, seed=seed, prompt_length=1, temperature=temperature)
+    return Text(EVERYTHING, params, (5, 6, 7, 8, 9), 2)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 1 << 63, UINT64_MAX])
+def test_a_served_text_is_a_new_generation_of_the_same_prompt(seed: int) -> None:
+    """Claim: --check asks for the prompt of a text, at its temperature, with another seed, which is one that a request
+    may have; with rounds of drafts and without it is the same, so that both generate one text."""
+    text = text_of(seed, 0.7)
+    plain, drafted = (build_request(asked_of(text, length, TOKENS), None) for length in (0, 3))
+    for request in (plain, drafted):
+        assert list(request.token_ids.ids) == [5, 6, 7]
+        assert request.sampling.temperature == pytest.approx(0.7) and request.sampling.max_tokens == TOKENS
+        assert request.sampling.HasField("seed") and request.sampling.seed != seed
+    assert plain.sampling.seed == drafted.sampling.seed
+
+
+def test_seeds_of_served_texts_differ_and_greedy_ones_have_none() -> None:
+    """Claim: texts with different seeds are asked with different ones; a greedy text has none, as nothing is drawn."""
+    seeds = {build_request(asked_of(text_of(seed, 1.0), 1, TOKENS), None).sampling.seed for seed in range(50)}
+    assert len(seeds) == 50
+    assert not build_request(asked_of(text_of(3, 0.0), 1, TOKENS), None).sampling.HasField("seed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+def test_the_new_seed_gives_another_text(folder: Path) -> None:
+    """Claim: the seed that --check asks with gives another text than the one that was predicted from, for every prompt.
+    Conclusive: a real tiny model writes both; with the seed of the predicted one it writes that again."""
+    model = load_model(str(folder), dtype="float32", has_stable_rows=False)
+    plans = Plans(folder, (1.0,), TOKENS, "advise/0", ["total", "value", "return"]).make(0, 3)
+
+    def texts_with(seeds: list[int]) -> list[list[int]]:
+        own: list[TextPlan] = [replace(plan, seed=seed) for plan, seed in zip(plans, seeds, strict=True)]
+        with TextWriter(model, 3, max(plan.length_max for plan in own)) as writer:
+            texts: LabelledTexts = writer.write(own)
+        return [part.tolist() for part in texts.token_ids.split(texts.lengths.tolist())]
+
+    predicted = texts_with([plan.seed for plan in plans])
+    asked = [asked_of(Text(EVERYTHING, params_of(plan), plan.passages[0].given, 0), 2, TOKENS) for plan in plans]
+    new = texts_with([int(own.seed or 0) for own in asked])
+    assert all(before != after for before, after in zip(predicted, new, strict=True))
+    assert texts_with([plan.seed for plan in plans]) == predicted
+
+
+def test_texts_are_written_on_the_device_that_is_named(folder: Path) -> None:
+    """Claim: `written` gives the device's name to the writer, whose blocks and free memory are then that device's.
+    Conclusive without a GPU: a device that no machine has is refused by name, by the writer and nothing before it."""
+    model = load_model(str(folder), has_stable_rows=False)
+    about = model, open_model_folder(str(folder)), ("0", 4, 0), {"total": EVERYTHING}, Console(quiet=True)
+    assert len(written(*about, "cpu")) == 1
+    with pytest.raises(ConfigError, match=NO_MACHINE_HAS):
+        written(*about, NO_MACHINE_HAS)
