@@ -153,7 +153,7 @@ def make_optimizer(
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, weight_decay=weight_decay, fused=True)
 
 
 def check_checkpoint(file: Path, settings: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,8 @@ from specdec.decoding.edits import PathContext
 from specdec.protocol import offer as offer_module
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.offer import Offer
-from specdec.protocol.types import DraftProbs, point_mass
+from specdec.protocol.proposers import Run
+from specdec.protocol.types import DraftProbs, Proposer, point_mass
 from tests.exactness.enumeration import Path, base_two_distribution
 from tests.exactness.siblings import SiblingWorld, Verdicts, joint_verdicts, ngram, walked_verdicts
 from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table
@@ -50,23 +52,63 @@ def check(own: SiblingWorld, count: int) -> None:
     assert own.output(count) == own.wanted(count), "the output does not have the target distribution"
 
 
-def test_all_draws_jointly() -> None:
-    """Claim: for vocabulary 3, two children of each node, depth 2, the first token has the target distribution, with
-    all draws of draft and target enumerated jointly; and enumerating the walk row by row gives the same for every
-    of the 216 trees. Source: Chen et al. 2024; Miao et al. 2024. Conclusive: fractions over every cell, without
-    tolerance; the second part justifies the recursion that the other tests use."""
-    own = world(is_joint=True)
-    trees = list(own.trees((0,), 2))
-    assert len(trees) == 6**3 and sum(share for share, _ in trees) == 1
-    found: Verdicts = {}
-    for share, nodes in trees:
+def check_jointly(own: SiblingWorld) -> Counter[Offer]:
+    """Checks the first token over every tree, all draws of draft and target enumerated jointly, and that the walk row
+    by row says the same of every offer. Returns the offers, by the number of their trees."""
+    shares: dict[Offer, Fraction] = {}
+    counts: Counter[Offer] = Counter()
+    for share, nodes in own.trees((0,), own.depth):
         offer = own.offer((0,), nodes)
-        assert len(offer.token_ids) == 6
+        shares[offer] = shares.get(offer, Fraction(0)) + share
+        counts[offer] += 1
+    assert sum(shares.values()) == 1
+    found: Verdicts = {}
+    for offer, share in shares.items():
         walked = {tokens: part for tokens, part in walked_verdicts(own, (0,), offer).items() if part}
         assert {tokens: part for tokens, part in joint_verdicts(own, (0,), offer).items() if part} == walked
         for tokens, part in walked.items():
             found[tokens[:1]] = found.get(tokens[:1], Fraction(0)) + share * part
     assert found == own.wanted(1)
+    return counts
+
+
+def test_all_draws_jointly() -> None:
+    """Claim: for vocabulary 3, two children of each node, depth 2, the first token has the target distribution, with
+    all draws of draft and target enumerated jointly; and enumerating the walk row by row gives the same for every
+    of the 216 trees. Source: Chen et al. 2024; Miao et al. 2024. Conclusive: fractions over every cell, without
+    tolerance; the second part justifies the recursion that the other tests use."""
+    counts = check_jointly(world(is_joint=True))
+    assert sum(counts.values()) == 6**3 and all(len(offer.token_ids) == 6 for offer in counts)
+
+
+def mixed_after(vocabulary_size: int) -> Callable[[Path], list]:
+    """A run of an n-gram and one of heads after every path: neither draws. They depend on the path alone."""
+
+    def runs(path: Path) -> list:
+        first = (sum(path) + len(path)) % vocabulary_size
+        second = (first + 1) % vocabulary_size
+        found = ngram(first, second, strength=2) if path[-1] % 2 else ngram(first, strength=11)
+        return [found, Run(Proposer.HEADS, (second, path[-1]), 0, confidences=(5, 3))]
+
+    return runs
+
+
+@pytest.mark.parametrize("depth, row_max", [(1, 99), (2, 5)])
+def test_all_draws_of_mixed_sources_jointly(depth: int, row_max: int) -> None:
+    """Claim: the same for trees of drawn tokens, n-grams and heads, whose tokens have all weight: siblings of several
+    sources at one row, drawn tokens below those of a run, and tokens of a run below drawn ones. Conclusive: fractions
+    over every cell, without tolerance; the recursion that the other tests use holds for mixed sources too."""
+    counts = check_jointly(world(is_joint=True, runs=mixed_after(3), depth=depth, row_max=row_max))
+    below, siblings = set(), set()
+    for offer in counts:
+        parents = offer.parents or tuple(range(len(offer.token_ids)))
+        for index, parent in enumerate(parents):
+            own = offer.proposers[index]
+            below |= {(offer.proposers[parent - 1], own)} if parent else set()
+            siblings |= {frozenset((own, offer.proposers[n])) for n in range(index) if parents[n] == parent}
+    draft, others = Proposer.DRAFT, (Proposer.NGRAM, Proposer.HEADS)
+    assert siblings >= {frozenset((draft, other)) for other in others}
+    assert depth == 1 or below >= {(draft, Proposer.HEADS), (Proposer.NGRAM, draft)}
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

@@ -79,8 +79,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
     """Claim: after generations under COUPLED, REJECTION, the server's choice and GREEDY, of several shapes, some at a
-    time, a resumed one and one with its draft killed on the way, the counters equal the sums over the responses' own
-    statistics.
+    time, with several proposers, a resumed one and one with its draft killed on the way, the counters equal the sums
+    over the responses' own statistics.
 
     Conclusive: the services are fresh, so nothing else was counted; counts are compared with ==.
     """
@@ -99,7 +99,13 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         outcomes += client.generate_all(requests, width=4)
         first = outcomes[0]
         outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
-        check_sums(services.page("coordinator"), outcomes)
+        proposers = {"proposers": ["PROPOSER_NGRAM", "PROPOSER_SUFFIX", "PROPOSER_DRAFT"]}
+        asked = {"max_tokens": 40, "speculative": TREE | proposers, **COUPLED}
+        outcomes += [client.generate(PROMPT, **asked) for _ in range(2)]
+        page = services.page("coordinator")
+        check_sums(page, outcomes)
+        offered = page.by_label("specdec_proposed_tokens_total", "proposer")
+        assert all(offered[name] for name in ("draft", "ngram", "suffix")), offered
         assert sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes) > 0
 
         def kill_the_draft(outcome: Outcome) -> None:

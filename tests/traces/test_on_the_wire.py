@@ -20,6 +20,7 @@ from tests.support.traces import CLIENT, INTERNAL, SERVER, ReadTrace, attributes
 ROUNDING_NS = 100_000  # the target's times arrive in microseconds
 TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
 ROW_COUNTS_MAX = {10: 75, 300: 160, 2000: 550}  # by rounds
+PROPOSERS = ("model", "ngram", "suffix", "prediction", "heads")  # as statistics name them
 SUMS = {
     *(("coordinator", f"{part}, summed") for part in ("wait", "network", "rule")),
     *(("target", f"{part}, summed") for part in ("queue", "forward", "sampling")),
@@ -127,26 +128,20 @@ def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
 
 
 def test_the_root_tells_the_proposers_apart(services: Services, receiver: Receiver):
-    """Claim: the root has draft tokens and accepted ones of each proposer, as the statistics have them, and they add
-    up. Conclusive: the draft, earlier text and a prediction each offered some."""
-    speculative = fixed(
-        12,
-        draft_window=12,
-        draft_wait_ms=100,
-        proposers=["PROPOSER_DRAFT", "PROPOSER_NGRAM", "PROPOSER_SUFFIX", "PROPOSER_PREDICTION"],
-    )
-    said, offered = {}, set()
-    for prediction in ((), (4, 1, 3, 0, 2)):
-        outcome = generate(services, 60, speculative=speculative, prediction=prediction)
+    """Claim: the root has the draft tokens and the accepted ones of each proposer, as the statistics have them, and
+    they add up. Conclusive: the draft model, n-grams, earlier text and a prediction each offered some."""
+    offered, predicted = set(), []
+    for names in (("DRAFT", "NGRAM"), ("DRAFT", "SUFFIX"), ("PREDICTION",)):
+        speculative = fixed(6, proposers=[f"PROPOSER_{name}" for name in names])
+        outcome = generate(services, 60, speculative=speculative, prediction=predicted)
         said, statistics = attributes(trace_of(receiver, outcome).named("Generate")[0]), outcome.finished.statistics
-        for kind in ("draft", "accepted"):
-            names = {own: f"num_{own}_{kind}_tokens" for own in ("model", "ngram", "suffix", "prediction", "heads")}
-            counts = {own: said[f"specdec.{name}"] for own, name in names.items()}
-            assert counts == {own: getattr(statistics, name) for own, name in names.items()}
-            total = {"draft": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"}[kind]
+        predicted = outcome.token_ids
+        for kind, total in (("draft", "num_draft_tokens"), ("accepted", "num_accepted_draft_tokens")):
+            counts = {own: said[f"specdec.num_{own}_{kind}_tokens"] for own in PROPOSERS}
+            assert counts == {own: getattr(statistics, f"num_{own}_{kind}_tokens") for own in PROPOSERS}
             assert sum(counts.values()) == said[f"specdec.{total}"]
             offered |= {own for own, count in counts.items() if count}
-    assert offered >= {"model", "ngram", "suffix"}, offered
+    assert offered == set(PROPOSERS) - {"heads"}
 
 
 def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTrace]):
