@@ -56,8 +56,9 @@ TEXT_SUFFIXES = (".py", ".proto", ".md", ".yaml", ".toml", "Makefile", "Dockerfi
 
 
 def is_prose_of_the_project(path: str) -> bool:
-    """Files people read; generated stubs and this list left out."""
-    return path.endswith(TEXT_SUFFIXES) and not path.startswith("specdec/v1/") and path != "tests/hygiene/test_words.py"
+    """Files people read; generated stubs, this list and the questions of the chat draft's recipe left out."""
+    others = ("tests/hygiene/test_words.py", "models/chat_questions.py")
+    return path.endswith(TEXT_SUFFIXES) and not path.startswith("specdec/v1/") and path not in others
 
 
 def is_property(function: ast.AST) -> bool:

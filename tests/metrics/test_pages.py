@@ -99,9 +99,9 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         outcomes += client.generate_all(requests, width=4)
         first = outcomes[0]
         outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
-        proposers = {"proposers": ["PROPOSER_NGRAM", "PROPOSER_SUFFIX", "PROPOSER_DRAFT"]}
-        asked = {"max_tokens": 40, "speculative": TREE | proposers, **COUPLED}
-        outcomes += [client.generate(PROMPT, **asked) for _ in range(2)]
+        for proposers in (["PROPOSER_NGRAM"], ["PROPOSER_SUFFIX", "PROPOSER_DRAFT"]):
+            own = TREE | {"proposers": proposers}
+            outcomes.append(client.generate(PROMPT, max_tokens=40, speculative=own, **COUPLED))
         page = services.page("coordinator")
         check_sums(page, outcomes)
         offered = page.by_label("specdec_proposed_tokens_total", "proposer")

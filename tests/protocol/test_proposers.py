@@ -156,7 +156,7 @@ def test_the_least_recently_used_text_goes_first() -> None:
 def test_a_text_that_is_generated_again_is_stored_once() -> None:
     """Claim: a recurring answer takes the store's bytes once, and its return is a use of it.
 
-    Conclusive: stored twice, the first text would leave no room for the second; not used, it would go before it. Under
+    Conclusive: stored twice, the first text would leave no place for the second; not used, it would go before it. Under
     another salt, or with another end, it is another text.
     """
     first, second, third = (list(range(start, start + 10)) for start in (0, 100, 200))

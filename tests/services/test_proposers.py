@@ -21,9 +21,9 @@ SOURCES = {"ngram": "PROPOSER_NGRAM", "suffix": "PROPOSER_SUFFIX", "prediction":
 
 # Ways to speculate with one source, and with all at once.
 SOURCE_NAMES = {"model": "PROPOSER_DRAFT", **SOURCES, "heads": "PROPOSER_HEADS"}
-WAYS = {name: fixed(6, proposers=[own], draft_wait_ms=1) for name, own in SOURCE_NAMES.items()}
+WAYS = {name: fixed(6, proposers=[own], draft_wait_ms=20) for name, own in SOURCE_NAMES.items()}
 WAYS["all"] = fixed(
-    12, draft_window=12, draft_nodes_per_step=4, draft_siblings=2, draft_wait_ms=1, proposers=[*SOURCE_NAMES.values()]
+    12, draft_window=12, draft_nodes_per_step=4, draft_siblings=2, draft_wait_ms=20, proposers=[*SOURCE_NAMES.values()]
 )
 
 
