@@ -1,4 +1,4 @@
-"""`python -m bench.translation`: a draft with another tokenizer, beside the translator of `transformers`.
+"""`python -m bench.translation`: a draft with another tokenizer, beside assisted generation of `transformers`.
 
 Same weights, prompts and draft tokens a round, temperature 0. Theirs: draft text is tokenised again for the target.
 Ours: three services on loopback. Rounds are counted, not timed. With sampling nothing is compared: release 5.23 accepts
