@@ -47,14 +47,14 @@ def test_a_stop_ends_what_it_must() -> None:
     assert not missed("drain", "--short", "4", "--long", "2", "--stalled", "2", "--grace-s", "4")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_overload_is_refused_and_changes_no_text() -> None:
     """Claim: beyond its places a coordinator refuses with RESOURCE_EXHAUSTED and nothing else, and the accepted texts
     are those of a free one. Conclusive: at ten times the load some must be refused."""
     assert not missed("overload", "--seconds", "4", "--peak-seconds", "4", "--places", "4", "--tokens", "24")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_silent_collector_fails_no_request() -> None:
     """Claim: texts with a collector that takes nothing, or is not there, equal those with one that works. Conclusive:
     every text of every set is compared."""

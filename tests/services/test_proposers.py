@@ -27,7 +27,7 @@ WAYS["all"] = fixed(
 )
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
     """The shipped pair and its heads; its greedy texts repeat themselves."""
     heads = {"heads": str(MODELS / "target-heads")}
@@ -81,9 +81,7 @@ def test_each_source_alone_changes_nothing(pair: Services, source: str, temperat
     assert all((kind == pb.TOKEN_KIND_ACCEPTED) == (own > 0) for kind, own in zip(on.kinds, on.proposers))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "all" else [pytest.mark.more, pytest.mark.lengthy]) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "all" else [pytest.mark.slow]) for way in WAYS])
 def test_sources_change_nothing_in_a_batch(
     pair: Services, batch: list[tuple[dict[str, Any], Outcome]], way: str
 ) -> None:
