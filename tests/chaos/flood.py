@@ -256,8 +256,10 @@ class StreamFlood:
                 requests.put(data + self.kind.last(number).SerializeToString())
                 is_late = threading.Timer(CALL_S_MAX, call.cancel)
                 is_late.start()
-                self._answers(call, number, counts)
-                is_late.cancel()
+                try:
+                    self._answers(call, number, counts)
+                finally:
+                    is_late.cancel()
                 counts.add_sent(self.service, count)
                 if counts.sent[self.service] >= end:
                     break

@@ -12,7 +12,7 @@ import pytest
 from specdec.cli.processes import Child, arguments_of, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
-from tests.support.services import Client
+from tests.support.services import Client, fixed
 
 # Lines that are about the process or a link, not about a request.
 ABOUT_NONE = {
@@ -61,7 +61,16 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 def generate(address: str) -> tuple[list[Any], list[str]]:
     """Some generations at a time, and requests that are refused: for a field, and by the target."""
     client = Client(address)
-    asked = {"max_tokens": 200, "temperature": 1, "seed": 5, "ignore_eos": True, "stop": [SECRET], "cache_salt": SECRET}
+    asked: dict[str, Any] = {
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+        "stop": [SECRET],
+        "cache_salt": SECRET,
+    }
+    # A fixed plan, since the policy may measure that the draft is of no use and open no session there.
+    asked["speculative"] = fixed(2, draft_wait_ms=0)
     outcomes = client.generate_all([{"prompt": "<1><2><3>", **asked} for _ in range(REQUESTS)], width=REQUESTS)
     refused = []
     for index, more in enumerate(({"top_p": 7.0}, {"temperature": -1})):

@@ -91,10 +91,12 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     garbage = sum(one.token_ids != tokens[: len(one.token_ids)] for one, tokens in zip(found, expected))
     whole = sum(one.token_ids != tokens for one, tokens in zip(found, expected) if one.error is None)
     internal = sum(one.error.code() is not grpc.StatusCode.INTERNAL for one in found if one.error is not None)
+    silent = sum("resume.output_token_ids" not in str(one.error.details()) for one in found if one.error is not None)
     return [
         Bar("requests that met a planted row", 1, sum(touched)),
         Bar("of them not failed", 0, sum(hit and not bad for hit, bad in zip(touched, failed)), is_limit=True),
         Bar("failed without INTERNAL", 0, internal, is_limit=True),
+        Bar("failed without how to resume", 0, silent, is_limit=True),
         Bar("streams with a wrong token", 0, garbage, is_limit=True),
         Bar("finished texts that differ", 0, whole, f"of {len(found) - sum(failed)}", is_limit=True),
         Bar("finished texts", 1, len(found) - sum(failed)),
