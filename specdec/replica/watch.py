@@ -1,7 +1,8 @@
 """The watch over the engine: ends a replica whose engine thread hangs or has died, and says why.
 
 A thread of its own, since the event loop cannot see a hang and the engine thread cannot end one. Its clock is its own
-ticks: time in which the process was stopped, or did not get the processor, does not count.
+ticks: time in which the process was stopped, or did not get the processor, does not count. A hang that holds the
+interpreter's lock stops this thread too; `specdec.engine.lock_watch` ends such a process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from specdec.engine.heartbeat import Work
+from specdec.engine.lock_watch import LockWatch
 from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from specdec.telemetry.logs import get_logger
@@ -59,16 +61,17 @@ class EngineWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_stopping.wait(TICK_S):
-            reason = self._look()
-            if reason:
-                self._is_lost = True
-                get_logger().error("the engine is lost", reason=reason)
-                try:
-                    self._on_lost(reason)
-                    time.sleep(END_GRACE_S)
-                finally:
-                    self._end()
+        with LockWatch():
+            while not self._is_stopping.wait(TICK_S):
+                reason = self._look()
+                if reason:
+                    self._is_lost = True
+                    get_logger().error("the engine is lost", reason=reason)
+                    try:
+                        self._on_lost(reason)
+                        time.sleep(END_GRACE_S)
+                    finally:
+                        self._end()
 
     def _look(self) -> str:
         """Returns why the engine is lost; "" if it is not."""

@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2
 
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from tests.support.planted_client import TIMEOUT_S, PlantedTarget
-from tests.support.planted_target import HANGS, PLAIN, SLOW, SLOW_LINE
+from tests.support.planted_target import HANGS, LOCK_HELD_S_MAX, LOCKS, PLAIN, SLOW, SLOW_LINE
 
-PAUSE_S = 3.0
+PAUSE_S = 3.0  # longer than a step may take, and than the interpreter's lock may be held
 STATES = health_pb2.HealthCheckResponse
 
 
@@ -49,3 +49,21 @@ def test_a_hang_ends_the_replica_and_a_pause_does_not(target: PlantedTarget) -> 
     assert next(health).status == STATES.NOT_SERVING
     assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
     assert "the engine hangs: a step of 1 rows" in target.log.read_text(encoding="utf-8")
+
+
+@pytest.mark.more
+def test_a_hang_that_holds_the_interpreters_lock_ends_the_replica(target: PlantedTarget) -> None:
+    """Claim: a step that hangs without releasing the interpreter's lock ends the process, with the reason and the
+    place of the hang on standard error.
+
+    Source: such a hang stops every thread that runs Python, and so the watch over the engine; gRPC's own threads go on
+    to answer the pings of connections. Conclusive: the step is a call through `ctypes.PyDLL`, which keeps the lock, and
+    the test above shows that a pause longer than the bound does not end this process. The log is read to its end.
+    """
+    target.verify(PLAIN)
+    target.check_answered()
+    target.verify(LOCKS)
+    assert target.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    log = target.log.read_text(encoding="utf-8")
+    assert f"a thread held the interpreter's lock for {LOCK_HELD_S_MAX:g} s" in log
+    assert "planted_target.py" in log and "in planted" in log

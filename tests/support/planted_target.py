@@ -7,11 +7,13 @@ serves, and SLOW_LINE when a slow step has begun. SILENCE_S: the longest silence
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 import threading
 import time
 
 from specdec.config import TargetSettings
+from specdec.engine import lock_watch
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.table_model import TableModel
 from specdec.protocol.items import VerificationResult
@@ -19,7 +21,8 @@ from specdec.replica import stream
 from specdec.replica.stream import ReplicaStream
 from specdec.target_service.service import run
 
-PLAIN, SLOW, HANGS, LOST = 1, 2, 3, 4  # token ids
+PLAIN, SLOW, HANGS, LOST, LOCKS = 1, 2, 3, 4, 5  # token ids
+LOCK_HELD_S_MAX = 2.0
 SLOW_LINE = "slow"
 
 forward, reply = TableModel.forward, ReplicaStream.reply
@@ -28,7 +31,7 @@ is_lost = False  # the answers of the last step
 
 def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
     """`TableModel.forward`; slow: a second in ten parts, so that a pause of the process ends in its middle.
-    Lost: the answers of this step are not sent."""
+    Lost: the answers of this step are not sent. Locks: a call that never returns the interpreter's lock."""
     global is_lost
     last = {chunk.token_ids[-1] for chunk in batch.chunks}
     if SLOW in last:
@@ -36,6 +39,8 @@ def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
         for _ in range(10):
             time.sleep(0.1)
     is_lost = LOST in last
+    if LOCKS in last:
+        ctypes.PyDLL(None).sleep(3600)
     if HANGS in last:
         threading.Event().wait()
     return forward(model, batch)
@@ -50,6 +55,7 @@ def reply_unless_lost(own: ReplicaStream, item: object) -> None:
 if __name__ == "__main__":
     TableModel.forward, ReplicaStream.reply = planted, reply_unless_lost
     folder, silence_s, page = (*sys.argv[1:], *(None, None))[:3]
+    lock_watch.HELD_S_MAX = LOCK_HELD_S_MAX
     stream.SILENCE_S_MAX = float(silence_s or stream.SILENCE_S_MAX)
     settings = TargetSettings(model=folder, port=0, threads=1, device="cpu", metrics_address=page)
     asyncio.run(run(settings, lambda address: print(address, flush=True)))

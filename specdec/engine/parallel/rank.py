@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from specdec.engine.architectures import check_supported
+from specdec.engine.lock_watch import LockWatch
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
@@ -74,7 +75,9 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
     _stop_on_signal(group)
     try:
         name, device = source.path_or_hub_id, source.torch_device
-        follow(load_share(name, folder, source.dtype, device, group, lambda what, share: None), group)
+        share = load_share(name, folder, source.dtype, device, group, lambda what, share: None)
+        with LockWatch():
+            follow(share, group)
     except BaseException as error:
         if not isinstance(error, (SpecdecError, OSError)):
             logger.exception("rank %d failed", place.rank)

@@ -1,0 +1,94 @@
+"""The watch over the interpreter's lock: ends a process in which a thread holds it for ever, such as a library's call
+that hangs without releasing it.
+
+No other thread of that process runs Python then, so none can notice or report it. A second process, of 6 MB, does: a
+thread here writes to it, and cannot while the lock is held. The clock is the second process's own ticks, without those
+at which this process was stopped: a pause of one or of both does not count.
+
+This file is also the program of the second process, which imports nothing else of specdec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+HELD_S_MAX = 60.0  # as for work without measurement: loading a kernel or a library may hold the lock for long
+BEAT_S = TICK_S = 0.5
+DUMP_S = 1.0  # for the stacks of all threads
+DUMP_SIGNAL = signal.SIGUSR1
+
+
+class LockWatch:
+    """A context in which this process ends by SIGKILL, with the reason and the stacks of all threads on standard error,
+    when no other thread gets the interpreter's lock for HELD_S_MAX. No effect on systems without /proc.
+
+    DUMP_SIGNAL writes the stacks of all threads at any time.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        if not Path("/proc/self/stat").exists():
+            return self
+        faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        threading.Thread(target=self._run, args=(self._process,), name="lock watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if self._process is not None:
+            self._process.wait()
+
+    def _run(self, process: subprocess.Popen[bytes]) -> None:
+        """Writes until the context is left; the second process ends with its input."""
+        assert process.stdin is not None
+        with process.stdin as pipe, contextlib.suppress(OSError):  # the second process was killed
+            while not self._is_over.wait(BEAT_S):
+                os.write(pipe.fileno(), b".")
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+
+
+def _watch(pid: int, held_s_max: float) -> None:
+    """Watches the parent; returns when it has ended or writes no more because it is done."""
+    held_s = 0.0
+    while held_s <= held_s_max:
+        if select.select([0], [], [], TICK_S)[0]:
+            if not os.read(0, 4096):
+                return
+            held_s = 0.0
+        elif not _is_stopped(pid):
+            held_s += TICK_S
+    print(
+        f"specdec: process {pid} is ended: a thread held the interpreter's lock for {held_s_max:g} s", file=sys.stderr
+    )
+    sys.stderr.flush()
+    for number in (DUMP_SIGNAL, signal.SIGKILL):
+        if os.getppid() == pid:
+            os.kill(pid, number)
+        select.select([], [], [], DUMP_S)
+
+
+if __name__ == "__main__":
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: the parent decides
+        signal.signal(interrupt, signal.SIG_IGN)
+    with contextlib.suppress(FileNotFoundError):  # the parent has ended
+        _watch(int(sys.argv[1]), float(sys.argv[2]))
