@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
-NODES_PER_MESSAGE_MAX = 1 << 14  # twice what fits the size that a draft's message has at most, 64 KiB
+NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from specdec.engine.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.runner import Answer, HiddenReader, Payload, Sampler
 from specdec.engine.scheduler import Engine
-from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, ReplicaUnavailable
+from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler, ReplicaService
 from specdec.replica.loading import SamplePiece, describe, measure_step_times
@@ -35,7 +35,7 @@ from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
 from specdec.replica.watch import EngineWatch
 from specdec.rpc.convert import description_to_message
-from specdec.rpc.limits import STREAM_REQUEST_BYTES_MAX
+from specdec.rpc.limits import STREAM_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
 from specdec.rpc.process import set_startup_objects_aside, until_stop_requested
 from specdec.rpc.server import Context, Server, Write, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
@@ -269,7 +269,9 @@ class ReplicaApp(Generic[Payload, Answer]):
     async def _converse(self, requests: AsyncIterator[bytes], write: Write, _context: Context) -> None:
         if self._description is None:
             raise ReplicaUnavailable("the model is still loading")
-        stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._metrics.failed)
+        if len(self._streams) >= STREAM_COUNT_MAX:
+            raise CacheExhausted(f"all {STREAM_COUNT_MAX} places for streams of coordinators are taken")
+        stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._metrics.failed, self._streams)
         self._streams.add(stream)
         try:
             await stream.run(requests, write)

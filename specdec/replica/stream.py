@@ -2,8 +2,8 @@
 
 Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
 and affects no other; bytes that are no message end the stream, and so does a coordinator that sends nothing for
-SILENCE_S_MAX, not even the pings of its link. A stream is not read while the engine thread has UNHANDLED_BYTES_MAX of
-it to handle: its coordinator waits, and this process holds no more of it.
+SILENCE_S_MAX, not even the pings of its link. A stream is not read while the engine thread has its share of
+UNHANDLED_BYTES_MAX to handle: its coordinator waits, and this process holds no more of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
 from specdec.engine.scheduler import POSTS_PER_TURN, Engine
@@ -29,16 +29,17 @@ from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
-ANSWER_COUNT_MAX = 65536  # with more unread answers the coordinator is not reading
+ANSWER_COUNT_MAX = 8 * ITEM_COUNT_MAX  # with more unread answers the coordinator is not reading
 # Ten pings of an idle link. A frozen coordinator is noticed earlier, by its connection; this is for one whose event
 # loop stands still while gRPC's own threads keep the connection alive. A shorter stall costs its users no text.
 SILENCE_S_MAX = 10.0
-UNHANDLED_BYTES_MAX = POSTS_PER_TURN * MESSAGE_BYTES_SOFT  # as much as the engine takes between two steps
+# Of all streams, in equal shares: as much as the engine takes between two steps. As values up to 18 times as much.
+UNHANDLED_BYTES_MAX = POSTS_PER_TURN * MESSAGE_BYTES_SOFT
 
 
 class ReplicaStream:
     """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is called with
-    every Failure sent; `messages`: the stream's request and response."""
+    every Failure sent; `messages`: the stream's request and response; `streams`: all of this replica, with this one."""
 
     def __init__(
         self,
@@ -46,9 +47,11 @@ class ReplicaStream:
         handler: ItemHandler,
         messages: tuple[type, type],
         failed: Callable[[Failure], None],
+        streams: Collection[ReplicaStream],
     ) -> None:
         self._engine = engine
         self._failed = failed
+        self._streams = streams
         self._handler = handler
         self._request, self._response = messages
         self._stamps = Stamps(wall_offset_ns)
@@ -135,12 +138,15 @@ class ReplicaStream:
 
     async def _until_handled(self) -> None:
         """Waits while the engine thread has too much of this stream before it."""
-        while self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+        while self._has_too_much():
             self._has_space.clear()
             self._is_held = True  # before the second look: `handle` writes the count first, and reads this then
-            if self._posted_bytes - self._handled_bytes > UNHANDLED_BYTES_MAX:
+            if self._has_too_much():
                 await self._has_space.wait()
             self._is_held = False
+
+    def _has_too_much(self) -> bool:
+        return (self._posted_bytes - self._handled_bytes) * len(self._streams) > UNHANDLED_BYTES_MAX
 
     def _post(self, messages: Iterable[Any], arrived_s: float, byte_count: int) -> None:
         items: list[TargetItem | DraftItem] = []
@@ -172,9 +178,13 @@ class ReplicaStream:
         self._is_pinged = False
         parts: list[bytes] = []
         byte_count = 0
-        while self._answers and byte_count < MESSAGE_BYTES_SOFT and len(parts) < ITEM_COUNT_MAX:
-            parts.append(self._bytes_of(self._answers.popleft()))
-            byte_count += len(parts[-1])
+        while self._answers and len(parts) < ITEM_COUNT_MAX:
+            data = self._bytes_of(self._answers[0])
+            byte_count += len(data)
+            if parts and byte_count > MESSAGE_BYTES_SOFT:
+                break
+            parts.append(data)
+            self._answers.popleft()
         now_ns = time.monotonic_ns()
         if not parts or self._stamps.is_due(now_ns):
             message = self._response()

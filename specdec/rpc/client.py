@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from specdec.config import TlsSettings
-from specdec.errors import ReplicaUnavailable, SpecdecError
+from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.rpc.field_count import check_field_count
 from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
 from specdec.rpc.status import error_from_rpc
 from specdec.rpc.tls import channel_credentials
@@ -51,10 +52,11 @@ async def call_unary(
     """Sends one request, returns its answer; `method` is "/package.Service/Method". Raises the peer's SpecdecError."""
     try:
         data = await channel.unary_unary(method)(request.SerializeToString(), timeout=timeout_s)
+        check_field_count(response_class.DESCRIPTOR, data)
         response: Response = response_class.FromString(data)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
-    except DecodeError as error:
+    except (DecodeError, InvalidRequest) as error:
         raise ReplicaUnavailable(f"the answer to {method} is malformed") from error
     return response
 

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.limits import LIMITS, Limit
-from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX, STAMP_BYTES_MAX
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
@@ -35,9 +35,9 @@ def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, 
 
 
 def check_large(message_class: type[Message], data: bytes) -> None:
-    """Raises InvalidRequest for a message of a stream that is beyond what several items take together and has more
+    """Raises InvalidRequest for a message of a stream that is larger than several items together may be and has more
     fields than the largest single item."""
-    if len(data) > 2 * MESSAGE_BYTES_SOFT:
+    if len(data) > MESSAGE_BYTES_SOFT + STAMP_BYTES_MAX:
         check_field_count(message_class.DESCRIPTOR, data)
 
 

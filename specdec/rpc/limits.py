@@ -15,7 +15,11 @@ STREAM_REQUEST_BYTES_MAX = 320 << 10  # of a replica's stream: the largest verif
 STREAM_RESPONSE_BYTES_MAX = 352 << 10  # to a coordinator: the largest item of nodes has 280 kB
 REQUEST_FIELD_COUNT_MAX = 4096  # of a Generate: 1024 biases of three fields, 64 stop tokens, 16 strings, 40 others
 PACKED_BYTES_MAX = 1 << 20  # of a request's lists of numbers together: 262,144 token ids of four bytes
-MESSAGE_BYTES_SOFT = 64 << 10  # items beyond this go into the next message, so that no burst meets the message cap
+# Items beyond this go into the next message: a larger message is a single item, whose fields are counted before it is
+# parsed. The parser makes up to 43 bytes of one, 0.7 MB of a message of this size.
+MESSAGE_BYTES_SOFT = 16 << 10
+STAMP_BYTES_MAX = 64  # of the stamp that a message of items may have too
+STREAM_COUNT_MAX = 64  # to one replica: a coordinator has one
 READER_STALL_S_MAX = 30.0  # a client that takes no message for this time loses its generation, or its health watch
 STREAMS_PER_CONNECTION_MAX = 1024  # a call held open costs some 20 kB; further ones wait in their client
 

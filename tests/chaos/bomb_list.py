@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from specdec.rpc.limits import MESSAGE_BYTES_MIN, STREAM_REQUEST_BYTES_MAX
+from specdec.protocol.items import ITEM_COUNT_MAX
+from specdec.rpc.limits import MESSAGE_BYTES_MIN, MESSAGE_BYTES_SOFT, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -22,6 +23,12 @@ from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.traffic import DRAFT, GENERATE, VERIFY
 from tests.chaos.wire import BYTES, VARINT, varint
 
+HELPERS = {
+    "health": "/grpc.health.v1.Health/Check",
+    "health watch": "/grpc.health.v1.Health/Watch",
+    "reflection": "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+}
+GROUP, UNKNOWN = varint(1007 << 3 | 3), varint(1007 << 3) + b"\1"
 MANY = MESSAGE_BYTES_MIN - 64  # bytes: with a frame around them they are just taken
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
 NUMBERS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)  # all others
@@ -69,13 +76,25 @@ def paths(message: Descriptor, above: tuple[FieldDescriptor, ...] = ()) -> Itera
             yield from paths(field.message_type, (*above, field))
 
 
+def hollow(message: Descriptor) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the parts that a message can have, each empty but for one part of its own: the parser makes
+    most of them for a byte."""
+    for field in message.fields:
+        if field.message_type is not None:
+            yield field.name, framed(field, b"")
+            yield from ((f"{field.name}.{name}", framed(field, data)) for name, data in hollow(field.message_type))
+
+
 def entries(service: str, method: str, message: Descriptor, size: int) -> Iterator[Bomb]:
-    """One message for each path, of `size` bytes of empty entries; numbers packed and each for itself."""
+    """One message for each path, of `size` bytes of empty entries; numbers packed and each for itself, entries with
+    parts also with each empty part."""
     for path in paths(message):
         last, name = path[-1], ".".join(field.name for field in path)
-        forms = {"empty": varint(last.number << 3 | BYTES) + b"\0"}
+        forms = {"empty": framed(last, b"")}
         if last.is_repeated and last.type not in NUMBERS:
             forms = {"single": varint(last.number << 3 | VARINT) + b"\1", "packed": b"\1"}
+        elif last.is_repeated and last.message_type is not None:
+            forms |= {f"with {part}": framed(last, data) for part, data in hollow(last.message_type)}
         for form, entry in forms.items():
             data = entry * (size // len(entry))
             for field in reversed(path if form == "packed" else path[:-1]):
@@ -85,11 +104,10 @@ def entries(service: str, method: str, message: Descriptor, size: int) -> Iterat
 
 def by_hand() -> Iterator[Bomb]:
     """The bombs that are not entries."""
-    deep, unknown = varint(1007 << 3 | 3), varint(1007 << 3) + b"\1"
     requests = {
-        "groups in groups, 10,000 deep": deep * 10_000,
-        "4 MB of groups": (deep + varint(1007 << 3 | 4)) * (MANY // 4),
-        "4 MB of unknown fields": unknown * (MANY // 3),
+        "groups in groups, 10,000 deep": GROUP * 10_000,
+        "4 MB of groups": (GROUP + varint(1007 << 3 | 4)) * (MANY // 4),
+        "4 MB of unknown fields": UNKNOWN * (MANY // 3),
         "a message above 4 MiB": request(text="<1>" * (MANY // 2)),
         "4 MB of text": pb.GenerateRequest(text="<1>" * (MANY // 3)).SerializeToString(),
         "4 MB that are not UTF-8": b"\x0a" + varint(MANY) + b"\xff" * MANY,
@@ -120,14 +138,28 @@ def by_hand() -> Iterator[Bomb]:
         "an Extend of 2049 tokens": {"extend": {"session": 1, "incarnation": 1, "token_ids": [1] * 2049}},
         "an empty item": {},
     }
+    as_many = [{}] * ITEM_COUNT_MAX
     streams = (("target", VERIFY, target_pb.VerifyRequest), ("draft", DRAFT, draft_pb.DraftRequest))
     for service, method, message in streams:
         for name, item in items.items():
             yield Bomb(name, service, method, message(items=[item]).SerializeToString(), is_item=True)
+        yield Bomb("1,024 empty items", service, method, message(items=as_many).SerializeToString(), is_item=True)
         yield Bomb("4 MB of items", service, method, b"\x12\x00" * (MANY // 2))
-        yield Bomb("unknown fields, then garbage", service, method, unknown * 100_000 + b"\xff")
+        yield Bomb("unknown fields, then garbage", service, method, UNKNOWN * 100_000 + b"\xff")
     for service in ("coordinator", "target", "draft"):
-        yield Bomb("4 MB to Describe", service, f"/specdec.v1.{service.title()}Service/Describe", unknown * (MANY // 3))
+        yield Bomb("4 MB to Describe", service, f"/specdec.v1.{service.title()}Service/Describe", UNKNOWN * (MANY // 3))
+
+
+def to_helpers() -> Iterator[Bomb]:
+    """Bombs to the services that every server has: health and reflection."""
+    for service in ("coordinator", "target", "draft"):
+        largest = MANY if service == "coordinator" else STREAM_REQUEST_BYTES_MAX - 256
+        for name, method in HELPERS.items():
+            yield Bomb(
+                f"a name of {largest:,} bytes to {name}", service, method, b"\x0a" + varint(largest) + b"x" * largest
+            )
+            yield Bomb(f"unknown fields to {name}", service, method, UNKNOWN * (largest // len(UNKNOWN)))
+            yield Bomb(f"groups in groups to {name}", service, method, GROUP * (largest // len(GROUP)))
 
 
 def all_bombs() -> list[Bomb]:
@@ -135,7 +167,14 @@ def all_bombs() -> list[Bomb]:
     largest = STREAM_REQUEST_BYTES_MAX - 256
     return [
         *by_hand(),
+        *to_helpers(),
         *entries("coordinator", GENERATE, pb.GenerateRequest.DESCRIPTOR, MANY),
-        *entries("target", VERIFY, target_pb.VerifyRequest.DESCRIPTOR, largest),
-        *entries("draft", DRAFT, draft_pb.DraftRequest.DESCRIPTOR, largest),
+        *(
+            bomb
+            for size in (MESSAGE_BYTES_SOFT, largest)  # not counted, and counted before it is parsed
+            for bomb in (
+                *entries("target", VERIFY, target_pb.VerifyRequest.DESCRIPTOR, size),
+                *entries("draft", DRAFT, draft_pb.DraftRequest.DESCRIPTOR, size),
+            )
+        ),
     ]

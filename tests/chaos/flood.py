@@ -273,7 +273,7 @@ class StreamFlood:
         """A message of items that parse, and the number of mutated ones; those that do not parse are set aside."""
         parts: list[bytes] = []
         size = item_count = count = 0
-        while item_count < BATCH_ITEM_COUNT and size < BATCH_BYTES_MAX:
+        while item_count < BATCH_ITEM_COUNT:
             data, is_mutated = next(items)
             try:
                 own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]  # a generated class
@@ -283,6 +283,8 @@ class StreamFlood:
                 if self._random.random() < BROKEN_SHARE:
                     self._broken.append(data)
                 continue
+            if size + len(data) > BATCH_BYTES_MAX:
+                break
             parts.append(data)
             size, item_count, count = size + len(data), item_count + own_count, count + is_mutated
         return b"".join(parts), count

@@ -117,7 +117,7 @@ class Stream:
         self.sent: list[draft_pb.DraftResponseItem] = []
         messages = draft_pb.DraftRequest, draft_pb.DraftResponse
         handler = handler or SimpleNamespace(close_stream=lambda stream: None)
-        self.stream = ReplicaStream(engine, handler, messages, self.failures.append)
+        self.stream = ReplicaStream(engine, handler, messages, self.failures.append, [])
 
     async def write(self, data: bytes) -> None:
         self.sent += draft_pb.DraftResponse.FromString(data).items
@@ -199,16 +199,18 @@ def engine(tmp_path: Path) -> Iterator[Engine[Any, Any]]:
     running.stop()
 
 
-async def test_a_stream_is_not_read_while_its_items_wait(engine: Engine[Any, Any]) -> None:
-    """Claim: while the engine thread handles nothing, a stream is read up to UNHANDLED_BYTES_MAX and one message; then
-    it is read to its end. Source: the inbox had no bound, so one stream could fill the memory during one long step.
+@pytest.mark.parametrize("stream_count", [1, 8])
+async def test_streams_are_not_read_while_their_items_wait(engine: Engine[Any, Any], stream_count: int) -> None:
+    """Claim: while the engine thread handles nothing, the streams of a replica are read up to UNHANDLED_BYTES_MAX
+    together, each to its share and one message; then they are read to their ends. Source: the inbox had no bound, so
+    streams could fill the memory during one long step.
 
     Conclusive: the engine is a real one whose thread is held, three times the bound is sent, and every item answered.
     """
-    names = range(1, 61)
+    names = range(1, 15)
     item = Verification(1, 1, 0, 1000, (1,) * 1000)
     data = b"".join(item_to_bytes(target_pb.VerifyRequest, item._replace(session=name)) for name in names)
-    count = 3 * UNHANDLED_BYTES_MAX // len(data)
+    count = 3 * UNHANDLED_BYTES_MAX // stream_count // len(data)
     read = answered = 0
     is_released = threading.Event()
 
@@ -217,7 +219,7 @@ async def test_a_stream_is_not_read_while_its_items_wait(engine: Engine[Any, Any
         for _ in range(count):
             yield data
             read += 1
-        while answered < count * len(names):
+        while answered < stream_count * count * len(names):
             await asyncio.sleep(0.01)
 
     async def write(message: bytes) -> None:
@@ -225,14 +227,16 @@ async def test_a_stream_is_not_read_while_its_items_wait(engine: Engine[Any, Any
         answered += len(target_pb.VerifyResponse.FromString(message).items)
 
     messages = target_pb.VerifyRequest, target_pb.VerifyResponse
-    stream = ReplicaStream(engine, ItemHandler(Idle(), PLACES), messages, lambda failure: None)
+    handler, streams = ItemHandler(Idle(), PLACES), list[ReplicaStream]()
+    for _ in range(stream_count):
+        streams.append(ReplicaStream(engine, handler, messages, lambda failure: None, streams))
     engine.post(lambda: is_released.wait(30) and None)
-    async with asyncio.timeout(60):
-        running = asyncio.create_task(stream.run(arriving(), write))
-        while read * len(data) <= UNHANDLED_BYTES_MAX - len(data):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as running:
+        for stream in streams:
+            running.create_task(stream.run(arriving(), write))
+        while read * len(data) <= UNHANDLED_BYTES_MAX - stream_count * len(data):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert read * len(data) <= UNHANDLED_BYTES_MAX + len(data) and not answered
+        assert read * len(data) <= UNHANDLED_BYTES_MAX + stream_count * len(data) and not answered
         is_released.set()
-        await running
-    assert (read, answered) == (count, count * len(names))
+    assert (read, answered) == (stream_count * count, stream_count * count * len(names))

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.rpc.limits import REQUEST_FIELD_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
+from specdec.rpc.limits import REQUEST_FIELD_COUNT_MAX, STREAM_COUNT_MAX, STREAM_REQUEST_BYTES_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -308,12 +308,12 @@ def test_the_draft_answers_bad_items(table_services: Services):
 
 @pytest.mark.parametrize("service, method", [("TargetService", "Verify"), ("DraftService", "Draft")])
 def test_a_message_of_many_items_ends_its_stream(table_services: Services, service: str, method: str):
-    """Claim: empty items in one message are refused by count and limit, and cost that stream only: 60,000 by their
+    """Claim: empty items in one message are refused by count and limit, and cost that stream only: 8,000 by their
     number, 100,000 before they are parsed, 300,000 by the size that a legal message cannot have. Source: they silenced
     a replica for seconds."""
     address = (table_services.target if service == "TargetService" else table_services.draft).address
     answers = {
-        60_000: ("INVALID_ARGUMENT", "items is 60000; it must be at most"),
+        8_000: ("INVALID_ARGUMENT", "items is 8000; it must be at most"),
         100_000: ("INVALID_ARGUMENT", "items is 'one field too many'"),
         300_000: ("RESOURCE_EXHAUSTED", f"vs. {STREAM_REQUEST_BYTES_MAX}"),
     }
@@ -322,6 +322,42 @@ def test_a_message_of_many_items_ends_its_stream(table_services: Services, servi
             list(channel.stream_stream(f"/specdec.v1.{service}/{method}")(iter([b"\x12\x00" * count]), timeout=10))
         assert caught.value.code().name == code and words in caught.value.details()
     still_serves(table_services)
+
+
+@pytest.mark.parametrize("service, method", [("TargetService", "Verify"), ("DraftService", "Draft")])
+def test_streams_of_a_replica_are_bounded(table_services: Services, service: str, method: str):
+    """Claim: a replica accepts STREAM_COUNT_MAX streams, one of them the coordinator's, refuses a further one with that
+    number, and accepts it when another has ended. Source: what each stream may hold was bounded, their number was not.
+    Conclusive: real sockets; the accepted streams answer a ping, and are open when the further one is refused."""
+    address = (table_services.target if service == "TargetService" else table_services.draft).address
+    done = threading.Event()
+
+    def requests():
+        yield b""
+        done.wait(30)
+
+    with grpc.insecure_channel(address) as channel:
+        open_stream = channel.stream_stream(f"/specdec.v1.{service}/{method}")
+        calls = [open_stream(requests(), timeout=30) for _ in range(STREAM_COUNT_MAX - 1)]
+        for call in calls:
+            next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(open_stream(requests(), timeout=30))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"all {STREAM_COUNT_MAX} places for streams" in caught.value.details()
+        still_serves(table_services)
+        calls.pop().cancel()
+        deadline_s = time.monotonic() + 10
+        while True:
+            try:
+                next(open_stream(requests(), timeout=30))
+                break
+            except grpc.RpcError:  # the end of the other is not known there yet
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+        done.set()
+        for call in calls:
+            call.cancel()
 
 
 def test_idle_opens_lock_no_user_out(table_services: Services):
