@@ -20,6 +20,7 @@ from tests.support.scripted_draft import ScriptedDraft
 Item = draft_pb.DraftResponseItem
 Messages = Iterator[list[Item]]
 UINT32_MAX = 2**32 - 1
+EMPTY_NODE = b"\x2a\x00"  # a field `nodes` without content
 CHANCE = random.Random(1)
 
 
@@ -150,6 +151,20 @@ def too_many_items(commit: draft_pb.CommitItem, size: int) -> Messages:
     yield [nodes(commit, [])] * 3000
 
 
+def hollow_nodes(commit: draft_pb.CommitItem, size: int) -> Messages:
+    """A tree of 150,000 empty nodes."""
+    item = nodes(commit, [])
+    item.nodes.MergeFromString(EMPTY_NODE * 150_000)
+    yield [item]
+
+
+def oversized(commit: draft_pb.CommitItem, size: int) -> Messages:
+    """A message of 4 MB."""
+    item = nodes(commit, [])
+    item.nodes.MergeFromString(EMPTY_NODE * 2_000_000)
+    yield [item]
+
+
 def empty_items(commit: draft_pb.CommitItem, size: int) -> Messages:
     """Items without any content."""
     yield [Item()] * 10
@@ -176,6 +191,8 @@ BEHAVIOURS: dict[str, Behaviour] = {
         failures,
         missing_tokens,
         too_many_items,
+        hollow_nodes,
+        oversized,
         empty_items,
         silence,
     )

@@ -13,12 +13,13 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
 from specdec.config import CoordinatorSettings, TlsSettings
 from specdec.coordinator.decode_loop import Generation
-from specdec.coordinator.replicas import DRAFT, NODES_PER_MESSAGE_MAX, TARGET, Replica
+from specdec.coordinator.replicas import DRAFT, NODES_PER_MESSAGE_MAX, TARGET, Replica, ReplicaKind
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
@@ -27,8 +28,11 @@ from specdec.protocol.items import ITEM_COUNT_MAX, NO_TRACE, Close, DraftNode, F
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, STREAM_RESPONSE_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
+from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
+from tests.chaos.bomb_list import framed
 from tests.simulation.client import Walker
 from tests.support.scripted_draft import FINGERPRINT, ScriptedDraft
 
@@ -167,6 +171,83 @@ async def test_a_message_beyond_its_limits_costs_the_connection_before_it_is_rea
         assert listener.news[0] == "down" and "item" not in listener.news
         (line,) = [line for line in logs if line["event"] == "malformed answer"]
         assert f"{kind} is" in line["error"] and "at most" in line["error"]
+
+
+def flood(response: Any, size: int) -> bytes:
+    """A message of `size` bytes of the answer that the parser makes most of: items, each with an empty part."""
+    field = response.DESCRIPTOR.fields_by_name["items"]
+    item = {"result": {}} if response is target_pb.VerifyResponse else {"nodes": {}}
+    return bytes(response(items=[item]).SerializeToString()) * (size // len(framed(field, framed(field, b""))))
+
+
+HOSTILE = {
+    "items is 4096; it must be at most": lambda response: flood(response, MESSAGE_BYTES_SOFT),
+    "one field too many": lambda response: flood(response, STREAM_RESPONSE_BYTES_MAX - 64),
+    "larger than max": lambda response: flood(response, 64 * STREAM_RESPONSE_BYTES_MAX),
+    "malformed": lambda response: b"\x12\xff",
+}
+
+
+@pytest.mark.parametrize("kind", [DRAFT, TARGET], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("words", HOSTILE)
+async def test_a_flood_in_one_answer_costs_the_connection(kind: ReplicaKind, words: str) -> None:
+    """Claim: a draft or a target that answers with floods of items, below the size at which fields are counted, above
+    it, and above the cap of a message, or with malformed bytes, loses its connection each time, and no session hears
+    of an item.
+
+    Conclusive: the bytes come over a real socket, twice, and the log has the reason, by which the larger ones were not
+    parsed; what the parser makes of the smaller ones is counted in tests/rpc/test_limits.py.
+    """
+    data = HOSTILE[words](kind.response)
+    listener: Any = Listener()
+
+    async def converse(requests: AsyncIterator[bytes], context: Any) -> None:
+        await context.write(kind.response(stamp={"sequence": 1}).SerializeToString())
+        await context.write(data)
+        await asyncio.sleep(60)
+
+    server = grpc.aio.server()
+    handlers = {kind.stream_method: grpc.stream_stream_rpc_method_handler(converse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, handlers),))
+    port = server.add_insecure_port(f"{ADDRESS}:0")
+    await server.start()
+    replica = Replica(kind, f"{ADDRESS}:{port}", TlsSettings(), FINGERPRINT, lambda: None)
+    replica.attach(1, listener)
+    with capture_logs() as logs:
+        running = asyncio.create_task(replica.link.run())
+        await until(lambda: listener.news.count("down") >= 2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+    assert "item" not in listener.news
+    assert any(words in line.get("reason", "") for line in logs), logs
+
+
+async def hollow(sound: Any) -> types_pb.DescribeResponse:
+    """A description with more step times than a message may have fields."""
+    description: types_pb.DescribeResponse = await sound
+    field = description.DESCRIPTOR.fields_by_name["step_times"]
+    description.MergeFromString(framed(field, b"") * (STREAM_RESPONSE_BYTES_MAX // 2 - 500))
+    return description
+
+
+async def test_a_hostile_description_is_not_parsed() -> None:
+    """Claim: a description of 180,000 empty step times is refused before it is parsed, and its replica is not used.
+    Conclusive: the same script is used when it describes itself without them."""
+    script = ScriptedDraft()
+    async with connected(script):
+        pass
+    sound = script.describe
+    script.describe = lambda *arguments: hollow(sound(*arguments))  # type: ignore[method-assign]
+    server = script.server()
+    replica = Replica(DRAFT, await server.start(), TlsSettings(), FINGERPRINT, lambda: None)
+    with capture_logs() as logs:
+        running = asyncio.create_task(replica.link.run())
+        await until(lambda: any("malformed" in line.get("why", "") for line in logs))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+    assert replica.description is None
 
 
 async def test_a_draft_is_described_by_the_process_that_serves_its_stream() -> None:
