@@ -15,26 +15,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
-from specdec.engine.scheduler import POSTS_PER_TURN, Engine
+from specdec.engine.scheduler import Engine
 from specdec.errors import DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.field_count import check_large
-from specdec.rpc.limits import MESSAGE_BYTES_SOFT
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, SILENCE_S_MAX, UNHANDLED_BYTES_MAX, UNTAKEN_ITEM_COUNT_MAX
 from specdec.rpc.link import TICK_S, check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
-
-ANSWER_COUNT_MAX = 8 * ITEM_COUNT_MAX  # with more unread answers the coordinator is not reading
-# Ten pings of an idle link. A frozen coordinator is noticed earlier, by its connection; this is for one whose event
-# loop stands still while gRPC's own threads keep the connection alive. A shorter stall costs its users no text.
-SILENCE_S_MAX = 10.0
-# Of all streams, in equal shares: as much as the engine takes between two steps. As values up to 18 times as much.
-UNHANDLED_BYTES_MAX = POSTS_PER_TURN * MESSAGE_BYTES_SOFT
 
 
 class ReplicaStream:
@@ -124,7 +117,7 @@ class ReplicaStream:
                 message: Any = parse(self._request, data)
                 arrived_ns = time.monotonic_ns()
                 self._stamps.received(message, arrived_ns)
-                if len(self._answers) > ANSWER_COUNT_MAX:
+                if self._is_unread():
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 check_item_count(len(message.items))
                 if message.items:
@@ -144,6 +137,11 @@ class ReplicaStream:
             if self._has_too_much():
                 await self._has_space.wait()
             self._is_held = False
+
+    def _is_unread(self) -> bool:
+        """Whether too many answers are untaken, and this stream has more than its share of them."""
+        is_more = len(self._answers) * len(self._streams) > UNTAKEN_ITEM_COUNT_MAX
+        return is_more and sum(len(stream._answers) for stream in self._streams) > UNTAKEN_ITEM_COUNT_MAX
 
     def _has_too_much(self) -> bool:
         return (self._posted_bytes - self._handled_bytes) * len(self._streams) > UNHANDLED_BYTES_MAX

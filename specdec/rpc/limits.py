@@ -1,6 +1,15 @@
-"""Limits of connections: the time to detect a dead peer or a stalled reader, the sizes and numbers of what it sends."""
+"""Limits of connections, calls and streams: the time to detect a dead peer or a stalled reader, the sizes and numbers
+of what it sends. `LIMITS` is the one table of everything that comes over the wire: by field, and by method.
+
+The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
+`calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
+`request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`, `untaken_items`.
+"""
 
 from __future__ import annotations
+
+from specdec.protocol import limits as fields
+from specdec.protocol.limits import Limit
 
 # Only all of these together detect a cut network or a frozen peer within 3 s.
 KEEPALIVE_OPTIONS = (
@@ -10,21 +19,21 @@ KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-MESSAGE_BYTES_MIN = 4 << 20  # gRPC's own limit: bad input up to this size is refused by field, not by size
-STREAM_REQUEST_BYTES_MAX = 320 << 10  # of a replica's stream: the largest verification has 271 kB
-STREAM_RESPONSE_BYTES_MAX = 352 << 10  # to a coordinator: the largest item of nodes has 280 kB
-REQUEST_FIELD_COUNT_MAX = 4096  # of a Generate: 1024 biases of three fields, 64 stop tokens, 16 strings, 40 others
-PACKED_BYTES_MAX = 1 << 20  # of a request's lists of numbers together: 262,144 token ids of four bytes
-# Items beyond this go into the next message: a larger message is a single item, whose fields are counted before it is
-# parsed. The parser makes up to 43 bytes of one, 0.7 MB of a message of this size.
+MESSAGE_BYTES_MIN = 4 << 20
+HELPER_REQUEST_BYTES_MAX = 1024
+STREAM_REQUEST_BYTES_MAX = 320 << 10
+STREAM_RESPONSE_BYTES_MAX = 352 << 10
+REQUEST_FIELD_COUNT_MAX = 4096
+PACKED_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_SOFT = 16 << 10
 STAMP_BYTES_MAX = 64  # of the stamp that a message of items may have too
-STREAM_COUNT_MAX = 64  # to one replica: a coordinator has one
-READER_STALL_S_MAX = 30.0  # a client that takes no message for this time loses its generation, or its health watch
-STREAMS_PER_CONNECTION_MAX = 1024  # a call held open costs some 20 kB; further ones wait in their client
-
-WATCH_COUNT_MAX = 256  # health watches of one server: gRPC's client-side health checking has one per connection
-HELPER_REQUEST_BYTES_MAX = 1024  # of health, reflection and Describe: a name at most, held as long as the call
+UNHANDLED_BYTES_MAX = 2 << 20
+UNTAKEN_ITEM_COUNT_MAX = 1 << 16
+STREAM_COUNT_MAX = 64
+WATCH_COUNT_MAX = 256
+STREAMS_PER_CONNECTION_MAX = 1024
+READER_STALL_S_MAX = 30.0
+SILENCE_S_MAX = 10.0
 
 # The port of the probes demands no certificate. A probe is one short call, mostly on a connection of its own; a call
 # that a client holds open, or does not read, ends with its connection.
@@ -34,3 +43,107 @@ PROBE_CONNECTION_OPTIONS = (
     ("grpc.max_connection_age_grace_ms", 1000),
     ("grpc.max_receive_message_length", 4096),  # so much more than a valid one that its field is named in the refusal
 )
+
+STREAMS = "TargetService/Verify,DraftService/Draft"
+HELPERS = "CoordinatorService/Describe,TargetService/Describe,DraftService/Describe,Health/Check"
+HELPERS += ",ServerReflection/ServerReflectionInfo"
+
+CALLS = (
+    Limit(
+        "MESSAGE_BYTES_MIN",
+        MESSAGE_BYTES_MIN,
+        "gRPC's own: bad input up to this size is refused by field, not by size; more for a model of many positions",
+        "CoordinatorService/Generate.request_bytes,response_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "HELPER_REQUEST_BYTES_MAX",
+        HELPER_REQUEST_BYTES_MAX,
+        "a name at most, held as long as the call",
+        f"{HELPERS},Health/Watch.request_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "STREAM_REQUEST_BYTES_MAX",
+        STREAM_REQUEST_BYTES_MAX,
+        "the largest verification has 271 kB",
+        f"{STREAMS}.request_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "STREAM_RESPONSE_BYTES_MAX",
+        STREAM_RESPONSE_BYTES_MAX,
+        "the largest item of nodes has 280 kB; the description comes over the same connection",
+        f"{STREAMS},TargetService/Describe,DraftService/Describe.response_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "REQUEST_FIELD_COUNT_MAX",
+        REQUEST_FIELD_COUNT_MAX,
+        "1024 biases of three fields, 64 stop tokens, 16 strings, 40 others; of a stream, the largest single item",
+        f"CoordinatorService/Generate,{STREAMS}.request_fields",
+    ),
+    Limit(
+        "PACKED_BYTES_MAX",
+        PACKED_BYTES_MAX,
+        "262,144 token ids of four bytes, in all lists of numbers together",
+        "CoordinatorService/Generate.request_packed_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "MESSAGE_BYTES_SOFT",
+        MESSAGE_BYTES_SOFT,
+        "a larger message is a single item, whose fields are counted before it is parsed; the parser makes 43 bytes of "
+        "one at most, 0.7 MB of a message that is not counted",
+        f"{STREAMS}.items_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "UNHANDLED_BYTES_MAX",
+        UNHANDLED_BYTES_MAX,
+        "of all streams, in equal shares: 128 messages, as many as the engine takes between two steps; a stream beyond "
+        "its share is not read. As values up to 18 times as much",
+        f"{STREAMS}.unhandled_bytes",
+        is_bytes=True,
+    ),
+    Limit(
+        "UNTAKEN_ITEM_COUNT_MAX",
+        UNTAKEN_ITEM_COUNT_MAX,
+        "one for each session of the largest --max-num-seqs; with more that it has not taken a peer is not reading. Of "
+        "answers, all streams of a replica together: one beyond its share ends",
+        f"{STREAMS}.untaken_items",
+    ),
+    Limit(
+        "--max-num-seqs",
+        1 << 16,
+        "each generation has a session on the target and the draft; the setting's largest value",
+        "CoordinatorService/Generate.calls",
+    ),
+    Limit("STREAM_COUNT_MAX", STREAM_COUNT_MAX, "to one replica: a coordinator has one", f"{STREAMS}.calls"),
+    Limit(
+        "WATCH_COUNT_MAX",
+        WATCH_COUNT_MAX,
+        "of one server: gRPC's client-side health checking has one per connection",
+        "Health/Watch.calls",
+    ),
+    Limit(
+        "STREAMS_PER_CONNECTION_MAX",
+        STREAMS_PER_CONNECTION_MAX,
+        "of one connection: a call held open costs some 20 kB; further ones wait in their client",
+        f"{HELPERS}.calls",
+    ),
+    Limit(
+        "READER_STALL_S_MAX",
+        READER_STALL_S_MAX,
+        "a client that takes no message for this time loses its generation, or its health watch",
+        "CoordinatorService/Generate,Health/Watch.silence_s",
+    ),
+    Limit(
+        "SILENCE_S_MAX",
+        SILENCE_S_MAX,
+        "ten pings of an idle link: a frozen coordinator is noticed earlier, by its connection; this is for one whose "
+        "event loop stands still while gRPC's own threads keep the connection. A shorter stall costs its users no text",
+        f"{STREAMS}.silence_s",
+    ),
+)
+LIMITS = (*fields.LIMITS, *CALLS)

@@ -23,7 +23,7 @@ from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import ITEM_COUNT_MAX
 from specdec.rpc.client import Response, call_unary
 from specdec.rpc.field_count import check_large
-from specdec.rpc.limits import MESSAGE_BYTES_SOFT
+from specdec.rpc.limits import MESSAGE_BYTES_SOFT, UNTAKEN_ITEM_COUNT_MAX
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
 from specdec.telemetry.clock import wall_offset_ns
@@ -35,7 +35,6 @@ TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
 SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer counts as dead
 CLOSED = "closed"  # by this side
-QUEUE_ITEM_COUNT_MAX = 65536  # with more unsent items the peer counts as dead
 
 
 def check_item_count(count: int) -> None:
@@ -229,7 +228,7 @@ class Link:
             self._idle_ticks += 1
             if self._silent_ticks >= SILENT_TICKS:
                 raise LinkDown(f"{self.peer} has been silent for {SILENT_TICKS * TICK_S:g} s")
-            if len(self._queue) > QUEUE_ITEM_COUNT_MAX:
+            if len(self._queue) > UNTAKEN_ITEM_COUNT_MAX:
                 raise LinkDown(f"{self.peer} leaves {len(self._queue)} items untaken")
             if self._idle_ticks >= PING_TICKS or self._silent_ticks % PING_TICKS == 0:
                 self._wake.set()

@@ -19,9 +19,11 @@ from specdec.engine.table_model import write_table_model
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.replica import stream as stream_module
 from specdec.replica.handler import ASKING_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
-from specdec.replica.stream import UNHANDLED_BYTES_MAX, ReplicaStream
+from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert_items import item_to_bytes
+from specdec.rpc.limits import UNHANDLED_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 
@@ -111,13 +113,15 @@ def test_a_stream_takes_no_more_than_its_share_while_another_asks() -> None:
 class Stream:
     """A replica's stream of the draft's messages, without sockets and engine: `sent` are the items it answered."""
 
-    def __init__(self, handler: Any = None) -> None:
+    def __init__(self, handler: Any = None, streams: list[ReplicaStream] | None = None) -> None:
         engine: Any = SimpleNamespace(post=lambda function: function())
         self.failures: list[Failure] = []
         self.sent: list[draft_pb.DraftResponseItem] = []
         messages = draft_pb.DraftRequest, draft_pb.DraftResponse
         handler = handler or SimpleNamespace(close_stream=lambda stream: None)
-        self.stream = ReplicaStream(engine, handler, messages, self.failures.append, [])
+        streams = [] if streams is None else streams
+        self.stream = ReplicaStream(engine, handler, messages, self.failures.append, streams)
+        streams.append(self.stream)
 
     async def write(self, data: bytes) -> None:
         self.sent += draft_pb.DraftResponse.FromString(data).items
@@ -172,6 +176,31 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
     own.stream._answers.extend([Nodes(1, 1, 1, 1, ())] * (ITEM_COUNT_MAX + 1))
     sizes = [len(draft_pb.DraftResponse.FromString(own.stream._message()).items) for _ in range(2)]
     assert sizes == [ITEM_COUNT_MAX, 1]
+
+
+async def test_who_leaves_answers_unread_ends_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: when the streams of a replica together have more than UNTAKEN_ITEM_COUNT_MAX answers that nobody took, one
+    that has more than its share of them ends at its next message; one within its share, or with many alone, goes on.
+
+    Source: each stream had a bound of its own, so their number decided the memory. Conclusive: the same streams are
+    asked at the bound, and one answer beyond it.
+    """
+    monkeypatch.setattr(stream_module, "UNTAKEN_ITEM_COUNT_MAX", 8)
+    streams: list[ReplicaStream] = []
+    greedy, modest = (Stream(streams=streams).stream for _ in range(2))
+    answer = Nodes(1, 1, 1, 1, ())
+    greedy._answers.extend([answer] * 6)
+    modest._answers.extend([answer] * 2)
+    assert not greedy._is_unread() and not modest._is_unread()
+    modest._answers.append(answer)
+    assert not modest._is_unread()
+
+    async def arriving() -> AsyncIterator[bytes]:
+        yield b""
+
+    with pytest.raises(InvalidRequest, match="6 answers untaken"):
+        await greedy._read(arriving())
+    await modest._read(arriving())
 
 
 def test_the_text_of_an_exception_stays_at_the_replica() -> None:

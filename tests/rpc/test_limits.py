@@ -5,26 +5,26 @@ Messages are built from valid ones by enlarging one field, so a refusal can have
 
 from __future__ import annotations
 
-import ctypes
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
-from specdec.protocol.limits import LIMITS
 from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
-from specdec.rpc.field_count import check_field_count, check_large
+from specdec.rpc.field_count import check_field_count
 from specdec.rpc.limits import (
-    MESSAGE_BYTES_MIN,
+    CALLS,
+    LIMITS,
     MESSAGE_BYTES_SOFT,
     PACKED_BYTES_MAX,
     STREAM_REQUEST_BYTES_MAX,
@@ -34,7 +34,6 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
-from tests.chaos.bomb_list import entries
 
 FILES = (types_pb, coordinator_pb, draft_pb, target_pb)
 BY_FIELD = {field: limit for limit in LIMITS for field in limit.field_names()}
@@ -43,7 +42,6 @@ SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 POSITIONS_MAX = 100  # of the model in these tests: the limit of a request's token ids
 MANY = 200_000
 WALK_BYTES_MAX = 1 << 20  # reading 200,000 entries takes several times as much
-HELD_PER_BYTE_MAX, SMALL_HELD_BYTES_MAX = 20, 750_000
 
 
 def key_of(field: FieldDescriptor) -> str:
@@ -65,9 +63,39 @@ def test_every_field_has_one_limit() -> None:
     """Claim: each repeated, string, bytes and number field of the four proto files has exactly one limit with a name
     and a reason (style: a limit on everything, with a name and the reason for its value). Conclusive: the fields come
     from the descriptors, so a new field without a limit fails, and so does a limit of a field that is gone."""
+    calls = [call for limit in CALLS for call in limit.field_names()]
     named = [field for limit in LIMITS for field in limit.field_names()]
-    assert sorted(named) == sorted(limited_fields())
+    assert sorted(named) == sorted((*limited_fields(), *calls))
     assert all(limit.name and limit.reason and limit.low <= limit.high for limit in LIMITS)
+
+
+def limited_calls() -> Iterator[str]:
+    """What must have a limit of every method that a server has: the size of a request and the number of calls; of our
+    streams also the size of an answer and a silence, of the internal ones what is not handled and not taken."""
+    for file in (*FILES, health_pb2, reflection_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                name = f"{service.name}/{method.name}"
+                yield f"{name}.request_bytes"
+                yield f"{name}.calls"
+                if file is reflection_pb2 or not method.server_streaming:
+                    continue
+                yield f"{name}.silence_s"
+                if file is not health_pb2:
+                    yield from (f"{name}.{what}" for what in ("response_bytes", "request_fields"))
+                if method.client_streaming:
+                    yield from (f"{name}.{what}" for what in ("items_bytes", "unhandled_bytes", "untaken_items"))
+
+
+def test_every_method_has_its_limits() -> None:
+    """Claim: each method of the proto files, of health and of reflection has limits of sizes, numbers and times, in
+    the same table. Conclusive: the methods come from the descriptors, so one without a limit fails, and so does a limit
+    of a method that is gone."""
+    more = {"CoordinatorService/Generate.request_packed_bytes"}
+    more |= {f"{service}/Describe.response_bytes" for service in ("TargetService", "DraftService")}
+    named = [call for limit in CALLS for call in limit.field_names()]
+    assert sorted(named) == sorted((*limited_calls(), *more))
+    assert all(limit.name and limit.reason and limit.low <= limit.high for limit in CALLS)
 
 
 PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), stop_token_ids=(1,))
@@ -287,62 +315,6 @@ def test_a_string_far_beyond_its_limit_is_refused_before_it_is_parsed(name: str)
     check(high)
     with pytest.raises(InvalidRequest, match=rf"^{name} is '{high + 1} bytes'; it must be at most {limit}"):
         check(high + 1)
-
-
-class Allocations(ctypes.Structure):
-    """`struct mallinfo2` of the C library."""
-
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
-
-
-def held_bytes(message_class: Any, data: bytes) -> int:
-    """What the C library has allocated more while a parsed message is held: its memory, without Python's own."""
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = Allocations
-    before = library.mallinfo2()
-    message = message_class.FromString(data)
-    after = library.mallinfo2()
-    del message
-    return int(after.uordblks + after.hblkhd - before.uordblks - before.hblkhd)
-
-
-def check_request(message_class: Any, data: bytes) -> None:
-    """As a server checks each request."""
-    check_field_count(message_class.DESCRIPTOR, data)
-
-
-STREAM_SIZES = MESSAGE_BYTES_SOFT, 2 * MESSAGE_BYTES_SOFT
-METHODS = (
-    (coordinator_pb.GenerateRequest, check_request, (MESSAGE_BYTES_SOFT, MESSAGE_BYTES_MIN)),
-    (target_pb.VerifyRequest, check_large, STREAM_SIZES),
-    (target_pb.VerifyResponse, check_large, STREAM_SIZES),
-    (draft_pb.DraftRequest, check_large, STREAM_SIZES),
-    (draft_pb.DraftResponse, check_large, STREAM_SIZES),
-)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not count allocations")
-@pytest.mark.parametrize("message_class, check, sizes", METHODS, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_parser_makes_little_of_what_passes(message_class: Any, check: Any, sizes: tuple[int, ...]) -> None:
-    """Claim: of a message that passes the check before it is parsed, the parser makes 20 bytes a byte at most, or 0.75
-    MB: small messages of a stream are not counted, since that would take as long as reading them.
-
-    Source: 4 MB of empty entries took 100 MB before their number was checked. Conclusive: allocations are counted, of
-    empty entries in every repeated field, and of entries with each empty part, which cost most for a byte.
-    """
-    refused, most = 0, 0.0
-    for size in sizes:
-        for bomb in entries("", "", message_class.DESCRIPTOR, size - 64):
-            try:
-                check(message_class, bomb.data)
-                held = held_bytes(message_class, bomb.data)
-            except (InvalidRequest, DecodeError):
-                refused += 1
-                continue
-            assert held <= max(SMALL_HELD_BYTES_MAX, HELD_PER_BYTE_MAX * len(bomb.data)), (bomb.name, size, held)
-            most = max(most, held / len(bomb.data))
-    assert refused and most > 1
 
 
 def python_bytes(message: Any, read: Callable[[Any], Any]) -> int:
