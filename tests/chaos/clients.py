@@ -41,9 +41,13 @@ class Stream:
 
 
 async def read(
-    stub: Any, request: pb.GenerateRequest, on_token: Callable[[Stream], Awaitable[None]] | None = None
+    stub: Any,
+    request: pb.GenerateRequest,
+    on_token: Callable[[Stream], Awaitable[None]] | None = None,
+    on_started: Callable[[], None] = lambda: None,
 ) -> Stream:
-    """Runs one generation to its end or its error; `on_token` is awaited after each message with tokens."""
+    """Runs one generation to its end or its error; `on_started` is called once the target has its prompt before it,
+    `on_token` is awaited after each message with tokens."""
     stream = Stream(time.monotonic())
     try:
         async for response in stub.Generate(request, timeout=900):
@@ -52,6 +56,8 @@ async def read(
                 stream.token_times_s += [time.monotonic()] * len(response.delta.token_ids)
                 if on_token is not None:
                     await on_token(stream)
+            elif response.HasField("started"):
+                on_started()
             elif response.HasField("finished"):
                 stream.finished = response.finished
     except grpc.aio.AioRpcError as error:

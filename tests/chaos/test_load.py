@@ -1,4 +1,4 @@
-"""Short forms of the proofs under load, on table models: `python -m tests.chaos` runs the whole ones.
+"""Short forms of the proofs under load, most on table models: `python -m tests.chaos` runs the whole ones.
 
 Bars about counts must hold; those about times and rates are left to the command, for a busy machine breaks them.
 """
@@ -14,7 +14,7 @@ from rich.console import Console
 from specdec.bench.bars import Bar
 from tests.chaos.__main__ import modules
 
-TIMED = ("seconds", "ms", "ms,", "goodput,", "throughput", "CPU", "memory", "share")
+TIMED = ("seconds", "ms", "ms,", "goodput,", "throughput", "CPU", "memory", "share", "times", "rates")
 
 
 def missed(proof: str, *arguments: str) -> list[Bar]:
@@ -45,6 +45,32 @@ def test_a_stop_ends_what_it_must() -> None:
     """Claim: streams that fit the grace finish, others say how to resume, beside unread ones. Conclusive: of every read
     stream the end is checked; the exit code is 0."""
     assert not missed("drain", "--short", "4", "--long", "2", "--stalled", "2", "--grace-s", "4")
+
+
+@pytest.mark.more
+def test_a_lost_rank_ends_all_and_every_stream() -> None:
+    """Claim: after a SIGKILL of one of two ranks both end, with the exit code of a lost rank, and the streams end
+    UNAVAILABLE with the beginning of their text. Conclusive: the text is that of the same ranks before."""
+    assert not missed("rank", "--repeats", "1", "--strikes", "rank 1 killed", "--streams", "2", "--tokens", "60")
+
+
+@pytest.mark.more
+def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
+    """Claim: a prompt of 3 tokens that comes after twelve of 320 has its token before any of them. Conclusive: an
+    order, not a time; by age, eight fill every step and come first."""
+    sizes = {"repeats": 1, "prompts": 12, "prompt-tokens": 320, "streams": 2, "tokens": 20, "cache-bytes": 100_000_000}
+    assert not missed(
+        "fair", "--shared-only", *(part for name, size in sizes.items() for part in (f"--{name}", str(size)))
+    )
+
+
+@pytest.mark.slow
+def test_texts_survive_a_minute_of_faults() -> None:
+    """Claim: with a fault every 2 s every text ends as its reference, malformed input is refused, and nothing is held
+    at the end. Conclusive: as in the hour, without what only time shows: the growth of memory."""
+    kinds = "draft killed", "link cut", "malformed input", "cancels"
+    sizes = "--minutes", "1", "--fault-every", "2", "--texts", "4", "--streams", "2", "--pause", "0.2"
+    assert not missed("soak", *sizes, "--faults", *kinds)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", type=Path, default=harness.DRAFT_MODEL, help="draft model (%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=4000, help="of the prompts (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="of the long prompts; the fastest counts (%(default)s)")
+    parser.add_argument("--shared-only", action="store_true", help="no comparison with prompts by age")
     parser.add_argument("--prompts", type=int, default=40, help="long prompts (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1990, help="of a long prompt (%(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=1_200_000_000, help="of the target (%(default)s)")
@@ -44,11 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Short prompts alone and behind long ones: seconds to their first tokens, and those until all have ended."""
+    """Short prompts alone and behind long ones: seconds to their first tokens, and those until all have ended; and how
+    many long ones had ended when the first short one behind them had its token."""
 
     alone_s: list[float]
     behind_s: list[float]
     total_s: float
+    ended_before_count: int
 
     def __str__(self) -> str:
         behind = ", ".join(f"{one_s:.3f}" for one_s in self.behind_s)
@@ -62,16 +65,22 @@ async def queue(stub: Any, asked: argparse.Namespace) -> Queue:
     longs = [Text(p, 0.0, 0, 1, True) for p in prompts(asked.prompts, asked.prompt_tokens, asked.vocabulary)]
     alone = [await first_token_s(stub, text) for text in shorts[:SHORT_COUNT]]
     began_s = time.monotonic()
-    tasks = [asyncio.create_task(read(stub, text.request(OFF))) for text in longs]
-    await asyncio.sleep(0.2)
-    behind = []
+    have_started = [asyncio.Event() for _ in longs]
+    tasks = [
+        asyncio.create_task(read(stub, text.request(OFF), on_started=has_started.set))
+        for text, has_started in zip(longs, have_started)
+    ]
+    await asyncio.gather(*(has_started.wait() for has_started in have_started))
+    behind, first_s = [], 0.0
     for text in shorts[SHORT_COUNT:]:
         if all(task.done() for task in tasks):
             break
         behind.append(await first_token_s(stub, text))
+        first_s = first_s or time.monotonic()
     streams = await asyncio.gather(*tasks)
     assert all(one.error is None for one in streams), [str(one.error) for one in streams if one.error][:1]
-    return Queue(alone, behind, max(one.ended_s for one in streams) - began_s)
+    ended_before_count = sum(one.ended_s < first_s for one in streams)
+    return Queue(alone, behind, max(one.ended_s for one in streams) - began_s, ended_before_count)
 
 
 async def first_token_s(stub: Any, text: Text) -> float:
@@ -127,20 +136,24 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     target = {"kv_cache_bytes": asked.cache_bytes}
     by_age, shared = [], []
     for _ in range(asked.repeats):
-        with unshared(asked) as address:
-            by_age.append(with_stub(address, lambda stub: queue(stub, asked)))
+        if not asked.shared_only:
+            with unshared(asked) as address:
+                by_age.append(with_stub(address, lambda stub: queue(stub, asked)))
+            console.print(f"by age: {by_age[-1]}")
         with harness.running(asked.target, asked.draft, threads=1, target=target) as services:
             shared.append(with_stub(services.coordinator.address, lambda stub: queue(stub, asked)))
             wide, narrow = with_stub(services.coordinator.address, lambda stub: beside(stub, asked))
-        console.print(f"by age: {by_age[-1]}")
         console.print(f"shared: {shared[-1]}")
     alone_s = statistics.median(one_s for one in shared for one_s in one.alone_s)
     behind_s = max(one_s for one in shared for one_s in one.behind_s)
-    total_s, by_age_s = (min(one.total_s for one in queues) for queues in (shared, by_age))
+    total_s, by_age_s = (min((one.total_s for one in queues), default=0.0) for queues in (shared, by_age))
     share = steps_per_s(wide) / steps_per_s(narrow)
+    ended_before_count = max(one.ended_before_count for one in shared)
+    compared = [Bar("throughput of all prompts, share of that by age", 0.95, by_age_s / total_s)]
     return [
         Bar("first token behind long prompts, times alone", 10, behind_s / alone_s, is_limit=True),
-        Bar("throughput of all prompts, share of that by age", 0.95, by_age_s / total_s),
+        Bar("long prompts that ended before it", 0, ended_before_count, is_limit=True),
+        *([] if asked.shared_only else compared),
         Bar("rates of wide streams, least over highest", 0.95, same_kind(wide)),
         Bar("rates of narrow streams, least over highest", 0.95, same_kind(narrow)),
         Bar(

@@ -94,11 +94,13 @@ def world() -> Iterator[World]:
 
 @dataclass(slots=True)
 class Faults:
-    """Faults by name; one at a time, from the main thread. `unexpected`: answers that no fault explains."""
+    """Faults by name; one at a time, from the main thread. `kinds`: the names that may be chosen, all if empty;
+    `unexpected`: answers that no fault explains."""
 
     world: World
     texts: list[Text]
     chance: random.Random
+    kinds: list[str] = field(default_factory=list)
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     unexpected: list[str] = field(default_factory=list)
     _stalled: list[tuple[float, grpc.Channel]] = field(default_factory=list)
@@ -117,7 +119,7 @@ class Faults:
             "cancels": self._cancel,
             "malformed input": self._malformed,
         }
-        name = self.chance.choice(list(kinds))
+        name = self.chance.choice(self.kinds or list(kinds))
         self.counts[name] += 1
         kinds[name]()
         self.end_stalled(time.monotonic())
@@ -245,7 +247,14 @@ def left_over(made: World) -> dict[str, float]:
 
 def bars_of(readers: Readers, faults: Faults, series: dict[str, Series], left: dict[str, float], warm_up_h: float):
     """The conditions."""
-    slopes = {name: one.memory_slope_mb_h(warm_up_h) for name, one in series.items()}
+    grown = []
+    if min(len(one.after(warm_up_h)) for one in series.values()) >= 2:  # minutes; fewer have no slope
+        slopes = {name: one.memory_slope_mb_h(warm_up_h) for name, one in series.items()}
+        grown = [
+            worst_of("memory, MB per hour after warm-up", 1.0, slopes, is_limit=True),
+            worst_of("growth of descriptors", 0, by_name(series, "descriptors", warm_up_h), is_limit=True),
+            worst_of("growth of threads", 0, by_name(series, "threads", warm_up_h), is_limit=True),
+        ]
     other_codes = {code: float(count) for code, count in readers.codes.items() if code != "UNAVAILABLE"}
     shown = f"{readers.text_count} texts, {readers.token_count} tokens, {readers.resumed_count} resumed; "
     shown += ", ".join(f"{count} {name}" for name, count in sorted(faults.counts.items()))
@@ -253,17 +262,18 @@ def bars_of(readers: Readers, faults: Faults, series: dict[str, Series], left: d
         Bar("texts that differ from their reference or did not end", 0, len(readers.wrong), shown, is_limit=True),
         worst_of("errors other than UNAVAILABLE", 0, other_codes or {"none": 0.0}, is_limit=True),
         Bar("malformed input not refused", 0, len(faults.unexpected), "; ".join(faults.unexpected[:3]), is_limit=True),
-        worst_of("memory, MB per hour after warm-up", 1.0, slopes, is_limit=True),
-        worst_of("growth of descriptors", 0, by_name(series, "descriptors", warm_up_h), is_limit=True),
-        worst_of("growth of threads", 0, by_name(series, "threads", warm_up_h), is_limit=True),
+        *grown,
         worst_of("requests, sessions and cache share held at the end", 0, left, is_limit=True),
         Bar("draft tokens accepted", 1, readers.draft_tokens_accepted),
+        Bar("faults", 1, sum(faults.counts.values())),
     ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="length (%(default)s)")
     parser.add_argument("--fault-every", type=float, default=20.0, metavar="S", help="(%(default)s)")
+    parser.add_argument("--faults", nargs="+", default=[], metavar="NAME", help="kinds of them (all)")
+    parser.add_argument("--texts", type=int, default=24, help="different ones (%(default)s)")
     parser.add_argument("--warm-up", type=float, default=15.0, metavar="MIN", help="not in slopes (%(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="clients (%(default)s)")
     parser.add_argument("--pause", type=float, default=3.0, metavar="S", help="longest between texts (%(default)s)")
@@ -272,7 +282,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     """Runs the soak."""
-    texts = texts_of(24)
+    texts = texts_of(asked.texts)
     with world() as made:
         began_s = time.monotonic()
 
@@ -283,7 +293,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
         readers = Readers(references, (0.2, asked.pause), asked.seed)
-        faults = Faults(made, texts, random.Random(asked.seed))
+        faults = Faults(made, texts, random.Random(asked.seed), asked.faults)
         series = {name: Series(service.pid) for name, service in made.steady.items()}
         readers.start([made.coordinators[number % 2].address for number in range(asked.streams)])
 
