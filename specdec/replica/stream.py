@@ -154,6 +154,11 @@ class ReplicaStream:
             except InvalidRequest as error:
                 self.reply(failure_from_error(error, *item_name(message)))
                 continue
+            except Exception:
+                get_logger().exception("an item cannot be read")
+                defect = SpecdecError("the replica failed at this item; its log says why")
+                self.reply(failure_from_error(defect, *item_name(message)))
+                continue
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time

@@ -29,6 +29,7 @@ from tests.chaos.traffic import DRAFT, VERIFY
 from tests.chaos.wire import VARINT, Node, read, write
 
 CALL_S_MAX = 60.0
+PING_S = 1.0  # as a link
 BATCH_ITEM_COUNT = 300
 BATCH_BYTES_MAX = MESSAGE_BYTES_SOFT - 256  # a batch and one more item are no large message, whose fields are limited
 BATCHES_PER_STREAM = 20
@@ -207,6 +208,18 @@ def sessions_of(kind: StreamKind, messages: Sequence[bytes]) -> list[list[Node]]
     return list(found.values())
 
 
+def with_pings(requests: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
+    """The messages of a queue up to None, with pings in pauses: a replica ends a stream that is silent."""
+    while True:
+        try:
+            data = requests.get(timeout=PING_S)
+        except queue.Empty:
+            data = b""
+        if data is None:
+            return
+        yield data
+
+
 class StreamFlood:
     """Streams of mutated items. Sessions of the recording are played again under other names, many at a time."""
 
@@ -248,7 +261,7 @@ class StreamFlood:
     def _stream(self, channel: grpc.Channel, sessions: Sequence[list[Node]], end: int, counts: Counts) -> None:
         """One stream. (By threads, because grpc.aio makes a status of its own where a write meets the stream's end.)"""
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        call, items = channel.stream_stream(self.kind.method)(iter(requests.get, None)), self._items(sessions)
+        call, items = channel.stream_stream(self.kind.method)(with_pings(requests)), self._items(sessions)
         data = b""
         try:
             for number in range(1, BATCHES_PER_STREAM + 1):

@@ -159,6 +159,33 @@ async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
     assert any(line["event"] == "an answer cannot be sent" for line in logs)
 
 
+async def test_an_item_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: a defect in the reading of an item is answered by a Failure of its session; the items beside it are
+    handled, and the stream goes on.
+
+    Source: only errors of the sender were caught there; any other would have ended the stream of all sessions.
+    """
+    handled: list[Any] = []
+    read = stream_module.item_from_message
+
+    def planted(message: Any) -> Any:
+        item = read(message)
+        if item.session == 2:
+            raise ZeroDivisionError("a secret")
+        return item
+
+    monkeypatch.setattr(stream_module, "item_from_message", planted)
+    handler = SimpleNamespace(close_stream=lambda _: None, handle=lambda _, items, *__: handled.extend(items))
+    own = Stream(handler)
+    data = b"".join(item_to_bytes(draft_pb.DraftRequest, Close(session, 1)) for session in (1, 2, 3))
+    with capture_logs() as logs:
+        await own.run(data, data, answers=(Nodes(1, 1, 1, 1, ()),))
+    assert [item.session for item in handled] == [1, 3, 1, 3]
+    assert [(failure.session, failure.reason) for failure in own.failures] == [(2, SpecdecError.reason)] * 2
+    assert all("a secret" not in failure.message for failure in own.failures)
+    assert any(line["event"] == "an item cannot be read" for line in logs)
+
+
 async def test_a_message_with_too_many_items_ends_its_stream() -> None:
     """Claim: a message with more items than ITEM_COUNT_MAX is refused by field, value and limit before any is read, one
     with as many is answered item by item; answers leave in messages that the coordinator's same limit admits.
