@@ -238,7 +238,7 @@ async def test_a_hostile_description_is_not_parsed() -> None:
     async with connected(script):
         pass
     sound = script.describe
-    script.describe = lambda *arguments: hollow(sound(*arguments))  # type: ignore[method-assign]
+    script.describe = lambda *arguments: hollow(sound(*arguments))  # type: ignore[method-assign]  # of this script only
     server = script.server()
     replica = Replica(DRAFT, await server.start(), TlsSettings(), FINGERPRINT, lambda: None)
     with capture_logs() as logs:
