@@ -206,8 +206,9 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
 
 
 async def test_who_leaves_answers_unread_ends_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: when the streams of a replica together have more than UNTAKEN_ITEM_COUNT_MAX answers that were not taken, one
-    that has more than its share of them ends at its next message; one within its share, or with many alone, goes on.
+    """Claim: when the streams of a replica together have more than UNTAKEN_ITEM_COUNT_MAX answers that were not taken,
+    one that has more than its share of them ends at its next message; one within its share, or with many alone, goes
+    on.
 
     Source: each stream had a bound of its own, so their number decided the memory. Conclusive: the same streams are
     asked at the bound, and one answer beyond it.
