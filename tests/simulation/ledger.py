@@ -61,7 +61,9 @@ class Ledger:
     pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
     predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
     guessing: set[int] = field(default_factory=set)  # seeds of sessions with proposers of the coordinator
-    of_heads: dict[tuple[int, Path], list[list[HeadToken]]] = field(default_factory=dict)  # by seed and the path of the row
+    of_heads: dict[tuple[int, Path], list[list[HeadToken]]] = field(
+        default_factory=dict
+    )  # by seed and the path of the row
 
     def on_session(self, coordinator: Any, session: Session, order: Order, wait_ends_s: dict[int, float]) -> None:
         """A generation begins."""
