@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypeVar, cast
 
