@@ -194,7 +194,7 @@ def test_a_predicted_text_saves_rounds_and_changes_nothing(pair: Services, asked
     rounds; with another text it is the same too, in no more rounds than plain decoding. A round is a target step."""
     own = {"max_tokens": LENGTH, "ignore_eos": True, "logprobs": 1, **asked}
     off = pair.client.generate("def area(", speculative=SHAPES["off"], **own)
-    texts = off.text, "The weather was fine, and nobody had expected that. " * 3
+    texts = off.text, "The weather was fine, and the river rose all week. " * 3
     way = fixed(8, proposers=["PROPOSER_PREDICTION"])
     right, wrong = (pair.client.generate("def area(", speculative=way, prediction=text, **own) for text in texts)
     assert right.comparable == wrong.comparable == off.comparable
