@@ -148,7 +148,7 @@ class Speculation:
     def on_target(self, description: Description) -> None:
         """A target is connected: its own step times count until rounds are measured."""
         for steps in self._steps.values():
-            steps.prime(description.step_times)
+            steps.prime(description.step_times, description.head_times)
         self._load.steps.prime(description.step_times)
 
     def on_draft(self, description: Description) -> None:

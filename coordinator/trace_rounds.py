@@ -20,7 +20,7 @@ from specdec.protocol.items import Nodes
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.tree import TreeNode
-from specdec.protocol.types import TokenKind
+from specdec.protocol.types import Proposer, TokenKind
 from specdec.rpc.stamps import Stamps
 from specdec.telemetry.spans import AttributeValue, SpanEvent, SpanLink, draft_span_id, drawn_span_id
 
@@ -96,6 +96,15 @@ def milliseconds(parts: Parts) -> dict[str, AttributeValue]:
     return {f"specdec.{name}_ms": round(1000 * value, 4) for name, value in zip(PARTS, parts)}
 
 
+def proposed(*records: RoundRecord) -> str:
+    """Returns the accepted and offered tokens of rounds by proposer, in words; "" if only the draft model proposed."""
+    offered = [proposer for record in records for proposer in record.proposers]
+    if offered.count(Proposer.DRAFT) == len(offered):
+        return ""
+    accepted = [proposer for record in records for proposer in record.accepted_proposers]
+    return ", ".join(f"{own.name.lower()} {accepted.count(own)}/{offered.count(own)}" for own in sorted(set(offered)))
+
+
 def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
     """Returns the attributes of a round's event, and of its span if it has one, without the parts of its time."""
     attributes: dict[str, AttributeValue] = {
@@ -106,6 +115,8 @@ def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
     }
     if record.discarded_count:
         attributes["specdec.discarded"] = record.discarded_count
+    if sources := proposed(record):
+        attributes["specdec.proposed"] = sources
     if branch := branch_of(record):
         attributes["specdec.branch"] = branch
     return attributes
@@ -257,6 +268,8 @@ class RoundGroup:
             "specdec.draft_messages": self.draft_message_count,
             **milliseconds(self.parts()),
         }
+        if sources := proposed(*self.records):
+            attributes["specdec.proposed"] = sources
         if self.records:
             attributes["specdec.first_round"] = self.records[0].round_index
         if self._note_count > len(self._notes):

@@ -225,7 +225,7 @@ class SpeculationSettings(Settings):
     )
     ngram_length_max: int = setting(32, SPECULATION, "Most tokens by which such matches are compared.", ge=1, le=256)
     ngram_window: int = setting(
-        16384, SPECULATION, "Last tokens of a prompt that are searched for such guesses.", ge=1, le=1 << 20
+        16384, SPECULATION, "Last tokens of a prompt that are searched for such matches.", ge=1, le=1 << 20
     )
     suffix_store_mb: int = setting(
         64, SPECULATION, "Megabytes of generated text kept for guesses, by cache salt; 0: none.", ge=0, le=1 << 16

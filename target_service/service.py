@@ -19,10 +19,10 @@ from specdec.v1 import target_service_pb2 as target_pb
 
 
 def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[VerificationRequest]:
-    """Returns a verification of `row_count` - 1 draft tokens, or its context if `row_count` is 0."""
-    request = VerificationRequest(
-        ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0), 0, [0] * (context_length + 1), (0,) * (row_count - 1)
-    )
+    """Returns a verification of `row_count` - 1 draft tokens that wants the proposals of heads, or its context if
+    `row_count` is 0."""
+    params, committed = ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0), [0] * (context_length + 1)
+    request = VerificationRequest(params, 0, committed, (0,) * (row_count - 1), wants_heads=True)
     if not row_count:
         return Piece(table, 0, [0] * context_length, 0, request)
     return Piece(table, context_length, [0] * row_count, row_count, request)

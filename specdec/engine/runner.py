@@ -120,12 +120,16 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class StepReport(Generic[Answer]):
-    """One outcome per piece, in order: a SpecdecError, the sampler output, or None for a piece without logits."""
+    """One outcome per piece, in order: a SpecdecError, the sampler output, or None for a piece without logits.
+
+    `hidden_s`: the part of `sampling_s` in which the hidden states were read.
+    """
 
     outcomes: list[Answer | SpecdecError | None]
     forward_s: float
     sampling_s: float
     row_count: int
+    hidden_s: float = 0.0
 
 
 class StepRunner(Generic[Payload, Answer]):
@@ -142,11 +146,12 @@ class StepRunner(Generic[Payload, Answer]):
         self._cache = cache
         self._sampler = sampler
         self._read_hidden = read_hidden
+        self._hidden_s = 0.0  # of the step that runs
 
     @torch.inference_mode()
     def run(self, pieces: list[Piece[Payload]]) -> StepReport[Answer]:
         """Runs every piece once. An error of a piece is its outcome and is never raised."""
-        started_s = time.perf_counter()
+        started_s, self._hidden_s = time.perf_counter(), 0.0
         computed = self._forward(pieces)
         forward_s = time.perf_counter() - started_s
         outcomes = self._judge(pieces, computed)
@@ -157,7 +162,7 @@ class StepRunner(Generic[Payload, Answer]):
                 for branch in piece.branches:
                     branch.blocks.length = branch.end
         row_count = sum(piece.row_count for piece in pieces)
-        return StepReport(outcomes, forward_s, sampling_s, row_count)
+        return StepReport(outcomes, forward_s, sampling_s, row_count, self._hidden_s)
 
     def warm_up(self) -> None:
         """Runs one token through the model before the first request. Raises the model's errors."""
@@ -241,10 +246,12 @@ class StepRunner(Generic[Payload, Answer]):
         if len(results) != len(pieces):
             raise ValueError(f"the sampler gave {len(results)} results for {len(pieces)} requests")
         if self._read_hidden is not None:
+            started_s = time.perf_counter()
             try:
                 results = self._read_hidden(payloads, [own for own in hidden if own is not None], results)
             except Exception:  # they decide no text
                 logger.exception("no proposals of heads in a step of %d requests", len(pieces))
+            self._hidden_s += time.perf_counter() - started_s
         return results
 
     def _output_alone(

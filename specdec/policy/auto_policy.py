@@ -27,8 +27,7 @@ EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
-HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64
-HEADS_LEAST = 0.15  # accepted tokens of heads in a round: measured, three heads take a tenth of a step
+HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64  # accepted tokens of heads in a round, weight of one, probes
 LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of accepted tokens of local proposers
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
@@ -99,13 +98,13 @@ class AutoPolicy:
             self._review(record)
 
     def _learn_heads(self, record: RoundRecord) -> None:
-        """Heads take their time in every step that asks for them: they are asked while enough of their tokens are
-        accepted, and now and then to find out."""
+        """Heads take their time in every step that asks for them: they are asked while their accepted tokens are worth
+        it, and now and then to find out."""
         if record.had_heads:
             count = record.accepted_proposers.count(Proposer.HEADS)
             self._heads_accepted += HEADS_GAIN * (count - self._heads_accepted)
         is_due = record.round_index % HEADS_EVERY == 0
-        self.wants_heads = self.is_speculating and (self._heads_accepted >= HEADS_LEAST or is_due)
+        self.wants_heads = self.is_speculating and (self._heads_accepted >= self._heads_min or is_due)
 
     def _learn_level(self, record: RoundRecord) -> None:
         """Updates the session's level, by the tokens up to the first rejection."""
@@ -146,10 +145,16 @@ class AutoPolicy:
     def _put_in_force(self, line: Line, now_s: float | None = None) -> None:
         self._line, self._plan = line, replace(line.plan, wait_s=self._table.wait_s(line.plan))
         self.is_speculating = line is not self._table.off
-        self.reach_min, self.path_reach_min = self._table.reach_min(self._worth(line))
+        self._weigh_guesses()
         self._counted_rounds = 0
         if now_s is not None:
             self._counts_from_s = now_s + self._warm_s(line)
+
+    def _weigh_guesses(self) -> None:
+        """Sets what a draft token, and the heads of a round, must bring to be worth their time."""
+        worth = self._worth(self._line)
+        self.reach_min, self.path_reach_min = self._table.reach_min(worth)
+        self._heads_min = self._table.heads_min(self._line, worth)
 
     def _warm_s(self, line: Line) -> float:
         """Seconds from a change of plan to the first round that counts."""
@@ -163,7 +168,7 @@ class AutoPolicy:
         elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)
-        self.reach_min, self.path_reach_min = table.reach_min(self._worth(current))
+        self._weigh_guesses()
         exploration = self._exploration
         if current is table.rest and not exploration:  # nothing is tested: a poor text may have ended since
             back = 1 - math.exp(-elapsed_s / BACK_S)

@@ -84,6 +84,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._shape = StepCurve(SHAPE_WEIGHT)
+        self._heads = StepCurve()
         self._level = self._contention = 1.0
         self._path_share = PATH_SHARE_GUESS
         self._is_drafting = False
@@ -94,9 +95,10 @@ class Steps:
         self._waiting = 0.0  # share of sessions whose plan waits
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
-    def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
-        """Another target is connected: takes the (rows, seconds) that it measured at start."""
+    def prime(self, step_times: tuple[tuple[int, float], ...], head_times: tuple[tuple[int, float], ...] = ()) -> None:
+        """Another target is connected: takes the (rows, seconds) that it measured at start, of steps and of heads."""
         self._shape.prime(step_times)
+        self._heads.prime(head_times)
         self._level, self._path_share = 1.0, PATH_SHARE_GUESS
 
     def on_step(self, record: RoundRecord) -> None:
@@ -150,6 +152,11 @@ class Steps:
         """Seconds of a step; `rows`: of all its sessions together."""
         shape_s = self._shape.seconds(rows)
         return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
+
+    def heads_s(self, rows: float, is_drafting: bool) -> float:
+        """Seconds by which the target's heads lengthen a step if every session has `rows` rows and asks for them."""
+        heads_s = self._heads.seconds(self.active * rows)
+        return (heads_s or 0.0) * self._level * (self._contention if is_drafting else 1.0)
 
     def path_s(self, is_drafting: bool) -> float:
         """Seconds by which a further path of a tree lengthens a step, beside its rows."""

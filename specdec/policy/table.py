@@ -28,7 +28,7 @@ EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
 CONTENTION_SLACK = 1.1  # up to this slowdown of the others' steps is noise
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
-REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a row costs bytes and the coordinator's time too
+REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a guess costs bytes and the coordinator's time too
 WAIT_SLACK, WAIT_LEAST_S, WAIT_MOST_S = 2.5, 0.005, 1.0  # limit of a wait: a multiple of the tokens' expected time
 
 
@@ -205,6 +205,12 @@ class Table:
         that path, for sessions of `worth` tokens per second: they delay all sessions of the step."""
         row_s, path_s = self._reach_s
         return min(max(worth * row_s, REACH_LEAST), REACH_MOST), min(max(worth * path_s, REACH_LEAST), REACH_MOST)
+
+    def heads_min(self, line: Line, worth: float) -> float:
+        """The least number of accepted tokens of the target's heads in a round at which they are worth their time, for
+        sessions that run a plan at `worth` tokens per second."""
+        heads_s = self._steps.heads_s(1 + line.usual_offered, line.plan.window > 0)
+        return max(REACH_SLACK * worth * heads_s, REACH_LEAST)
 
     def others_loss(self) -> float:
         """Share of the time of one session that all others together lose while one session drafts and they do not."""

@@ -281,7 +281,12 @@ SPECULATION = (
 )
 MEASUREMENTS = (
     Limit("HEADS_MAX", heads.HEADS_MAX, "later positions are hardly ever right", "DescribeResponse.num_heads"),
-    Limit("STEP_TIME_COUNT_MAX", types.STEP_TIME_COUNT_MAX, "rows grow by factors", "DescribeResponse.step_times"),
+    Limit(
+        "STEP_TIME_COUNT_MAX",
+        types.STEP_TIME_COUNT_MAX,
+        "rows grow by factors",
+        "DescribeResponse.step_times,head_times",
+    ),
     Limit(
         "32 bits",
         items.UINT32_MAX,

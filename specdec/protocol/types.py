@@ -347,7 +347,8 @@ class Description:
     `step_times`: (rows, seconds) of steps for one session, measured after loading, ascending by rows: rows of one
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
-    `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens.
+    `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens;
+    `head_times`: (rows, seconds) that they add to such steps.
     """
 
     model_digest: str
@@ -368,6 +369,7 @@ class Description:
     draft_vocabulary: DraftVocabulary = DraftVocabulary.EQUAL
     draft_vocabulary_share: float = 1.0
     num_heads: int = 0
+    head_times: tuple[tuple[int, float], ...] = ()
 
     @property
     def draft_vocabulary_sentence(self) -> str:

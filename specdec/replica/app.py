@@ -256,9 +256,15 @@ class ReplicaApp(Generic[Payload, Answer]):
         progress("measuring tile sizes", 1.0)  # in the warm-up step
         engine.start(service.next_step)
         progress("timing steps", 1.0)
-        times = engine.call(lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece))
+        times, head_times = engine.call(
+            lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece)
+        )
         self._description = replace(
-            description, step_times=times, trace_service=self._tracing.service, num_heads=num_heads
+            description,
+            step_times=times,
+            head_times=head_times,
+            trace_service=self._tracing.service,
+            num_heads=num_heads,
         )
 
     async def _describe(self, _request: types_pb.DescribeRequest, _context: Context) -> types_pb.DescribeResponse:

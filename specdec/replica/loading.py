@@ -96,8 +96,9 @@ def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSet
 
 def measure_step_times(
     engine: Engine[Payload, Any], positions_max: int, sample: SamplePiece[Payload]
-) -> tuple[tuple[int, float], ...]:
-    """Returns (rows, seconds) of steps for one session, ascending; none if the cache is too small. Engine thread only.
+) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
+    """Returns (rows, seconds) of steps for one session, ascending, and of the reading of their hidden states beside
+    it; none if the cache is too small, or nothing reads them. Engine thread only.
 
     Measured once, so that estimates exist before the first request.
     """
@@ -105,20 +106,24 @@ def measure_step_times(
     try:
         table = engine.cache.reserve(context_length + ROW_COUNTS[-1])
     except CacheExhausted:
-        return ()
+        return (), ()
     began_s = time.perf_counter()
     found: list[tuple[int, float]] = []
+    of_hidden: list[tuple[int, float]] = []
     try:
         engine.run([sample(table, context_length, 0)])
         for row_count in [count for count in ROW_COUNTS if context_length + count <= positions_max]:
             times_s: list[float] = []
+            hidden_s: list[float] = []
             while len(times_s) < REPEATS and not (times_s and time.perf_counter() - began_s > BUDGET_S):
                 started_s = time.perf_counter()
-                engine.run([sample(table, context_length, row_count)])
-                times_s.append(time.perf_counter() - started_s)
+                report = engine.run([sample(table, context_length, row_count)])
+                times_s.append(time.perf_counter() - started_s - report.hidden_s)
+                hidden_s.append(report.hidden_s)
                 if table.length > context_length:
                     engine.cache.truncate(table, context_length)
-            found.append((row_count, max(min(times_s), found[-1][1] if found else 0.0)))
+            for times, samples_s in ((found, times_s), (of_hidden, hidden_s)):
+                times.append((row_count, max(min(samples_s), times[-1][1] if times else 0.0)))
     finally:
         engine.cache.release(table)
-    return tuple(found)
+    return tuple(found), tuple(of_hidden) if any(seconds for _, seconds in of_hidden) else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from array import array
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypeVar, cast
 
@@ -168,17 +168,27 @@ def description_to_message(description: Description) -> types_pb.DescribeRespons
         protocol_version=description.protocol_version,
         end_token_ids=description.end_token_ids,
         cache=None if size is None else _cache_size_to_message(size),
-        step_times=[types_pb.StepTime(rows=rows, step_us=_step_us(time_s)) for rows, time_s in description.step_times],
+        step_times=_step_times_to_message(description.step_times),
         trace_service=description.trace_service,
         draft_vocabulary_size=description.draft_vocabulary_size,
         draft_vocabulary=types_pb.DraftVocabulary.ValueType(description.draft_vocabulary.value),
         draft_vocabulary_share=description.draft_vocabulary_share,
         num_heads=description.num_heads,
+        head_times=_step_times_to_message(description.head_times),
     )
 
 
-def _step_us(time_s: float) -> int:
-    return max(1, min(UINT32_MAX, round(time_s * 1e6)))
+def _step_times_to_message(times: Sequence[tuple[int, float]]) -> list[types_pb.StepTime]:
+    return [
+        types_pb.StepTime(rows=rows, step_us=max(1, min(UINT32_MAX, round(seconds * 1e6)))) for rows, seconds in times
+    ]
+
+
+def _step_times_from_message(field: str, times: Sequence[types_pb.StepTime]) -> tuple[tuple[int, float], ...]:
+    for entry in bounded(field, times, STEP_TIME_COUNT_MAX):
+        check_integer(f"{field}.rows", entry.rows, 1, UINT32_MAX)
+        check_integer(f"{field}.step_us", entry.step_us, 1, UINT32_MAX)
+    return tuple((entry.rows, entry.step_us / 1e6) for entry in times)
 
 
 def _cache_size_to_message(size: CacheSize) -> types_pb.CacheSize:
@@ -209,10 +219,6 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
     end_token_ids = tuple(bounded("end_token_ids", message.end_token_ids, PARAMS_STOP_TOKEN_COUNT_MAX))
     check_ascending("end_token_ids", end_token_ids)
     check_token_ids("end_token_ids", end_token_ids, TOKENS_MAX)
-    step_times = bounded("step_times", message.step_times, STEP_TIME_COUNT_MAX)
-    for entry in step_times:
-        check_integer("step_times.rows", entry.rows, 1, UINT32_MAX)
-        check_integer("step_times.step_us", entry.step_us, 1, UINT32_MAX)
     return Description(
         model_digest=bounded("model_digest", message.model_digest, DIGEST_LENGTH_MAX),
         tokenizer_fingerprint=bounded("tokenizer_fingerprint", message.tokenizer_fingerprint, DIGEST_LENGTH_MAX),
@@ -226,10 +232,11 @@ def description_from_message(message: types_pb.DescribeResponse) -> Description:
         tensor_parallel_size=numerics.tensor_parallel_size,
         protocol_version=message.protocol_version,
         cache=CacheSize(size.block_count, size.block_size, size.bytes) if message.HasField("cache") else None,
-        step_times=tuple((entry.rows, entry.step_us / 1e6) for entry in step_times),
+        step_times=_step_times_from_message("step_times", message.step_times),
         trace_service=bounded("trace_service", message.trace_service, NAME_LENGTH_MAX),
         draft_vocabulary_size=message.draft_vocabulary_size,
         draft_vocabulary=DraftVocabulary(message.draft_vocabulary),
         draft_vocabulary_share=message.draft_vocabulary_share,
         num_heads=message.num_heads,
+        head_times=_step_times_from_message("head_times", message.head_times),
     )

@@ -174,7 +174,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads")
+    __slots__ = ("model_digest", "tokenizer_fingerprint", "model_name", "vocabulary_size", "positions_max", "numerics", "protocol_version", "end_token_ids", "cache", "step_times", "trace_service", "draft_vocabulary_size", "draft_vocabulary", "draft_vocabulary_share", "num_heads", "head_times")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class DescribeResponse(_message.Message):
     DRAFT_VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     DRAFT_VOCABULARY_SHARE_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_TIMES_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     tokenizer_fingerprint: str
     model_name: str
@@ -205,7 +206,8 @@ class DescribeResponse(_message.Message):
     draft_vocabulary: DraftVocabulary
     draft_vocabulary_share: float
     num_heads: int
-    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ...) -> None: ...
+    head_times: _containers.RepeatedCompositeFieldContainer[StepTime]
+    def __init__(self, model_digest: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., positions_max: _Optional[int] = ..., numerics: _Optional[_Union[NumericsProfile, _Mapping]] = ..., protocol_version: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., cache: _Optional[_Union[CacheSize, _Mapping]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., trace_service: _Optional[str] = ..., draft_vocabulary_size: _Optional[int] = ..., draft_vocabulary: _Optional[_Union[DraftVocabulary, str]] = ..., draft_vocabulary_share: _Optional[float] = ..., num_heads: _Optional[int] = ..., head_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("rows", "step_us")

@@ -46,6 +46,18 @@ def specdec(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=text, timeout=60, **options)
 
 
+def on_a_terminal(*arguments: str) -> tuple[str, str]:
+    """Runs `specdec`, whose standard error is a terminal; returns both outputs. Raises where it fails."""
+    ours, its = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        with open(its, "wb") as errors:
+            done = subprocess.run(
+                [sys.executable, "-m", "specdec.cli", *arguments], stdout=subprocess.PIPE, stderr=errors
+            )
+        done.check_returncode()
+        return done.stdout.decode(), terminal.read(1 << 16).decode()
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
     """Table models: target and draft of one tokenizer, and one of another."""
@@ -310,6 +322,35 @@ def test_nothing_is_left_when_the_parent_is_killed():
         assert is_alive(pid)
         parent.kill()
         assert gone_within([pid], 2.0)
+
+
+@pytest.mark.parametrize(
+    "with_heads",
+    [pytest.param(False, marks=pytest.mark.more), pytest.param(True, marks=pytest.mark.slow)],
+    ids=["local", "heads"],
+)
+def test_serve_without_a_draft_speculates(folders: Path, with_heads: bool) -> None:
+    """Claim: `serve --draft-model none` starts no draft service, and `generate` ends with the accepted and verified
+    tokens of the n-gram proposer, and with --heads of the target's heads, but of no draft; the text is that of plain
+    decoding. The table model's greedy text repeats itself; the embedded target's is seeded and does so less, and its
+    policy is fixed, so that heads and n-gram both take part whatever they cost."""
+    told = ["--heads", str(EMBEDDED_MODELS / "target-heads")] if with_heads else ["--model", str(folders / "target")]
+    serving = Serving("--draft-model", "none", *told)
+    try:
+        assert len(serving.children()) == 2
+        asked = ("generate", "import os\n" if with_heads else "<1><2>", "--max-tokens", "150")
+        asked += ("--temperature", "0.7", "--seed", "1") if with_heads else ("--temperature", "0")
+        speculating = ("--policy", "fixed", "--proposers", "ngram,heads") if with_heads else ()
+        on, off = (
+            on_a_terminal(*asked, "--ignore-eos", *way, "--address", serving.address)
+            for way in (speculating, ("--policy", "off"))
+        )
+    finally:
+        serving.end()
+    assert on[0] == off[0] != ""
+    counts = {name: int(accepted) for name, accepted in re.findall(r"(\w+) (\d+)/\d+", on[1])}
+    assert counts.keys() == ({"ngram", "heads"} if with_heads else {"ngram"}), on[1]
+    assert min(counts.values()) > 5 and "150 tokens" in off[1] and not re.search(r"\d/\d", off[1])
 
 
 def test_different_tokenizers_end_serve(folders):

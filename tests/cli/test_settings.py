@@ -112,6 +112,11 @@ def test_flags_are_spelt_as_users_know_them():
             ["--num-speculative-tokens-max", "40"],
             "--num-speculative-tokens-max 40 is above --draft-window-max 32",
         ),
+        (
+            "serve",
+            ["--ngram-length-min", "5", "--ngram-length-max", "4"],
+            "--ngram-length-min 5 is above --ngram-length-max 4",
+        ),
         ("generate", ["hi", "--logit-bias", "5"], "it must be ID=BIAS, such as 5=-1.5"),
         ("generate", ["hi", "--prompt-ids", "1,x"], "--prompt-ids is"),
         ("generate", ["hi", "--max-tokens", "-1"], "--max-tokens is '-1'; it must be from 0 to"),

@@ -27,6 +27,32 @@ def run_rounds(speculation: Speculation, rule: Rule, round_s: float) -> None:
         policy.on_round(RoundRecord(index, plan, *counts, start_s, start_s + round_s, 0.0, round_s, 0.0, round_s, 0.0))
 
 
+@pytest.mark.parametrize(
+    "settings, token_id",
+    [
+        ({}, 5),
+        ({"ngram_length_min": 3}, 5),
+        ({"ngram_length_min": 4}, None),
+        ({"ngram_length_max": 2}, 6),
+        ({"ngram_window": 8}, 6),
+        ({"ngram_window": 5}, None),
+        ({"proposers": "draft,suffix"}, None),
+    ],
+    ids=str,
+)
+def test_settings_of_the_ngram_proposer_are_those_of_the_service(
+    settings: dict[str, int | str], token_id: int | None
+) -> None:
+    """Claim: `--ngram-length-min` is the least length of a match, `--ngram-length-max` that up to which matches are
+    compared, `--ngram-window` the part of the prompt that is searched. The prompt ends with 2 3 4, which were followed
+    by 5 first, and 3 4, which were followed by 6 later."""
+    committed = [2, 3, 4, 5, 9, 3, 4, 6, 7, 2, 3, 4]
+    speculation = Speculation(SETTINGS.model_copy(update=settings))
+    made = speculation.proposers(GenerationRequest(token_ids=tuple(committed)), committed, ())
+    runs = [run for proposer in made for run in proposer.propose(committed)]
+    assert (runs[0].token_ids[0] if runs else None) == token_id
+
+
 def test_what_is_named_or_follows_is_not_chosen() -> None:
     """Claim: temperature 0 is GREEDY, a seed COUPLED, a rule named is that rule; each has its reason."""
     speculation = Speculation(SETTINGS)

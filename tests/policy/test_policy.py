@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
+from specdec.config import CoordinatorSettings
+from specdec.coordinator.speculation import Speculation
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes
 from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
@@ -14,10 +16,13 @@ from specdec.policy.steps import Steps
 from specdec.policy.table import Table
 from specdec.protocol.offer import make_offer
 from specdec.protocol.report import RoundRecord
-from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer, Rule, TokenKind
+from specdec.protocol.request import GenerationRequest
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
 
 SPARE_TOKENS = 100_000
+SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
+TARGET = Description("digest", "print", "name", 7, 100, (1,), "float32", "cpu", "torch")
 
 
 def auto() -> AutoPolicy:
@@ -97,6 +102,33 @@ def test_heads_are_asked_while_their_tokens_are_accepted() -> None:
     assert asked[0] and not any(asked[64:127]) and asked[127]
     assert not told(129, had_heads=False) and not told(130, had_heads=False, proposers=accepted)
     assert told(131, had_heads=True, proposers=accepted)
+
+
+@pytest.mark.parametrize(
+    "head_share, accepted, is_asked",
+    [(0.02, 1, True), (0.15, 1, False), (0.15, 3, True)],
+    ids=["cheap", "expensive", "expensive and good"],
+)
+def test_heads_are_asked_while_their_tokens_are_worth_their_time(
+    head_share: float, accepted: int, is_asked: bool
+) -> None:
+    """Claim: heads of which every second round accepts one token are asked if they take 0.02 of a step, and not if
+    they take 0.15, unless each of those rounds accepts three. The target told that time at its start.
+
+    Conclusive: the records of the first two cases are equal, and so are the times that the target told in the last
+    two. At 4 to 5 tokens a step, 0.15 of a step is worth 0.6 to 0.9 of a token, which is between both acceptances.
+    """
+    step_times, head_times = ([(rows, share * TARGET_S) for rows in (1, 16)] for share in (1.0, head_share))
+    speculation = Speculation(SETTINGS)
+    speculation.on_target(replace(TARGET, step_times=tuple(step_times), head_times=tuple(head_times)))
+    policy = speculation.policy(GenerationRequest(token_ids=(1,)), Rule.GREEDY)
+    asked = []
+    for index in range(1, 128):
+        proposers = (Proposer.HEADS,) * accepted * (index % 2)
+        record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
+        policy.on_round(record._replace(had_heads=True, accepted_proposers=proposers))
+        asked.append(policy.wants_heads)
+    assert set(asked[64:]) == {is_asked}
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ BAD_DESCRIPTIONS: tuple[dict[str, Any], ...] = (
     {"numerics": {"tensor_parallel_size": 0}},
     {"step_times": [{"rows": 0, "step_us": 1}]},
     {"step_times": [{"rows": 1, "step_us": 0}]},
+    {"head_times": [{"rows": 0, "step_us": 1}]},
+    {"head_times": [{"rows": 1, "step_us": 0}]},
 )
 
 

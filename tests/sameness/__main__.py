@@ -2,8 +2,9 @@
 
 For each dtype the three services are started with the shipped pair, and every prompt is generated with
 speculation and without, GREEDY and COUPLED with seeds, all ways to speculate, many streams at a time. Tokens, text and
-log-probabilities must be equal to the last bit; ends with 1 where they are not. `--target` sets options of the
-target service: ranks, a small cache, prefix caching. The target has its heads if a way asks for them.
+log-probabilities must be equal to the last bit; ends with 1 where they are not, and with 2 and the reason where a run
+ends before all are compared: services that do not start in time or are lost. `--target` sets options of the target
+service: ranks, a small cache, prefix caching. The target has its heads if a way asks for them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from specdec.errors import SpecdecError
 from tests.sameness.comparison import Comparison, compare
 from tests.sameness.generations import ALL_PARAMS, HEADS_WAY, WAYS, generations
-from tests.support.services import MODELS, running
+from tests.support.services import MODELS, Services, running
 
 SHOWN_MAX = 10
+DIFFERENT, INCOMPLETE = 1, 2  # exit codes
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,10 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = options(arguments)
     console = Console(width=120)
     target = target_settings(asked)
-    is_same = True
+    is_same = is_complete = True
     for dtype in asked.dtypes:
         began_s, refusals = time.monotonic(), Counter[str]()
-        found = compared(asked, dtype, target, refusals, console)
+        found: list[Comparison] = []
+        try:
+            compare_all(asked, dtype, target, refusals, console, found)
+        except (SpecdecError, grpc.RpcError) as error:
+            is_complete = False
+            ended = f"{dtype}: ended after {len(found)} of {asked.prompts} prompts: {reason_of(error)}"
+            console.print(ended, style="red", markup=False)
+            if not found:
+                continue
         console.print(table_of(found, " ".join([f"{dtype}, {asked.threads} thread(s)", *asked.target])))
         tokens = sum(len(one.on.token_ids) for one in found)
         cached, preempted = (sum(one.total(name) for one in found) for name in ("cached_prompt_tokens", "preemptions"))
@@ -73,8 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if with_heads and not any(one.heads_count for one in with_heads):
             console.print(f"no token of the heads was offered: {HEADS_WAY} was not tried", style="red")
             is_tried = False
-        is_same = is_same and is_tried and not differing and len(found) == asked.prompts
-    return 0 if is_same else 1
+        is_same = is_same and not differing and (is_tried or len(found) < asked.prompts)
+    return DIFFERENT if not is_same else 0 if is_complete else INCOMPLETE
+
+
+def reason_of(error: SpecdecError | grpc.RpcError) -> str:
+    """Returns an error and the notes about it in one line."""
+    said = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+    return "; ".join([said, *getattr(error, "__notes__", ())])
 
 
 def target_settings(asked: argparse.Namespace) -> dict[str, str]:
@@ -83,11 +101,16 @@ def target_settings(asked: argparse.Namespace) -> dict[str, str]:
     return heads | {name.replace("-", "_"): value for name, value in (own.split("=", 1) for own in asked.target)}
 
 
-def compared(
-    asked: argparse.Namespace, dtype: str, target: dict[str, str], refusals: Counter[str], console: Console
-) -> list[Comparison]:
-    """Returns the comparisons of all prompts with one dtype, with a progress bar."""
-    found: list[Comparison] = []
+def compare_all(
+    asked: argparse.Namespace,
+    dtype: str,
+    target: dict[str, str],
+    refusals: Counter[str],
+    console: Console,
+    found: list[Comparison],
+) -> None:
+    """Adds the comparisons of all prompts with one dtype to `found`, with a progress bar. Raises SpecdecError if the
+    services do not start, grpc.RpcError with a note about services that ended."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         running(MODELS / "target", MODELS / "draft", threads=asked.threads, dtype=dtype, target=target) as services,
@@ -98,13 +121,22 @@ def compared(
         def refused() -> None:
             refusals["refused"] += 1
 
-        for one in compare(
-            services.client, generations(asked.prompts, asked.ways), asked.tokens, asked.streams, refused
-        ):
-            found.append(one)
-            differing_count = sum(not own.is_same for own in found)
-            shown.update(task, advance=1, description=f"{dtype}, {differing_count} differ")
-    return found
+        try:
+            for one in compare(
+                services.client, generations(asked.prompts, asked.ways), asked.tokens, asked.streams, refused
+            ):
+                found.append(one)
+                differing_count = sum(not own.is_same for own in found)
+                shown.update(task, advance=1, description=f"{dtype}, {differing_count} differ")
+        except grpc.RpcError as error:
+            error.add_note(states_of(services))
+            raise
+
+
+def states_of(services: Services) -> str:
+    """Returns which of the services run, in words."""
+    children = (services.target, services.draft, services.coordinator)
+    return ", ".join(str(child) for child in children if child is not None)
 
 
 def table_of(found: Sequence[Comparison], title: str) -> Table:

@@ -5,11 +5,16 @@ That speculation changes nothing is proved by tests/services/test_pair.py for fe
 
 from __future__ import annotations
 
+import contextlib
+import re
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.sameness.__main__ import main, options, table_of, target_settings
+from tests.sameness.__main__ import INCOMPLETE, main, options, table_of, target_settings
 from tests.sameness.comparison import Comparison
 from tests.sameness.generations import (
     ALL_PARAMS,
@@ -20,7 +25,7 @@ from tests.sameness.generations import (
     heldout_token_ids,
     prompts_of,
 )
-from tests.support.services import MODELS, Outcome
+from tests.support.services import MODELS, Outcome, Services, running
 
 
 def test_prompts_are_of_held_out_text_and_none_twice() -> None:
@@ -80,6 +85,27 @@ def test_the_target_has_heads_for_the_way_that_asks_for_them() -> None:
     assert target_settings(options(["--target", "block-size=16"])) == {**shipped, "block_size": "16"}
     assert target_settings(options(["--target", "heads=none"])) == {"heads": "none"}
     assert target_settings(options(["--ways", "tree"])) == {}
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_early_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim: where the services cannot start, or one is lost and stays so, the command ends with 2, not with the 1 of
+    a difference, and prints the service's own sentence, or the call's status and which service ended."""
+    asked = "--prompts 2 --tokens 4 --dtypes float32".split()
+    assert main([*asked, "--target", "heads=/none"]) == INCOMPLETE
+    assert "ended after 0 of 2 prompts: /none has no heads.json" in capsys.readouterr().out.replace("\n", " ")
+
+    @contextlib.contextmanager
+    def without_target(*arguments: Any, **named: Any) -> Iterator[Services]:
+        with running(*arguments, **named) as services:
+            services.target.signal(signal.SIGKILL)
+            yield services
+
+    monkeypatch.setattr("tests.sameness.__main__.running", without_target)
+    monkeypatch.setattr("tests.sameness.comparison.LOST_COUNT_MAX", 1)
+    assert main(asked) == INCOMPLETE
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "UNAVAILABLE: " in told and re.search(r"Child\(target,\s+pid\s+\d+,\s+ended\s+with\s+-9\)", told)
 
 
 @pytest.mark.more

@@ -107,11 +107,19 @@ def with_heads(running_target: Child) -> Iterator[Stream]:
         yield own
 
 
-def test_describe_tells_the_number_of_heads(running_target: Child) -> None:
-    """Claim: a replica's description has the number of its heads."""
-    with grpc.insecure_channel(running_target.address) as channel:
-        described = target_pb_grpc.TargetServiceStub(channel).Describe(types_pb.DescribeRequest(), timeout=10)
+def describe(child: Child) -> types_pb.DescribeResponse:
+    with grpc.insecure_channel(child.address) as channel:
+        return target_pb_grpc.TargetServiceStub(channel).Describe(types_pb.DescribeRequest(), timeout=10)
+
+
+def test_describe_tells_the_heads_and_their_times(running_target: Child) -> None:
+    """Claim: a replica's description has the number of its heads, and the time they add to steps of as many rows as
+    those it timed, as measured: never 0, and never less for more rows."""
+    described = describe(running_target)
     assert described.num_heads == HEAD_COUNT
+    assert [entry.rows for entry in described.head_times] == [entry.rows for entry in described.step_times]
+    times_us = [entry.step_us for entry in described.head_times]
+    assert len(times_us) > 2 and times_us == sorted(times_us) and times_us[0] > 1
 
 
 def opened(session: int, params: ResolvedSamplingParams = GREEDY) -> Open:
@@ -169,14 +177,16 @@ def test_every_row_has_the_proposals_of_plain_torch(model: Path, heads: Path, ra
 
 def test_only_who_asks_gets_proposals_and_they_change_nothing_else(with_heads: Stream, model: Path) -> None:
     """Claim: of two sessions of one step with the same tokens only the one that wants proposals has some, and their
-    recovered tokens are equal; a target without heads answers the same request without proposals."""
+    recovered tokens are equal; a target without heads answers the same request without proposals, and tells no times
+    of heads."""
     asks: list[Open | Verification] = [opened(11, COUPLED), opened(12, COUPLED)]
     asks += [verification(11, PROMPTS[0], True), verification(12, PROMPTS[0], False)]
     answers = {answer.session: answer.output for answer in with_heads.ask(*asks)}
     assert answers[11].head_proposals is not None and answers[12].head_proposals is None
     assert answers[11]._replace(head_proposals=None) == answers[12]
-    with stream(model, "none") as without:
+    with target(model, "none") as child, contextlib.closing(Stream(child.address)) as without:
         (answer,) = without.ask(opened(1, COUPLED), verification(1, PROMPTS[0], True))
+        assert describe(child).step_times and not describe(child).head_times
     assert answer.output == answers[12]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed, running
 
@@ -46,7 +50,7 @@ def batch(pair: Services) -> list[tuple[dict[str, Any], Outcome]]:
     return [(one, pair.client.generate(**one, speculative=SHAPES["off"])) for one in requests]
 
 
-def plain(client: Client, prompt: str | list[int] = PROMPT, length: int = LENGTH, **asked) -> Outcome:
+def plain(client: Client, prompt: str | list[int] = PROMPT, length: int = LENGTH, **asked: Any) -> Outcome:
     return client.generate(prompt, max_tokens=length, ignore_eos=True, speculative=SHAPES["off"], **asked)
 
 
@@ -183,13 +187,62 @@ def test_proposers_go_on_when_the_draft_dies(table_models: tuple[Path, Path]) ->
         assert outcome.proposers[-1] in (0, pb.PROPOSER_NGRAM) and pb.PROPOSER_NGRAM in outcome.proposers[-20:]
 
 
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("pair", ["float32"], indirect=True)
+def test_a_predicted_text_saves_rounds_and_changes_nothing(pair: Services, asked: dict[str, float]) -> None:
+    """Claim: with the answer as predicted text a generation is that of plain decoding in less than a third of its
+    rounds; with another text it is the same too, in no more rounds than plain decoding. A round is a target step."""
+    own = {"max_tokens": LENGTH, "ignore_eos": True, "logprobs": 1, **asked}
+    off = pair.client.generate("def area(", speculative=SHAPES["off"], **own)
+    texts = off.text, "The weather was fine, and the river rose all week. " * 3
+    way = fixed(8, proposers=["PROPOSER_PREDICTION"])
+    right, wrong = (pair.client.generate("def area(", speculative=way, prediction=text, **own) for text in texts)
+    assert right.comparable == wrong.comparable == off.comparable
+    statistics = right.finished.statistics
+    assert statistics.rounds < off.finished.statistics.rounds / 3
+    assert statistics.num_prediction_accepted_tokens == statistics.num_accepted_draft_tokens > LENGTH / 2
+    assert wrong.finished.statistics.rounds <= off.finished.statistics.rounds
+
+
+@pytest.mark.more
+def test_a_predicted_text_is_tokenised_like_output(tmp_path: Path) -> None:
+    """Claim: a predicted text is what the same text as token ids is, though the tokenizer begins prompts with a special
+    token, and ends before the first token that the target lacks.
+
+    Conclusive: rounds, offered and accepted tokens of both are equal, and a prediction that begins or ends elsewhere
+    has others, as is shown beside them.
+    """
+    write_table_model(tmp_path / "target", 8, seed=1)
+    file = tmp_path / "target" / "tokenizer.json"
+    facts = json.loads(file.read_text())
+    facts["model"]["vocab"]["<9>"] = 9
+    file.write_text(json.dumps(facts))
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    tokenizer.save(str(file))
+    asked = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logit_bias": {0: -100.0}}
+    with running(tmp_path / "target", None, threads=1) as services:
+        off = services.client.generate("<1><2>", speculative=SHAPES["off"], **asked)
+        assert off.finished.usage.prompt_tokens == 3 and off.text == "".join(f"<{token}>" for token in off.token_ids)
+        words = off.text.replace("><", "> <").split()
+
+        def counts(prediction: str | list[int]) -> tuple[int, int, int]:
+            way = fixed(4, proposers=["PROPOSER_PREDICTION"])
+            on = services.client.generate("<1><2>", speculative=way, prediction=prediction, **asked)
+            assert on.comparable == off.comparable
+            own = on.finished.statistics
+            return own.rounds, own.num_prediction_draft_tokens, own.num_prediction_accepted_tokens
+
+        whole, half = counts(off.token_ids), counts(off.token_ids[:20])
+        assert counts(off.text) == whole and whole != counts([0, *off.token_ids])
+        assert counts("".join([*words[:20], "<9>", *words[20:]])) == half != whole
+
+
 @pytest.mark.parametrize("pair", ["float32"], indirect=True)
 def test_a_predicted_text_has_a_limit_in_tokens(pair: Services) -> None:
     """Claim: a predicted text of more tokens than the target has positions is INVALID_ARGUMENT and names the limit."""
-    request = pair.client.request("def f():", max_tokens=2)
-    request.prediction.text = "x = 1\n" * 2000
     with pytest.raises(grpc.RpcError) as refused:
-        list(pair.client.stub.Generate(request, timeout=30))
+        pair.client.generate("def f():", max_tokens=2, prediction="x = 1\n" * 2000)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "prediction.text" in refused.value.details() and "2048 tokens" in refused.value.details()
 

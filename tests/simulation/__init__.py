@@ -23,7 +23,8 @@ Checks after every event (world.py, watched.py, ledger.py):
   resume. REJECTION: the tokens that the round's content and the seed must give, computed independently; a round has one
   content and one answer, however often it is requested; no draw is used twice.
 - Offers. A round offers exactly the path that arrived first and agrees with the committed tokens, up to the plan; each
-  token is the proposal drawn after its path, with its draft distribution. Every node the draft evaluates has its
+  token is the proposal drawn after its path, with its draft distribution, a guess from known text, or that of the
+  target's head for its position after the row of the newest commit. Every node the draft evaluates has its
   proposal sent, whatever was drawn, unless a commit overtook it; node names are used once; no node lies further past
   the newest commit than the widest window.
 - Fences. An answer of another incarnation or round changes nothing; no item is carried out for another incarnation or

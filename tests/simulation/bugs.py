@@ -17,9 +17,11 @@ from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import Drafter
 from specdec.engine.interface import RaggedBatch
 from specdec.engine.kv_cache import KVCache
+from specdec.engine.runner import StepRunner
 from specdec.protocol import offer as offer_module
 from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
+from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.report import Delta
@@ -389,6 +391,39 @@ def taken_last(real: Callable) -> Callable:
     return mutant
 
 
+def heads_after_row(chosen: Callable[[HeadProposals, int], int]) -> Callable[[Callable], Callable]:
+    """The heads of another row are taken, `chosen(proposals, row)`."""
+    return lambda real: lambda heads, row, size: real(heads, heads and chosen(heads, row), size)
+
+
+def one_head_late(real: Callable) -> Callable:
+    """The second head's tokens stand where the first head's belong."""
+    return lambda *arguments: [run._replace(token_ids=run.token_ids[1:]) for run in real(*arguments)]
+
+
+def older_heads_kept(real: Callable) -> Callable:
+    """A round without proposals of heads offers those of the round before."""
+    kept: dict[int, list] = {}
+
+    def mutant(self: Session) -> Any:
+        if self._head_runs or not self.round_index:
+            kept[self.number] = self._head_runs
+        self._head_runs = kept[self.number]
+        return real(self)
+
+    return mutant
+
+
+def asks_heads_anew(real: Callable) -> Callable:
+    """A verification that is sent again asks for heads as the policy says by then."""
+
+    def mutant(self: Session, offer: Any) -> Any:
+        self.in_flight = None
+        return real(self, offer)
+
+    return mutant
+
+
 FENCES = (
     Bug(
         "a result of another round is accepted",
@@ -636,7 +671,31 @@ PATHS = (
     ),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS)
+HEADS = (
+    Bug(
+        "the heads of the row before are offered",
+        session_module,
+        "head_runs",
+        heads_after_row(lambda heads, row: max(0, row - 1)),
+    ),
+    Bug(
+        "the heads after a rejected token are offered",
+        session_module,
+        "head_runs",
+        heads_after_row(lambda heads, row: len(heads.token_ids) // (heads.head_count * HEAD_CANDIDATES) - 1),
+    ),
+    Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
+    Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),
+    Bug("a round requested again asks for heads anew", Session, "_send_verification", asks_heads_anew),
+    Bug(
+        "requests of a step have each other's hidden states",
+        StepRunner,
+        "_output_of",
+        lambda real: lambda self, pieces, logits, hidden: real(self, pieces, logits, hidden[::-1]),
+    ),
+)
+
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)

@@ -174,6 +174,7 @@ class Coordinator:
         session = Session(number, params, length_max, VOCABULARY_SIZE, policy, committed)
         session.path_max = path_count_max(self.target_cache, length_max, policy.draft_length_cap)
         session.proposers = self._proposers(order, committed)
+        session.asks_heads = Proposer.HEADS in order.proposers
         started = Started("", params.seed, params.rule, len(order.prompt), order.max_tokens)
         request = RequestStatistics(CoordinatorMetrics(), NO_TRACE, "")
         loop = Loop(self.clock)

@@ -13,6 +13,7 @@ from typing import Any
 
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
+from specdec.protocol.heads import HeadToken
 from specdec.protocol.items import Commit, Extend, Nodes, Verification
 from specdec.protocol.session import Session
 from specdec.protocol.types import DraftProbs, Rule, SamplerOutput, point_mass
@@ -21,6 +22,7 @@ from tests.simulation.clock import Violation
 from tests.simulation.model import (
     CachedRows,
     cached_paths,
+    head_proposals,
     output_at,
     plain_text,
     proposal_after,
@@ -58,6 +60,10 @@ class Ledger:
     live: list[Watched] = field(default_factory=list)
     pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
     predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
+    guessing: set[int] = field(default_factory=set)  # seeds of sessions with proposers of the coordinator
+    of_heads: dict[tuple[int, Path], list[list[HeadToken]]] = field(
+        default_factory=dict
+    )  # by seed and the path of the row
 
     def on_session(self, coordinator: Any, session: Session, order: Order, wait_ends_s: dict[int, float]) -> None:
         """A generation begins."""
@@ -68,6 +74,8 @@ class Ledger:
         self.pairs.update(pairwise(session.committed))
         self.pairs.update(pairwise(order.prediction))
         self.predicted.update((session.params.seed, token) for token in order.prediction[:1])
+        if session.proposers:
+            self.guessing.add(session.params.seed)
 
     def check_sessions(self, now_s: float) -> None:
         """After every event; a session that has ended is looked at once more."""
@@ -99,6 +107,19 @@ class Ledger:
             self.check_offer(request.params.seed, content[0], *tree)
             results.append(found)
         return results
+
+    def read_heads(
+        self, requests: Sequence[VerificationRequest], hidden: Sequence[CachedRows], outputs: Sequence[SamplerOutput]
+    ) -> list[SamplerOutput]:
+        """The heads of a target. The hidden state of a row is the text that the cache holds for it."""
+        found = list(outputs)
+        for index, request in enumerate(requests):
+            if request.wants_heads:
+                proposals = head_proposals(self.table, hidden[index])
+                for row, path in enumerate(hidden[index]):
+                    self.of_heads[request.params.seed, tuple(path)] = proposals.after(row)
+                found[index] = outputs[index]._replace(head_proposals=proposals)
+        return found
 
     def propose(
         self, payloads: Sequence[Sequence[ProposalRequest]], counts: Sequence[int], rows: CachedRows
@@ -180,13 +201,17 @@ class Ledger:
         self, seed: int, path: Path, draft_token_ids: Path, rows: tuple[DraftProbs, ...], parents: Path
     ) -> None:
         """Every draft token was proposed by the draft after its path, and has the distribution it was drawn from; or it
-        continues known text, with all weight on itself."""
+        continues known text, or is of the head for its position after the row of the newest commit, with all weight on
+        itself."""
         paths, pairs = [path], self.pairs.union(pairwise(path))
+        heads = self.of_heads.get((seed, path[:-1]), ())
         for index, token in enumerate(draft_token_ids):
             before = paths[parents[index] if parents else index]
             row = rows[index] if rows else None
-            is_known = (before[-1], token) in pairs or (seed, token) in self.predicted
-            is_guess = is_known and (row is None or row == point_mass(token))
+            is_known = seed in self.guessing and ((before[-1], token) in pairs or (seed, token) in self.predicted)
+            candidates = heads[len(before) - len(path) :][:1]
+            is_of_head = any(token == candidate.token_id for head in candidates for candidate in head)
+            is_guess = (is_known or is_of_head) and (row is None or row == point_mass(token))
             if not is_guess and (token, row) not in self.proposals.get((seed, before), ()):
                 raise Violation(f"token {token} with {row} was not proposed after {before}")
             paths.append((*before, token))

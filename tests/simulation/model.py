@@ -20,6 +20,7 @@ import torch
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
+from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals, HeadToken
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
 from specdec.protocol.types import Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.simulation.clock import Clock, Violation
@@ -27,6 +28,7 @@ from tests.support.plain_noise import gumbel
 
 VOCABULARY_SIZE = 6
 BEFORE = VOCABULARY_SIZE  # the token before the text
+HEAD_COUNT = 3
 AGREEMENT = 0.7  # share of contexts in which the draft's weights resemble the target's
 TOKEN_IDS = tuple(range(VOCABULARY_SIZE))
 NO_NOISE = (0.0,) * VOCABULARY_SIZE
@@ -172,6 +174,24 @@ def round_tokens(table: int, request: VerificationRequest) -> list[int]:
             return [*tokens[len(request.committed) :], drawn(masses, bits)]
 
 
+def heads_after(table: int, path: Sequence[int]) -> tuple[tuple[HeadToken, ...], ...]:
+    """The candidates of each head after a row, likeliest first: the target's own likeliest text, or another where the
+    head errs. As heads do, they depend on the row's path alone, not on the token that the round puts after it."""
+    text, heads = list(path[-2:]), []
+    for head in range(HEAD_COUNT + 1):
+        order = _ranked(weights_of(table, False, text), NO_NOISE)
+        text.append(order[0])
+        errs = hash64(table, Lane.DRAFT, path[-1] * VOCABULARY_SIZE + order[0], 500 + head) % 1000 >= 1000 * AGREEMENT
+        heads.append(tuple(HeadToken(token, 100) for token in order[errs : errs + HEAD_CANDIDATES]))
+    return tuple(heads[1:])
+
+
+def head_proposals(table: int, paths: Sequence[Sequence[int]]) -> HeadProposals:
+    """The proposals of the heads after rows with these paths."""
+    tokens = [token for path in paths for candidates in heads_after(table, path) for token in candidates]
+    return HeadProposals(tuple(own.token_id for own in tokens), bytes(own.confidence for own in tokens), HEAD_COUNT)
+
+
 class TokenStorage:
     """Token ids in blocks; a block that was not written holds no token."""
 
@@ -255,7 +275,7 @@ class TableModel:
             tokens = storage.read(chunk.block_ids, chunk.end)
             rows += [tokens[: chunk.end - offset] for offset in range(chunk.logit_count - 1, -1, -1)]
         self.clock.in_step_s += self.step_s(batch.row_count)
-        return StepOutput(rows, (True,) * len(batch.chunks))
+        return StepOutput(rows, (True,) * len(batch.chunks), rows)
 
     def _seen(self, chunk: SequenceChunk) -> list[list[int]]:
         """The tokens each row of a tree with logits sees, by position; each must see one token at every position."""

@@ -48,7 +48,8 @@ class SimulatedEngine(Engine):
 
 @dataclass(slots=True)
 class ProcessTraits:
-    """The differences between processes. The engine calls `sampler` with payloads, row counts and rows."""
+    """The differences between processes. The engine calls `sampler` with payloads, row counts and rows,
+    and `read_hidden` of a target with heads."""
 
     name: str
     is_draft: bool
@@ -56,6 +57,7 @@ class ProcessTraits:
     description: Description
     step_s: Callable[[int], float]
     sampler: Callable[..., list]
+    read_hidden: Callable[..., list] | None = None
     chunk_size: int = 64
     rows_max: int = 512
 
@@ -102,7 +104,8 @@ class Process:
         traits = self.traits
         model = TableModel(self.clock, lambda rows: traits.step_s(rows) * self.slowness)
         self.engine = SimulatedEngine(
-            model, traits.block_count, BLOCK_SIZE, traits.sampler, traits.chunk_size, traits.rows_max
+            *(model, traits.block_count, BLOCK_SIZE, traits.sampler, traits.chunk_size, traits.rows_max),
+            read_hidden=traits.read_hidden,
         )
         kind = Drafter if traits.is_draft else Verifier
         self.service = kind(self.engine, traits.description)

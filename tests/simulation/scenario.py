@@ -17,7 +17,7 @@ CRAMPED_FROM = 0.9  # of all settings the rest: texts of at most five blocks eac
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One setting. Seconds are virtual; `extend_max` is the most tokens one item may carry, `run_positions` the
-    growth of a target's session before it may be preempted."""
+    growth of a target's session before it may be preempted, `has_heads` whether the target has heads."""
 
     table: int
     orders: tuple[Order, ...]
@@ -32,6 +32,7 @@ class Scenario:
     chunk_size: int
     extend_max: int
     run_positions: int = 64
+    has_heads: bool = True
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
@@ -55,14 +56,15 @@ def draw_scenario(rng: random.Random) -> Scenario:
         chunk_size=rng.choice((3, 64, 64)),
         extend_max=rng.choice((2, 5, 2048)),
         run_positions=rng.choice((1, 4, 8)) if is_cramped else 64,
+        has_heads=rng.random() < 0.9,
     )
 
 
 def draw_order(rng: random.Random, table: int, number: int) -> Order:
     """One text of 20 tokens or a few more."""
     output_length = TOKENS_MIN + rng.randrange(2)
-    sources = (Proposer.NGRAM, Proposer.SUFFIX, Proposer.PREDICTION)
-    proposers = rng.choice(((), (), (), (Proposer.NGRAM,), (Proposer.PREDICTION,), sources))
+    heads, local = (Proposer.HEADS,), (Proposer.NGRAM, Proposer.SUFFIX, Proposer.PREDICTION)
+    proposers = rng.choice(((), (), (), (Proposer.NGRAM,), (Proposer.PREDICTION,), local, heads, heads, local + heads))
     return Order(
         table=table,
         rule=rng.choice(tuple(Rule)),

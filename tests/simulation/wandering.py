@@ -36,7 +36,7 @@ class WanderingPolicy:
 
     @property
     def wants_heads(self) -> bool:
-        return False
+        return self.is_speculating and self._rounds % 3 > 0
 
     @property
     def prediction(self) -> Prediction:

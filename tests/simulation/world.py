@@ -67,6 +67,7 @@ class World:
             describe(scenario.draft_positions if is_draft else scenario.target_positions),
             lambda rows: step_s * (1 + 0.02 * rows),
             sampler,
+            self.ledger.read_heads if scenario.has_heads and not is_draft else None,
             scenario.chunk_size,
         )
         return Process(self.clock, traits, self.faults.on_step, self._after_step, self._on_crash)

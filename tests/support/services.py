@@ -89,7 +89,7 @@ class Client:
         speculative: dict | None = None,
         resume: Sequence[int] | None = None,
         cache_salt: str = "",
-        prediction: Sequence[int] = (),
+        prediction: str | Sequence[int] = (),
         **sampling: Any,
     ) -> pb.GenerateRequest:
         """The message; `sampling` by the names of SamplingParams."""
@@ -103,7 +103,9 @@ class Client:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-        if prediction:
+        if isinstance(prediction, str):
+            request.prediction.text = prediction
+        elif prediction:
             request.prediction.token_ids.ids.extend(prediction)
         if resume is not None:
             request.resume.output_token_ids.extend(resume)

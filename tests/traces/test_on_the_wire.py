@@ -129,12 +129,21 @@ def test_the_root_has_request_and_statistics(short: tuple[Outcome, ReadTrace]):
 
 def test_the_root_tells_the_proposers_apart(services: Services, receiver: Receiver):
     """Claim: the root has the draft tokens and the accepted ones of each proposer, as the statistics have them, and
-    they add up. Conclusive: the draft model, n-grams, earlier text and a prediction each offered some, alone."""
+    they add up; rounds and round groups tell them in words, unless only the draft model proposed. Conclusive: the draft
+    model, n-grams, earlier text and a prediction each offered some, alone, and the words add up to the statistics."""
     predicted: list[int] = []
     for name, own_name in (("DRAFT", "model"), ("NGRAM", "ngram"), ("SUFFIX", "suffix"), ("PREDICTION", "prediction")):
         speculative = fixed(6, proposers=[f"PROPOSER_{name}"])
         outcome = generate(services, 60, speculative=speculative, prediction=predicted)
-        said, statistics = attributes(trace_of(receiver, outcome).named("Generate")[0]), outcome.finished.statistics
+        trace, statistics = trace_of(receiver, outcome), outcome.finished.statistics
+        said = attributes(trace.named("Generate")[0])
+        groups = [*trace.named("prefill"), *trace.groups]
+        for parts in (groups, [event for group in groups for event in group.events if event.name == "round"]):
+            words = [said["specdec.proposed"] for said in map(attributes, parts) if "specdec.proposed" in said]
+            pairs = [re.fullmatch(rf"{own_name} (\d+)/(\d+)", own) for own in words]
+            sums = tuple(sum(int(pair[own]) for pair in pairs if pair) for own in (1, 2))
+            counts = statistics.num_accepted_draft_tokens, statistics.num_draft_tokens
+            assert all(pairs) and sums == ((0, 0) if name == "DRAFT" else counts)
         predicted = outcome.token_ids
         for kind, total in (("draft", "num_draft_tokens"), ("accepted", "num_accepted_draft_tokens")):
             counts = {own: said[f"specdec.num_{own}_{kind}_tokens"] for own in PROPOSERS}
