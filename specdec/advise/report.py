@@ -163,9 +163,9 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
     for length in LENGTHS:
         tokens = resampled(rounds_of(readings, length), share)
         rate = tokens.times(times.rate(1.0, length))
-        accepted_a_draft_s = (tokens.value - 1) / (length * times.draft(1))
-        price = price_of(sum(prices), rate.value)
         acceptance = resampled(accepted_of(readings, length), share)
+        accepted_a_draft_s = acceptance.value / times.draft(1)  # a step each; at a text's end rounds draft fewer
+        price = price_of(sum(prices), rate.value)
         plans.append(ChainPlan(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))
     return plans
 

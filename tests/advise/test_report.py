@@ -38,15 +38,19 @@ def test_the_price_of_a_million_tokens() -> None:
 
 
 def test_accepted_tokens_of_a_second_of_drafting() -> None:
-    """Claim: 12 tokens in 8 rounds are 1.5 a round, 0.5 of the draft; its step of 5 ms gives 100 accepted tokens per
-    second of its computation, two steps a round 50, as the second is always rejected. All passing, 3 draft tokens give
-    12 tokens in 3 rounds: 3 accepted in 15 ms, 200. The target's time and the round trip are not in it."""
+    """Claim: only steps that are made count. 12 tokens in 8 rounds are 1.5 a round, 4 of them of the draft; the last
+    round, of one token, drafts none: 7 steps of 5 ms give 114 accepted tokens per second of the draft's computation,
+    with two steps a round, of which the second is always rejected, 57. All passing, 3 draft tokens give 12 tokens in 3
+    rounds, 9 accepted in 9 steps: 200. A text of 3 tokens leaves a round of 3 steps for 2: 200 again, not 133. The
+    target's time and the round trip are not in it."""
     one, two = plans_of(READINGS, TIMES, (0.0, 0.0))[:2]
     assert (one.length, two.length) == (1, 2)
     assert one.tokens.value == two.tokens.value == pytest.approx(1.5)
-    assert one.accepted_per_draft_s == pytest.approx(100) and two.accepted_per_draft_s == pytest.approx(50)
+    assert one.accepted_per_draft_s == pytest.approx(4 / 0.035) and two.accepted_per_draft_s == pytest.approx(4 / 0.070)
     three = plans_of([reading_of([1.0] * 13)], TIMES, (0.0, 0.0))[2]
     assert three.tokens.value == pytest.approx(4) and three.accepted_per_draft_s == pytest.approx(200)
+    short = plans_of([reading_of([1.0] * 4)], TIMES, (0.0, 0.0))[2]
+    assert short.tokens.value == pytest.approx(3) and short.accepted_per_draft_s == pytest.approx(200)
 
 
 def test_prices_of_a_plan_and_of_plain_decoding() -> None:
