@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.errors import ConfigError
@@ -139,7 +140,15 @@ def demo(settings: DemoSettings) -> int:
     from specdec.cli import demo_view, serve
 
     texts, models = chat_texts() if settings.chat else embedded_texts()
-    services = ServeSettings(**models, port=0, threads=1, log_level="error", drain_grace_s=1.0, dtype=settings.dtype)
+    services = ServeSettings(
+        **models,
+        port=0,
+        threads=1,
+        log_level="error",
+        drain_grace_s=1.0,
+        dtype=settings.dtype,
+        max_num_seqs=SESSIONS,
+    )
     with serve.running(services, []) as (coordinator, target, draft, _):
         children = [child for child in (target, draft, coordinator) if child is not None]
         if settings.as_json:
@@ -164,8 +173,6 @@ def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
 
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
-    from specdec.cli.chat import template_of
-
     folder, template = template_of(CHAT_MODEL)
     questions = heldout_prompts("chat_prompts.jsonl")
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
