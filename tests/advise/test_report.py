@@ -1,6 +1,8 @@
-"""Prices, accepted tokens of a second of drafting, and the table of all drafts, against cases by hand."""
+"""Measures of a class, prices, accepted tokens of a second of drafting, and the tables, against cases by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from rich.console import Console
 from specdec.advise.agreement import Agreement
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
-from specdec.advise.report import Advice, ChainPlan, advice_of, plans_of, price_of
-from specdec.advise.view import sweep_table
+from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of
+from specdec.advise.view import acceptance_table, length_table, sweep_table
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 # A step of the target takes 40 ms, of the draft 5 ms, a round trip 3 ms, the rest 2 ms.
@@ -28,6 +30,60 @@ def reading_of(coins: list[float]) -> Reading:
 # The first token comes with the prompt. After it, with one draft token a round: one passes and the target's own token
 # follows (2 tokens), then one is rejected (1 token): 12 tokens in 8 rounds.
 READINGS = [reading_of([1, *[1, 0, 0] * 4])]
+
+
+def measured_text(prompt_class: str, coin: float, measure: float) -> Reading:
+    """A text of 13 positions: each passes with `coin`, and every other measure is `measure`."""
+    reading = reading_of([coin] * 13)
+    every = torch.full((13,), measure, dtype=torch.float64)
+    own = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
+    return replace(
+        reading,
+        text=replace(reading.text, prompt_class=prompt_class),
+        agreement=replace(reading.agreement, **own),
+    )
+
+
+def test_every_measure_of_a_class_has_its_interval() -> None:
+    """Claim: a class has the mean of each measure, and of rounds the tokens with 1 to 8 draft tokens; where its texts
+    agree the interval has no width, where they differ it holds the mean. By hand: of two texts that always pass and
+    never pass, one draft token a round gives 2 and 1 tokens; together 24 tokens in 6 + 12 rounds. A confidence that
+    never comes true is all calibration error: of the mean, in whatever bins. Without a cosine there is none."""
+    never, always = measured_text("never", 0.0, 0.5), measured_text("always", 1.0, 0.25)
+    cells = {cell.prompt_class: cell for cell in cells_of([never, never, always, always])}
+    assert list(cells) == ["never", "always", "every class"]
+    point = Estimate(0.5, 0.5, 0.5)
+    own = cells["never"]
+    assert (
+        own.variation == own.divergence == own.entropy == own.reachable == own.calibration_error == own.cosine == point
+    )
+    assert own.tokens == [Estimate(1.0, 1.0, 1.0)] * 8
+    assert [tokens.value for tokens in cells["always"].tokens] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
+    for value in (cells["every class"].variation, cells["every class"].calibration_error):
+        assert value.value == pytest.approx(0.375) and value.low == 0.25 and value.high == 0.5
+    assert cells["every class"].tokens[0] == Estimate(pytest.approx(24 / 18), 1.0, 2.0)
+    assert cells_of([replace(never, agreement=reading_of([1.0]).agreement)])[0].cosine == Estimate(0.0, 0.0, 0.0)
+    nan = torch.full((13,), torch.nan, dtype=torch.float64)
+    assert cells_of([replace(never, agreement=replace(never.agreement, cosine=nan))])[0].cosine is None
+
+
+def test_the_table_of_classes_is_whole_on_80_columns() -> None:
+    """Claim: values and half their intervals stand in two lines a class and temperature, with two rules, and no number
+    is cut: "every class" fits, and a longer name takes more lines."""
+    cells = cells_of([measured_text("a longer name of prompts", 0.0, 0.5), measured_text("code", 1.0, 0.25)])
+    cells = [
+        replace(cell, acceptance={"COUPLED": Estimate(0.5, 0.4, 0.6)} | {"REJECTION": Estimate(0.6, 0.5, 0.7)})
+        for cell in cells
+    ]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(acceptance_table(cells))
+        console.print(length_table(cells))
+    lines = [line.split() for line in shown.get().splitlines() if line.strip()]
+    assert "…" not in shown.get() and ["name", "of"] in lines
+    assert ["every", "class", "0", "COUPLED", "0.50", "±0.10", "0.38", "15%", "0.38", "0.38", "0.38", "0.38"] in lines
+    assert ["REJECTION", "0.60", "±0.10", "±.12", "±.12", "±.12", "±.12", "±.12"] in lines
+    assert ["every", "class", "0", "1.33", "1.50", "1.60", "1.60"] in [line[:7] for line in lines]
 
 
 def test_the_price_of_a_million_tokens() -> None:
