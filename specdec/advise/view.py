@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -45,8 +44,7 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
     title = "acceptance of a draft token (95 %), and how the distributions differ"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("prompts", "T", "rule", "acceptance", "TV", "tenth", "KL", "entropy", "ECE", "reach"):
-        justify: Literal["left", "right"] = "left" if name in ("prompts", "rule") else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "prompts")  # of long names a line more, no number cut
+        table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
     for cell in cells:
         rules = [[rule, of(value)] for rule, value in cell.acceptance.items()] + [["", ""]]
         means = cell.divergence, cell.entropy, cell.calibration_error
