@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def measured_text(prompt_class: str, coin: float, measure: float) -> Reading:
     """A text of 13 positions: each passes with `coin`, and every other measure is `measure`."""
     reading = reading_of([coin] * 13)
     every = torch.full((13,), measure, dtype=torch.float64)
-    own = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
+    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
     return replace(
         reading,
         text=replace(reading.text, prompt_class=prompt_class),
@@ -61,7 +62,8 @@ def test_every_measure_of_a_class_has_its_interval() -> None:
     assert [tokens.value for tokens in cells["always"].tokens] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
     for value in (cells["every class"].variation, cells["every class"].calibration_error):
         assert value.value == pytest.approx(0.375) and value.low == 0.25 and value.high == 0.5
-    assert cells["every class"].tokens[0] == Estimate(pytest.approx(24 / 18), 1.0, 2.0)
+    tokens = cells["every class"].tokens[0]
+    assert tokens.value == pytest.approx(24 / 18) and (tokens.low, tokens.high) == (1.0, 2.0)
     assert cells_of([replace(never, agreement=reading_of([1.0]).agreement)])[0].cosine == Estimate(0.0, 0.0, 0.0)
     nan = torch.full((13,), torch.nan, dtype=torch.float64)
     assert cells_of([replace(never, agreement=replace(never.agreement, cosine=nan))])[0].cosine is None
