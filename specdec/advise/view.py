@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,16 +133,21 @@ def rate_of(advice: Advice) -> float:
     return advice.best_plan.rate.value if advice.best_plan else advice.plain_rate
 
 
-def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
-    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip. Raises
-    ConfigError without matplotlib."""
-    try:
-        import matplotlib
+def check_plot(file: Path) -> None:
+    """Raises ConfigError if `draw` could not write this picture: without matplotlib or the folder."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot is {file}; there is no folder {file.parent}")
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'") from None
+
+def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
+    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     cells = advices[0].cells
     classes = list(dict.fromkeys(cell.prompt_class for cell in cells))
     temperatures = sorted({cell.temperature for cell in cells})

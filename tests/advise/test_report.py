@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 from rich.console import Console
 
 from specdec.advise.agreement import Agreement
+from specdec.advise.command import advise
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
 from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of
+from specdec.advise.settings import AdviseSettings
 from specdec.advise.view import acceptance_table, length_table, sweep_table
+from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 # A step of the target takes 40 ms, of the draft 5 ms, a round trip 3 ms, the rest 2 ms.
@@ -148,3 +153,17 @@ def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
         console.print(table)
     bold = [line for line in shown.get().splitlines() if "36.0" in line]
     assert len(bold) == 1 and "middle" in bold[0] and "\x1b[1m" in bold[0]
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: without matplotlib, and for a folder that is not there, --plot is refused before anything is read.
+    Conclusive: models and prompts are missing too, and the sentence is not about them."""
+    asked = AdviseSettings(target="/nonexistent", draft="/nonexistent", prompts=tmp_path / "none", plot=tmp_path / "a")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib"):
+        advise(asked)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match="there is no folder .*none"):
+        advise(asked.model_copy(update={"plot": tmp_path / "none" / "a.png"}))
+    with pytest.raises(ConfigError, match="/nonexistent"):
+        advise(asked)
