@@ -140,8 +140,8 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
     """Claim: the first use converts the package's file into a folder whose digests hold and whose greedy text is
     likeliest for `transformers` reading the GGUF file itself, up to the rounding of bfloat16; the second use converts
     nothing; the demo's questions get the same answers with the shipped draft and without, in less memory than a laptop
-    has. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below the highest; caches
-    for as many sessions as a server has would take more memory, where there is some."""
+    has. Conclusive: a weight in the wrong place or order gives tokens whose logits are several below the highest; with
+    caches for as many sessions as a server has it would be more memory, where there is some."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "specdec.cli", "demo", "--chat", "--json", "--temperature", "0"]
     done = subprocess.run([*command, "--max-tokens", "16"], capture_output=True, text=True, env=environment)
