@@ -68,6 +68,7 @@ bench: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of th
 	@$(BIN)/python -m bench.concurrency --jump --coordinators
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers
+	@$(BIN)/python -m bench.chat_pair
 	@$(BIN)/python -m bench.goals
 
 bench-quick: $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.

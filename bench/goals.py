@@ -18,6 +18,7 @@ BENCHMARKS = (
     "pipeline",
     "poor_drafts",
     "proposers",
+    "chat_pair",
     "concurrency",
     "engine",
     "tensor_parallel",

@@ -73,7 +73,7 @@ def acceptance(options: argparse.Namespace, prompts: Sequence[str]) -> list[dict
         {
             "temperature": cell.temperature,
             "acceptance": {rule: told(estimate) for rule, estimate in cell.acceptance.items()},
-            "bound": 1 - cell.variation if cell.temperature else 1.0,
+            "bound": 1 - cell.variation.value if cell.temperature else 1.0,
         }
         for cell in cells
     ]

@@ -27,6 +27,8 @@ from specdec.engine.model_folder import open_model_folder
 def advise(settings: AdviseSettings) -> int:
     """Measures, predicts, prints. Raises SpecdecError."""
     console = Console(stderr=True)
+    if settings.plot:
+        view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     drafts = [open_model_folder(name) for name in settings.draft]

@@ -142,14 +142,18 @@ def break_even(tokens: Sequence[float], times: Times) -> Break:
     )
 
 
-def calibration_error(confidences: Sequence[float], outcomes: Sequence[float]) -> float:
-    """The expected calibration error: the mean over BINS of |confidence - share that came true|, by positions."""
-    bins: list[list[float]] = [[0.0, 0.0] for _ in range(BINS)]
+def calibration_sums(confidences: Sequence[float], outcomes: Sequence[float]) -> list[float]:
+    """Returns the number of positions, and for each of BINS of confidence the sum of confidence - outcome."""
+    sums = [float(len(confidences)), *[0.0] * BINS]
     for confidence, outcome in zip(confidences, outcomes):
-        own = bins[min(int(confidence * BINS), BINS - 1)]
-        own[0] += confidence
-        own[1] += outcome
-    return sum(abs(confident - true) for confident, true in bins) / max(1, len(confidences))
+        sums[1 + min(int(confidence * BINS), BINS - 1)] += confidence - outcome
+    return sums
+
+
+def calibration_error(sums: Sequence[float]) -> float:
+    """The expected calibration error: the mean over BINS of |confidence - share that came true|, by positions. `sums`:
+    of `calibration_sums`, of all texts."""
+    return sum(map(abs, sums[1:])) / max(1.0, sums[0])
 
 
 def lorenz_share(values: Sequence[float], part: float = 0.1) -> float:

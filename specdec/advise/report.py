@@ -3,7 +3,6 @@ pay. Plain values, for the table, the picture and JSON."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from specdec.advise.forecast import (
     Times,
     break_even,
     calibration_error,
+    calibration_sums,
     expected_draft_tokens,
     expected_rounds,
     lorenz_share,
@@ -29,21 +29,23 @@ TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed; the
-    others are means over positions (see `Agreement`), `variation_in_tenth` the share of the total variation distance in
-    the tenth of the positions that have most, `cosine` None where hidden sizes differ."""
+    """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed;
+    `tokens`: of a round with 1, 2, ... draft tokens, under the rule that reproduces the texts; the others are means
+    over positions (see `Agreement`), `variation_in_tenth` the share of the total variation distance in the tenth of the
+    positions that have most, `cosine` None where hidden sizes differ."""
 
     prompt_class: str
     temperature: float
     positions: int
     acceptance: dict[str, Estimate]
-    variation: float
+    tokens: list[Estimate]
+    variation: Estimate
     variation_in_tenth: float
-    divergence: float
-    entropy: float
-    reachable: float
-    calibration_error: float
-    cosine: float | None
+    divergence: Estimate
+    entropy: Estimate
+    reachable: Estimate
+    calibration_error: Estimate
+    cosine: Estimate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +112,26 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
     rules = list(readings[0].agreement.accepted)
     acceptance = {rule.name: resampled(sums_of(readings, rule), share) for rule in rules}
 
-    def every(attribute: str) -> list[float]:
-        return [value for reading in readings for value in getattr(reading.agreement, attribute).tolist()]
+    parts = [reading.agreement for reading in readings]
 
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
+    def mean(attribute: str) -> Estimate:
+        return resampled([[float(getattr(part, attribute).sum()), float(len(part))] for part in parts], share)
 
-    variation, cosine = every("variation"), mean(every("cosine"))
+    variation = [value for part in parts for value in part.variation.tolist()]
+    calibration = [calibration_sums(part.confidence.tolist(), part.is_likeliest.tolist()) for part in parts]
     return Cell(
         name,
         temperature,
         len(variation),
         acceptance,
-        mean(variation),
+        [resampled(rounds_of(readings, length), share) for length in LENGTHS],
+        mean("variation"),
         lorenz_share(variation),
-        mean(every("divergence")),
-        mean(every("entropy")),
-        mean(every("reachable")),
-        calibration_error(every("confidence"), every("is_likeliest")),
-        None if math.isnan(cosine) else cosine,
+        mean("divergence"),
+        mean("entropy"),
+        mean("reachable"),
+        resampled(calibration, calibration_error),
+        None if any(part.cosine.isnan().any() for part in parts) else mean("cosine"),
     )
 
 
@@ -163,9 +166,9 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
     for length in LENGTHS:
         tokens = resampled(rounds_of(readings, length), share)
         rate = tokens.times(times.rate(1.0, length))
-        accepted_a_draft_s = (tokens.value - 1) / (length * times.draft(1))
-        price = price_of(sum(prices), rate.value)
         acceptance = resampled(accepted_of(readings, length), share)
+        accepted_a_draft_s = acceptance.value / times.draft(1)  # a step each; at a text's end rounds draft fewer
+        price = price_of(sum(prices), rate.value)
         plans.append(ChainPlan(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))
     return plans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def show(console: Console, advice: Advice, rtt_s: float) -> None:
     console.print(f"{advice.weight_bytes / 1e6:.0f} MB of weights; a step of the draft {steps}")
     console.print(acceptance_table(advice.cells))
     if (cosine := advice.cells[-1].cosine) is not None:
-        console.print(f"cosine of the final hidden states {cosine:.2f}: a diagnosis, no acceptance follows from it")
+        console.print(f"cosine of the final hidden states {of(cosine)}: a diagnosis, no acceptance follows from it")
+    console.print(length_table(advice.cells))
     console.print(plan_table(advice))
     console.print(sentence(advice, rtt_s))
 
@@ -33,24 +35,39 @@ def of(estimate: Estimate, digits: int = 2) -> str:
     return f"{estimate.value:.{digits}f} ±{(estimate.high - estimate.low) / 2:.{digits}f}"
 
 
+def narrow(estimate: Estimate) -> str:
+    """Half the width of an interval, without the zero before the point."""
+    return f"±{(estimate.high - estimate.low) / 2:.2f}".replace("±0", "±")
+
+
 def acceptance_table(cells: Sequence[Cell]) -> Table:
-    """A line for each class and temperature."""
+    """Two lines for each class and temperature: values, and half the widths of their intervals."""
     title = "acceptance of a draft token (95 %), and how the distributions differ"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("prompts", "T", "rule", "acceptance", "TV", "in 1/10", "KL", "entropy", "ECE", "reach"):
+    for name in ("prompts", "T", "rule", "acceptance", "TV", "tenth", "KL", "entropy", "ECE", "reach"):
         table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
     for cell in cells:
-        for index, (rule, value) in enumerate(cell.acceptance.items()):
-            own = [
-                f"{cell.variation:.2f}",
-                f"{cell.variation_in_tenth:.0%}",
-                f"{cell.divergence:.2f}",
-                f"{cell.entropy:.2f}",
-                f"{cell.calibration_error:.2f}",
-                f"{cell.reachable:.0%}",
-            ]
-            head = [cell.prompt_class, f"{cell.temperature:g}"]
-            table.add_row(*(head if not index else ["", ""]), rule, of(value), *(own if not index else [""] * 6))
+        rules = [[rule, of(value)] for rule, value in cell.acceptance.items()] + [["", ""]]
+        means = cell.divergence, cell.entropy, cell.calibration_error
+        values = [f"{mean.value:.2f}" for mean in (cell.variation, *means)]
+        values.insert(1, f"{cell.variation_in_tenth:.0%}")
+        widths = [narrow(cell.variation), "", *map(narrow, means), narrow(cell.reachable)]
+        table.add_row(cell.prompt_class, f"{cell.temperature:g}", *rules[0], *values, f"{cell.reachable.value:.2f}")
+        table.add_row("", "", *rules[1], *widths)
+    return table
+
+
+def length_table(cells: Sequence[Cell]) -> Table:
+    """Two lines for each class and temperature: tokens of a round by draft tokens, and half the widths of their
+    intervals."""
+    title = "tokens of a round with k draft tokens (95 %)"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("prompts", "T", *map(str, LENGTHS)):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
+    for cell in cells:
+        values = [f"{tokens.value:.2f}" for tokens in cell.tokens]
+        table.add_row(cell.prompt_class, f"{cell.temperature:g}", *values)
+        table.add_row("", "", *map(narrow, cell.tokens), style="dim")
     return table
 
 
@@ -116,16 +133,21 @@ def rate_of(advice: Advice) -> float:
     return advice.best_plan.rate.value if advice.best_plan else advice.plain_rate
 
 
-def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
-    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip. Raises
-    ConfigError without matplotlib."""
-    try:
-        import matplotlib
+def check_plot(file: Path) -> None:
+    """Raises ConfigError if `draw` could not write this picture: without matplotlib or the folder."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot is {file}; there is no folder {file.parent}")
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'") from None
+
+def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
+    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     cells = advices[0].cells
     classes = list(dict.fromkeys(cell.prompt_class for cell in cells))
     temperatures = sorted({cell.temperature for cell in cells})

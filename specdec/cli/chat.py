@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NEW, QUIT = "/new", "/quit"
 TIMEOUT_S = 600.0
+SESSIONS = 2  # one text at a time, and the end of the one before: caches of 16 would take gigabytes
 
 
 class ChatSettings(TlsSettings):
@@ -108,7 +109,12 @@ def services(settings: ChatSettings, folder: Path) -> Iterator[str]:
         yield settings.address
         return
     own = ServeSettings(
-        model=str(folder), draft_model=settings.draft_model, port=0, log_level="error", drain_grace_s=1.0
+        model=str(folder),
+        draft_model=settings.draft_model,
+        port=0,
+        log_level="error",
+        drain_grace_s=1.0,
+        max_num_seqs=SESSIONS,
     )
     with serve.running(own, []) as (coordinator, *_):
         yield coordinator.address

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.errors import ConfigError
@@ -25,6 +26,7 @@ from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, set
 if TYPE_CHECKING:
     import grpc
 
+    from specdec.cli.processes import Child
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed
@@ -138,16 +140,25 @@ def demo(settings: DemoSettings) -> int:
     from specdec.cli import demo_view, serve
 
     texts, models = chat_texts() if settings.chat else embedded_texts()
-    services = ServeSettings(**models, port=0, threads=1, log_level="error", drain_grace_s=1.0, dtype=settings.dtype)
+    services = ServeSettings(
+        **models,
+        port=0,
+        threads=1,
+        log_level="error",
+        drain_grace_s=1.0,
+        dtype=settings.dtype,
+        max_num_seqs=SESSIONS,
+    )
     with serve.running(services, []) as (coordinator, target, draft, _):
+        children = [child for child in (target, draft, coordinator) if child is not None]
         if settings.as_json:
             asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
-            print(json.dumps(report_of(settings, texts), indent=2))
+            print(json.dumps(report_of(settings, texts, children), indent=2))
         else:
             view = demo_view.DemoView()
-            view.begin(settings, [child for child in (target, draft, coordinator) if child is not None])
+            view.begin(settings, children)
             asyncio.run(measure(coordinator.address, settings, texts, view.streaming))
-            view.conclude(texts)
+            view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:
         print(f"specdec: {miss}", file=sys.stderr)
@@ -162,8 +173,6 @@ def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
 
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns questions, and the chat pair as settings of serve. Raises ConfigError if the extra is not installed."""
-    from specdec.cli.chat import template_of
-
     folder, template = template_of(CHAT_MODEL)
     questions = heldout_prompts("chat_prompts.jsonl")
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
@@ -238,7 +247,7 @@ def statistics_of(texts: Sequence[DemoText]) -> dict[str, float]:
     }
 
 
-def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, Any]:
+def report_of(settings: DemoSettings, texts: Sequence[DemoText], services: Sequence[Child]) -> dict[str, Any]:
     """Returns the object that --json prints."""
     own = [
         {
@@ -258,6 +267,7 @@ def report_of(settings: DemoSettings, texts: Sequence[DemoText]) -> dict[str, An
         "max_tokens": settings.length,
         "is_equal": all(text.is_equal for text in texts),
         **statistics_of(texts),
+        "memory_peak_bytes": {child.command: child.memory_peak_bytes for child in services},
         "texts": own,
     }
 

@@ -54,10 +54,11 @@ class DemoView:
         if not self._console.is_terminal:
             self._console.print(live.get_renderable())
 
-    def conclude(self, texts: Sequence[DemoText]) -> None:
-        """Prints the summary, the table, and whether the texts were equal."""
+    def conclude(self, texts: Sequence[DemoText], services: Sequence[Child]) -> None:
+        """Prints the summary, the table, the services' memory, and whether the texts were equal."""
         self._console.print(f"\n{sentence(texts)}")
         self._console.print(table_of(texts))
+        self._console.print(memory_line(services))
         self._console.print(closing_line(texts))
 
 
@@ -88,6 +89,12 @@ def sentence(texts: Sequence[DemoText]) -> str:
         f"{values['acceptance']:.0%} of the draft's tokens, so each pass that had any to verify gave "
         f"{values['mean_acceptance_length']:.2f} tokens instead of 1."
     )
+
+
+def memory_line(services: Sequence[Child]) -> str:
+    """Returns the most memory of each service, as text."""
+    own = ", ".join(f"{child.command} {child.memory_peak_bytes / 1e6:.0f} MB" for child in services)
+    return f"Memory at most: {own}."
 
 
 def closing_line(texts: Sequence[DemoText]) -> str:

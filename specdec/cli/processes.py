@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from specdec.cli.events import EVENTS_VARIABLE, PARENT_VARIABLE
@@ -82,6 +83,16 @@ class Child:
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def memory_peak_bytes(self) -> int:
+        """The most memory that the process has had resident at once, weights read from files included; 0 once it has
+        ended."""
+        try:
+            lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return 0
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
     def wait_ready(self, timeout_s: float = 120.0) -> str:
         """Returns its address once it serves. Raises ConfigError with its own message when it ends or is late."""

@@ -15,6 +15,7 @@ from specdec.advise.forecast import (
     Times,
     break_even,
     calibration_error,
+    calibration_sums,
     expected_draft_tokens,
     expected_rounds,
     line_through,
@@ -174,8 +175,8 @@ def test_intervals_of_few_texts_hold():
 def test_calibration_and_concentration():
     """Claim: the calibration error is 0 for confidences that come true as often as they say, and their difference else;
     a tenth of the positions has a tenth of evenly spread disagreement, and all of what lies in one."""
-    assert calibration_error([0.75] * 4, [1, 1, 1, 0]) == pytest.approx(0)
-    assert calibration_error([0.95] * 10, [1, 0] * 5) == pytest.approx(0.45)
+    assert calibration_error(calibration_sums([0.75] * 4, [1, 1, 1, 0])) == pytest.approx(0)
+    assert calibration_error(calibration_sums([0.95] * 10, [1, 0] * 5)) == pytest.approx(0.45)
     assert lorenz_share([1.0] * 50) == pytest.approx(0.1) and lorenz_share([0.0] * 19 + [3.0]) == 1
 
 

@@ -1,16 +1,24 @@
-"""Prices, accepted tokens of a second of drafting, and the table of all drafts, against cases by hand."""
+"""Measures of a class, prices, accepted tokens of a second of drafting, and the tables, against cases by hand."""
 
 from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from specdec.advise.agreement import Agreement
+from specdec.advise.command import advise
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
-from specdec.advise.report import Advice, ChainPlan, advice_of, plans_of, price_of
-from specdec.advise.view import sweep_table
+from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of
+from specdec.advise.settings import AdviseSettings
+from specdec.advise.view import acceptance_table, length_table, sweep_table
+from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 # A step of the target takes 40 ms, of the draft 5 ms, a round trip 3 ms, the rest 2 ms.
@@ -30,6 +38,61 @@ def reading_of(coins: list[float]) -> Reading:
 READINGS = [reading_of([1, *[1, 0, 0] * 4])]
 
 
+def measured_text(prompt_class: str, coin: float, measure: float) -> Reading:
+    """A text of 13 positions: each passes with `coin`, and every other measure is `measure`."""
+    reading = reading_of([coin] * 13)
+    every = torch.full((13,), measure, dtype=torch.float64)
+    own: dict[str, Any] = {name: every for name in Agreement.__slots__[2:]} | {"is_likeliest": torch.zeros_like(every)}
+    return replace(
+        reading,
+        text=replace(reading.text, prompt_class=prompt_class),
+        agreement=replace(reading.agreement, **own),
+    )
+
+
+def test_every_measure_of_a_class_has_its_interval() -> None:
+    """Claim: a class has the mean of each measure, and of rounds the tokens with 1 to 8 draft tokens; where its texts
+    agree the interval has no width, where they differ it holds the mean. By hand: of two texts that always pass and
+    never pass, one draft token a round gives 2 and 1 tokens; together 24 tokens in 6 + 12 rounds. A confidence that
+    never comes true is all calibration error: of the mean, in whatever bins. Without a cosine there is none."""
+    never, always = measured_text("never", 0.0, 0.5), measured_text("always", 1.0, 0.25)
+    cells = {cell.prompt_class: cell for cell in cells_of([never, never, always, always])}
+    assert list(cells) == ["never", "always", "every class"]
+    point = Estimate(0.5, 0.5, 0.5)
+    own = cells["never"]
+    assert (
+        own.variation == own.divergence == own.entropy == own.reachable == own.calibration_error == own.cosine == point
+    )
+    assert own.tokens == [Estimate(1.0, 1.0, 1.0)] * 8
+    assert [tokens.value for tokens in cells["always"].tokens] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
+    for value in (cells["every class"].variation, cells["every class"].calibration_error):
+        assert value.value == pytest.approx(0.375) and value.low == 0.25 and value.high == 0.5
+    tokens = cells["every class"].tokens[0]
+    assert tokens.value == pytest.approx(24 / 18) and (tokens.low, tokens.high) == (1.0, 2.0)
+    assert cells_of([replace(never, agreement=reading_of([1.0]).agreement)])[0].cosine == Estimate(0.0, 0.0, 0.0)
+    nan = torch.full((13,), torch.nan, dtype=torch.float64)
+    assert cells_of([replace(never, agreement=replace(never.agreement, cosine=nan))])[0].cosine is None
+
+
+def test_the_table_of_classes_is_whole_on_80_columns() -> None:
+    """Claim: values and half their intervals stand in two lines a class and temperature, with two rules, and no number
+    is cut: "every class" fits, and a longer name takes more lines."""
+    cells = cells_of([measured_text("a longer name of prompts", 0.0, 0.5), measured_text("code", 1.0, 0.25)])
+    cells = [
+        replace(cell, acceptance={"COUPLED": Estimate(0.5, 0.4, 0.6)} | {"REJECTION": Estimate(0.6, 0.5, 0.7)})
+        for cell in cells
+    ]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(acceptance_table(cells))
+        console.print(length_table(cells))
+    lines = [line.split() for line in shown.get().splitlines() if line.strip()]
+    assert "…" not in shown.get() and ["name", "of"] in lines
+    assert ["every", "class", "0", "COUPLED", "0.50", "±0.10", "0.38", "15%", "0.38", "0.38", "0.38", "0.38"] in lines
+    assert ["REJECTION", "0.60", "±0.10", "±.12", "±.12", "±.12", "±.12", "±.12"] in lines
+    assert ["every", "class", "0", "1.33", "1.50", "1.60", "1.60"] in [line[:7] for line in lines]
+
+
 def test_the_price_of_a_million_tokens() -> None:
     """Claim: at 100 tokens/s a million tokens take 10,000 s, 2.78 hours: 10 at a price of 3.60 an hour; half the rate
     costs twice as much, and without a price it is 0."""
@@ -38,15 +101,19 @@ def test_the_price_of_a_million_tokens() -> None:
 
 
 def test_accepted_tokens_of_a_second_of_drafting() -> None:
-    """Claim: 12 tokens in 8 rounds are 1.5 a round, 0.5 of the draft; its step of 5 ms gives 100 accepted tokens per
-    second of its computation, two steps a round 50, as the second is always rejected. All passing, 3 draft tokens give
-    12 tokens in 3 rounds: 3 accepted in 15 ms, 200. The target's time and the round trip are not in it."""
+    """Claim: only steps that are made count. 12 tokens in 8 rounds are 1.5 a round, 4 of them of the draft; the last
+    round, of one token, drafts none: 7 steps of 5 ms give 114 accepted tokens per second of the draft's computation,
+    with two steps a round, of which the second is always rejected, 57. All passing, 3 draft tokens give 12 tokens in 3
+    rounds, 9 accepted in 9 steps: 200. A text of 3 tokens leaves a round of 3 steps for 2: 200 again, not 133. The
+    target's time and the round trip are not in it."""
     one, two = plans_of(READINGS, TIMES, (0.0, 0.0))[:2]
     assert (one.length, two.length) == (1, 2)
     assert one.tokens.value == two.tokens.value == pytest.approx(1.5)
-    assert one.accepted_per_draft_s == pytest.approx(100) and two.accepted_per_draft_s == pytest.approx(50)
+    assert one.accepted_per_draft_s == pytest.approx(4 / 0.035) and two.accepted_per_draft_s == pytest.approx(4 / 0.070)
     three = plans_of([reading_of([1.0] * 13)], TIMES, (0.0, 0.0))[2]
     assert three.tokens.value == pytest.approx(4) and three.accepted_per_draft_s == pytest.approx(200)
+    short = plans_of([reading_of([1.0] * 4)], TIMES, (0.0, 0.0))[2]
+    assert short.tokens.value == pytest.approx(3) and short.accepted_per_draft_s == pytest.approx(200)
 
 
 def test_prices_of_a_plan_and_of_plain_decoding() -> None:
@@ -86,3 +153,17 @@ def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
         console.print(table)
     bold = [line for line in shown.get().splitlines() if "36.0" in line]
     assert len(bold) == 1 and "middle" in bold[0] and "\x1b[1m" in bold[0]
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: without matplotlib, and for a folder that is not there, --plot is refused before anything is read.
+    Conclusive: models and prompts are missing too, and the sentence is not about them."""
+    asked = AdviseSettings(target="/nonexistent", draft="/nonexistent", prompts=tmp_path / "none", plot=tmp_path / "a")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib"):
+        advise(asked)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match="there is no folder .*none"):
+        advise(asked.model_copy(update={"plot": tmp_path / "none" / "a.png"}))
+    with pytest.raises(ConfigError, match="/nonexistent"):
+        advise(asked)

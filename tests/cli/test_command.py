@@ -369,12 +369,15 @@ def test_a_child_that_cannot_start_says_why():
 
 
 def test_a_frozen_child_is_stopped():
-    """SIGTERM alone does not end a stopped process; `stop` ends it, and is idempotent."""
+    """SIGTERM alone does not end a stopped process; `stop` ends it, and is idempotent. Before, its peak memory is what
+    it has or more, by the kernel's count of pages; after, none."""
     with Child("coordinator", UNREADY) as child:
         assert not child.check_ready(0.5)
         child.signal(signal.SIGSTOP)
+        pages = int(Path(f"/proc/{child.process.pid}/statm").read_text().split()[1])
+        assert 0 < pages * os.sysconf("SC_PAGE_SIZE") <= child.memory_peak_bytes < 1e9
         child.stop(5.0)
-        assert not child.is_running
+        assert not child.is_running and child.memory_peak_bytes == 0
         assert child.stop() == child.process.returncode
 
 

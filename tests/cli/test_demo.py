@@ -38,6 +38,8 @@ def test_json_is_one_object_of_equal_texts(report):
         assert text["prompt"] == heldout_prompts()[text["prompt_id"]] and text["text"]
         assert text["ratio"] == pytest.approx(text["on_tokens_per_s"] / text["off_tokens_per_s"])
     assert report["is_equal"] and 0 < report["acceptance"] < 1
+    memory = report["memory_peak_bytes"]
+    assert list(memory) == ["target", "draft", "coordinator"] and min(memory.values()) > 10_000_000
 
 
 @pytest.mark.more
@@ -56,6 +58,7 @@ def test_without_a_terminal_the_texts_and_the_table_are_plain(report):
         assert printed[start + 1 + len(lines)].startswith("with speculation ")
     assert f"temperature {report['temperature']:g}, seed {report['seed']}, {TOKENS} tokens" in done.stdout
     assert re.search(r"\nThe same texts came .* accepted .*│ +all │", done.stdout, re.DOTALL)
+    assert re.fullmatch(r"Memory at most: target \d+ MB, draft \d+ MB, coordinator \d+ MB\.", printed[-2])
     assert printed[-1] == "Each text had the same tokens with speculation and without."
 
 
