@@ -21,7 +21,7 @@ from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import DraftTreeNode, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
 from specdec.protocol.items import NO_TRACE, UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
@@ -33,6 +33,7 @@ BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right o
 STEPS_PER_TIMING = 4  # one step in four reports its time: saves a few bytes in the others
 STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
 READ_PER_TOKEN = 1.5  # tokens of another tokenizer for which a session has cells, by token of the target
+LIKELIHOOD_MIN_MOST = 0.1  # with many sessions: a likelier path is worth its evaluation, however many wait
 TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
@@ -131,6 +132,7 @@ class Drafter(ReplicaService):
         self._calibration = Calibration()
         self._waiting: set[DraftSession] = set()  # sessions that found too few free blocks
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
+        self._session_count = 0
         self._step: list[Evaluation] = []
         self._step_began_s = 0.0
         self._step_count = 0
@@ -159,10 +161,12 @@ class Drafter(ReplicaService):
         table = self._engine.cache.open(self._cell_count(item))
         growth = Growth(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
+        self._session_count += 1
         return DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
 
     def close(self, session: DraftSession) -> None:
         """Releases the session's blocks."""
+        self._session_count -= 1
         self._growing.pop(session, None)
         self._waiting.discard(session)
         self._engine.cache.release(session.table)
@@ -252,7 +256,9 @@ class Drafter(ReplicaService):
         reach = min(len(session.tokens) + session.window, length_max)
         # Nodes in hand decide the rows that are left for siblings: they must not depend on the siblings' tokens.
         is_drawn_tree = session.has_siblings and session.opened.params.rule is Rule.REJECTION
-        return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1 or is_drawn_tree)
+        # A node takes the time of all sessions, and that of their coordinator.
+        likelihood_min = min(LIKELIHOOD_MIN * self._session_count, LIKELIHOOD_MIN_MOST)
+        return session.growth.take(count, reach, session.nodes_per_step == 1 or is_drawn_tree, likelihood_min)
 
     def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
         """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
