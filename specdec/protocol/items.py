@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeGuard
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.shape import Branch, branches, check_shape, depth_of
 from specdec.protocol.types import (
-    CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
     SIBLINGS_MAX,
@@ -282,13 +281,6 @@ class DraftNode(NamedTuple):
     proposal: bool
     draft_probs: DraftProbs | None = None
     confidence: int = 0
-
-    def checked(self) -> DraftNode:
-        """Itself. Raises InvalidRequest where it breaks a limit."""
-        check_integer("node_id", self.node_id, 1, UINT32_MAX)
-        check_integer("parent_id", self.parent_id, 0, self.node_id - 1)
-        check_integer("confidence", self.confidence, 0, CONFIDENCE_MAX)
-        return self
 
 
 class Nodes(NamedTuple):

@@ -140,13 +140,15 @@ class Session:
         self._draft_answer_count += 1
         if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
             return self._pause_draft()
-        read = nodes.nodes[: NODE_COUNT_MAX - len(self.tree.named)]
-        sound_count = next((i for i, node in enumerate(read) if not self._is_sound(node)), len(read))
-        for node in read[:sound_count]:
+        malformed_count = nodes.malformed_count
+        free_count = NODE_COUNT_MAX - len(self.tree.named)
+        for index, node in enumerate(nodes.nodes):
+            if index == free_count or not self._is_sound(node):
+                malformed_count += len(nodes.nodes) - index
+                break
             self.tree.add(nodes.epoch, nodes.root_length, node)
-        malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
-        self.malformed_node_count += malformed_count
         if malformed_count:
+            self.malformed_node_count += malformed_count
             return self._pause_draft()
         self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)

@@ -16,6 +16,7 @@ from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.types import (
+    CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
     FAILURE_TEXT_LENGTH_MAX,
     FAILURE_WORD_LENGTH_MAX,
@@ -214,14 +215,15 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     drawn: tuple[int, DraftProbs | None] = 0, None  # parent and distribution of the proposal child before
     try:
         for node in islice(message.nodes, NODES_PER_ITEM_MAX):
-            number = node.node_id
+            number, confidence = node.node_id, node.confidence
             parent = number - 1 - node.parent_back
+            if parent < 0 or confidence > CONFIDENCE_MAX:
+                break
             probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
             if probs is None and not node.branch and parent == drawn[0]:
                 probs = drawn[1]
             drawn = parent, probs
-            read = items.DraftNode(number, parent, node.token_id, not node.branch, probs, node.confidence)
-            nodes.append(read.checked())
+            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, probs, confidence))
     except InvalidRequest:
         pass
     return items.Nodes(

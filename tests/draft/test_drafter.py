@@ -176,6 +176,7 @@ def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
 ) -> None:
     """Claim: one step serves all sessions, and when they need more nodes than a step takes, it takes the likeliest: no
     node left is likelier than one evaluated. Conclusive: all nodes of both kinds are compared."""
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN", 0.0)
     draft = Draft(model_folder)
     for session in range(1, 8):
         draft.open(session, [session * 5 + i for i in range(9)], nodes_per_step=16)
@@ -193,6 +194,29 @@ def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
     complete = [own for own in draft.sessions if sum(bool(n.guesses) for n in before[own.opened.session]) == 16]
     assert not complete, "no session reached its nodes per step, so nothing but likelihood decided"
     assert min(taken) >= max(left)
+
+
+def test_the_more_sessions_are_open_the_fewer_unlikely_nodes_are_evaluated(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: a tree leaves out the paths below LIKELIHOOD_MIN times the open sessions, since each node takes the time of
+    all, up to LIKELIHOOD_MIN_MOST; a closed session counts no more. Conclusive: trees are grown until nothing is left,
+    and every node within the window is on the right side of the bound."""
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN", 0.02)
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN_MOST", 0.07)
+    for open_count, closed_count, least in ((1, 0, 0.02), (3, 0, 0.06), (1, 2, 0.02), (6, 0, 0.07)):
+        draft = Draft(model_folder)
+        for session in range(1, open_count + closed_count + 1):
+            draft.open(session, [session * 5 + i for i in range(9)], window=4)
+            if session <= closed_count:
+                draft.tell(Close(session, 1))
+        draft.settle()
+        evaluated, left = [], []
+        for growth in (own.growth for own in draft.sessions):
+            for node in growth.root.below():
+                if node.length < 9 + 4:
+                    (evaluated if node.guesses else left).append(growth.likelihood(node))
+        assert max(left) < least <= min(evaluated) and len(evaluated) > open_count
 
 
 def test_a_chain_has_no_branches(model_folder: Path) -> None:
