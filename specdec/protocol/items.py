@@ -176,7 +176,7 @@ class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
     `nodes_per_step`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
-    `siblings`: further children sent with each proposal child.
+    `siblings`: further children sent with each proposal child. `urgent`: a verification may wait for the nodes.
     """
 
     session: int
@@ -187,6 +187,7 @@ class Commit(NamedTuple):
     nodes_per_step: int = 1
     trace: Trace = NO_TRACE
     siblings: int = 0
+    urgent: bool = False
 
     def checked(self) -> Commit:
         """Itself. Raises InvalidRequest where it breaks a limit."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from specdec.policy.policy import Plan, Policy
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import (
+    NO_TRACE,
     Close,
     Commit,
     DraftItem,
@@ -372,7 +373,8 @@ class Session:
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
         length, count = len(self.committed), max(1, plan.nodes_per_step)
-        commit = Commit(*name, length, suffix, plan.window, count, siblings=plan.siblings)
+        sides = plan.siblings, plan.wait_length > 0
+        commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, *sides)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 
