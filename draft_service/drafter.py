@@ -32,7 +32,7 @@ from specdec.telemetry.tracing import Tracing
 BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
 STEPS_PER_TIMING = 4  # one step in four reports its time: saves a few bytes in the others
 HELD_STEPS_MAX = 2  # further steps with which a session's nodes may leave, beside many sessions: fewer items
-SESSIONS_PER_HELD_STEP = 8  # a round of so many lasts several draft steps
+SESSIONS_PER_HELD_STEP = 8  # rounds of that number last several draft steps
 STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
 READ_PER_TOKEN = 1.5  # tokens of another tokenizer for which a session has cells, by token of the target
 LIKELIHOOD_MIN_MOST = 0.1  # with many sessions: a likelier path is worth its evaluation, however many wait
