@@ -166,8 +166,10 @@ class Generation:
     def _on_draft_item(self, draft: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
         session, request = self._session, self._request
         if isinstance(item, Nodes):
-            count, network_s = self.statistics.on_nodes(item), draft.link.stamps.network_s
-            self._speculation.on_draft_step(item, count, session.params.rule, byte_count, network_s)
+            count = self.statistics.on_nodes(item)
+            if item.step_us:
+                network_s = draft.link.stamps.network_s
+                self._speculation.on_draft_step(item, count, session.params.rule, byte_count, network_s)
             actions = session.on_nodes(item)
             request.nodes(session, item, draft.link)
             self._perform(actions)

@@ -161,12 +161,12 @@ class Speculation:
     def on_draft_step(
         self, nodes: Nodes, evaluated_count: int, rule: Rule, byte_count: int, network_s: float | None
     ) -> None:
-        """Records the nodes of one draft step for one session, and the network round trip to the draft, if known."""
+        """Records the nodes of one timed draft step for one session, and the network round trip to the draft, if
+        known."""
         draft = self._drafts[rule]
         if evaluated_count:
             draft.on_bytes(byte_count / evaluated_count)
-        if nodes.step_us:
-            draft.on_step(nodes.step_rows, nodes.step_us / 1e6)
+        draft.on_step(nodes.step_rows, nodes.step_us / 1e6)
         self.on_network(network_s)
 
     def on_network(self, network_s: float | None) -> None:

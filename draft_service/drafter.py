@@ -21,7 +21,7 @@ from specdec.engine.runner import Piece, StepReport
 from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
-from specdec.protocol.growth import DraftTreeNode, Growth
+from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
 from specdec.protocol.items import NO_TRACE, UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
@@ -31,8 +31,11 @@ from specdec.telemetry.tracing import Tracing
 
 BRANCH_COUNT = 3  # guesses beside the proposal child; a fourth would be right once in thirty misses
 STEPS_PER_TIMING = 4  # one step in four reports its time: saves a few bytes in the others
+HELD_STEPS_MAX = 2  # further steps with which a session's nodes may leave, beside many sessions: fewer items
+SESSIONS_PER_HELD_STEP = 8  # rounds of that number last several draft steps
 STEP_NODES_MAX = 64  # of all sessions together: a wider step would keep the likeliest nodes waiting
 READ_PER_TOKEN = 1.5  # tokens of another tokenizer for which a session has cells, by token of the target
+LIKELIHOOD_MIN_MOST = 0.1  # with many sessions: a likelier path is worth its evaluation, however many wait
 TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
@@ -41,8 +44,9 @@ DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crow
 class DraftSession(ReplicaSession):
     """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
 
-    `reading`: of a draft with another tokenizer. `grown`: nodes to send at the end of the step. `traced_step_count`:
-    the number of next steps recorded in detail, below the span of `phase`. `worked_s`: of steps since the item before.
+    `reading`: of a draft with another tokenizer. `is_urgent`: a verification waits for its nodes. `grown`: nodes to
+    send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number of next steps
+    recorded in detail, below the span of `phase`. `worked_s`: of steps since the item before.
     """
 
     cells: Cells
@@ -53,7 +57,9 @@ class DraftSession(ReplicaSession):
     nodes_per_step: int = 1
     siblings: int = 0
     has_siblings: bool = False  # or had: under REJECTION its trees then grow along first draws only
+    is_urgent: bool = False
     grown: list[DraftNode] = field(default_factory=list)
+    held_step_count: int = 0
     traced_step_count: int = 0
     phase: Trace = NO_TRACE
     worked_s: float = 0.0
@@ -131,6 +137,8 @@ class Drafter(ReplicaService):
         self._calibration = Calibration()
         self._waiting: set[DraftSession] = set()  # sessions that found too few free blocks
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
+        self._session_count = 0
+        self._unsent: dict[DraftSession, None] = {}  # sessions with nodes to send
         self._step: list[Evaluation] = []
         self._step_began_s = 0.0
         self._step_count = 0
@@ -159,16 +167,20 @@ class Drafter(ReplicaService):
         table = self._engine.cache.open(self._cell_count(item))
         growth = Growth(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
+        self._session_count += 1
         return DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
 
     def close(self, session: DraftSession) -> None:
         """Releases the session's blocks."""
+        self._session_count -= 1
+        self._unsent.pop(session, None)
         self._growing.pop(session, None)
         self._waiting.discard(session)
         self._engine.cache.release(session.table)
 
     def extend(self, session: DraftSession, item: Extend) -> MissingTokens | None:
         """Holds committed tokens, and stops drafting until the next commit."""
+        self._send([session] if session in self._unsent else [])
         missing = super().extend(session, item)
         if missing is None:
             session.drop_tree()
@@ -183,6 +195,7 @@ class Drafter(ReplicaService):
         positions_max = self.description.positions_max
         if item.committed_length >= positions_max < session.opened.length_max:
             raise CacheExhausted(f"the draft's {positions_max} positions are used up")
+        self._send([session] if session in self._unsent else [])
         growth, known_length = session.growth, len(session.tokens)
         if growth.root is not None and item.committed_length <= known_length:
             return None
@@ -200,6 +213,7 @@ class Drafter(ReplicaService):
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings
         session.has_siblings |= item.siblings > 0
+        session.is_urgent = item.urgent
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         session.phase = item.trace
         self._growing[session] = None
@@ -241,6 +255,8 @@ class Drafter(ReplicaService):
         if sum(map(len, chosen.values())) > STEP_NODES_MAX:
             give_back_unlikely(chosen)
         pieces += [self._evaluate(session, nodes) for session, nodes in chosen.items() if nodes]
+        if not pieces:
+            self._send(list(self._unsent))
         return Turn(pieces=pieces, done=self._on_step) if pieces else NOTHING
 
     def _take(self, session: DraftSession) -> list[DraftTreeNode]:
@@ -252,7 +268,9 @@ class Drafter(ReplicaService):
         reach = min(len(session.tokens) + session.window, length_max)
         # Nodes in hand decide the rows that are left for siblings: they must not depend on the siblings' tokens.
         is_drawn_tree = session.has_siblings and session.opened.params.rule is Rule.REJECTION
-        return session.growth.take(count, reach, is_chain=session.nodes_per_step == 1 or is_drawn_tree)
+        # A node takes the time of all sessions, and that of their coordinator.
+        likelihood_min = min(LIKELIHOOD_MIN * self._session_count, LIKELIHOOD_MIN_MOST)
+        return session.growth.take(count, reach, session.nodes_per_step == 1 or is_drawn_tree, likelihood_min)
 
     def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
         """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
@@ -297,8 +315,7 @@ class Drafter(ReplicaService):
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 
     def _on_step(self, report: StepReport[list[Proposal]]) -> None:
-        """Adds the proposals of a step to the trees, and sends one item per session with the time of the whole step."""
-        served = []
+        """Adds the proposals of a step to the trees, and sends one item per session with nodes that are due."""
         now_s = time.perf_counter()
         for own, outcome in zip(self._step, report.outcomes):
             session = own.session
@@ -307,6 +324,7 @@ class Drafter(ReplicaService):
                 session.cells.give_back(own.fed)
                 session.drop_tree()  # no drafting until the next commit
                 session.grown.clear()
+                self._unsent.pop(session, None)
                 session.fail(outcome)
                 continue
             if own.fed:
@@ -317,34 +335,46 @@ class Drafter(ReplicaService):
                     node, names, proposal.guesses, proposal.draft_probs, node.cell
                 )
             if session.grown:
-                served.append(session)
-        self._step_count += bool(served)
-        for session in served:
-            self._send(session, report.row_count, len(served), now_s)
+                self._unsent[session] = None
+        for session in self._unsent:
+            session.held_step_count += 1
+        due = [own for own in self._unsent if own.held_step_count > self._held_steps_max(own)]
+        self._send(due, report.row_count, now_s)
 
-    def _send(self, session: DraftSession, row_count: int, session_count: int, now_s: float) -> None:
-        is_traced = session.traced_step_count > 0
-        is_summed = session.opened.trace.sampled and self._tracing.is_on
-        step_us = 0
-        if is_traced or self._step_count % STEPS_PER_TIMING == 0:
-            step_us = min(UINT32_MAX, round((now_s - self._step_began_s) * 1e6))
-        nodes = Nodes(
-            *session.name,
-            session.growth.epoch,
-            session.growth.root_length,
-            tuple(session.grown),
-            step_us,
-            row_count if step_us else 0,
-            is_detailed=is_traced,
-            worked_us=min(UINT32_MAX, round(session.worked_s * 1e6)) if is_summed else 0,
-        )
-        session.worked_s = 0.0
-        session.grown.clear()
-        session.reply(nodes)
-        if is_traced:
-            session.traced_step_count -= 1
-            span = draft_span(session, nodes, self._step_began_s, now_s, session_count)
-            self._tracing.record((span,))
+    def _held_steps_max(self, session: DraftSession) -> int:
+        """Returns the number of further steps that a session's nodes wait for. Under REJECTION none: when the steps end
+        depends on the tokens drawn, and an offer must not."""
+        if session.is_urgent or session.traced_step_count or session.opened.params.rule is Rule.REJECTION:
+            return 0
+        return min(self._session_count // SESSIONS_PER_HELD_STEP, HELD_STEPS_MAX)
+
+    def _send(self, sessions: Sequence[DraftSession], row_count: int = 0, now_s: float = 0.0) -> None:
+        """Sends the nodes of these sessions, one item each; after a step of `row_count` rows, that ended at `now_s`,
+        with its time now and then."""
+        self._step_count += bool(sessions)
+        is_timed = row_count > 0 and self._step_count % STEPS_PER_TIMING == 0
+        for session in sessions:
+            is_traced = row_count > 0 and session.traced_step_count > 0
+            is_summed = session.opened.trace.sampled and self._tracing.is_on
+            step_us = min(UINT32_MAX, round((now_s - self._step_began_s) * 1e6)) if is_timed or is_traced else 0
+            nodes = Nodes(
+                *session.name,
+                session.growth.epoch,
+                session.growth.root_length,
+                tuple(session.grown),
+                step_us,
+                row_count if step_us else 0,
+                is_detailed=is_traced,
+                worked_us=min(UINT32_MAX, round(session.worked_s * 1e6)) if is_summed else 0,
+            )
+            self._unsent.pop(session, None)
+            session.worked_s = session.held_step_count = 0
+            session.grown.clear()
+            session.reply(nodes)
+            if is_traced:
+                session.traced_step_count -= 1
+                span = draft_span(session, nodes, self._step_began_s, now_s, len(sessions))
+                self._tracing.record((span,))
 
 
 def give_back_unlikely(chosen: dict[DraftSession, list[DraftTreeNode]]) -> None:

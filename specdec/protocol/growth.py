@@ -107,8 +107,11 @@ class Growth:
             heapq.heapify(self._candidates)
         return kept, freed
 
-    def take(self, count_max: int, reach: int, is_chain: bool = False) -> list[DraftTreeNode]:
-        """Takes the likeliest nodes to evaluate, at most `count_max`, best first; the caller evaluates or returns them.
+    def take(
+        self, count_max: int, reach: int, is_chain: bool = False, likelihood_min: float = LIKELIHOOD_MIN
+    ) -> list[DraftTreeNode]:
+        """Takes the likeliest nodes to evaluate, at most `count_max`, best first and none below `likelihood_min`; the
+        caller evaluates or returns them.
 
         A child of an evaluated node stays within `reach`, the longest path the tree may have. A chain continues along
         proposal children however unlikely they are, and ignores the branches of an earlier tree.
@@ -123,7 +126,7 @@ class Growth:
                 continue
             if node.length >= reach:
                 self._beyond.append(node)
-            elif self.likelihood(node) >= LIKELIHOOD_MIN:
+            elif self.likelihood(node) >= likelihood_min:
                 taken.append(node)
             else:
                 heapq.heappush(self._candidates, entry)  # likelier than this none is left

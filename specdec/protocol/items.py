@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeGuard
 from specdec.errors import InvalidRequest, ReplicaUnavailable
 from specdec.protocol.shape import Branch, branches, check_shape, depth_of
 from specdec.protocol.types import (
-    CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
     SIBLINGS_MAX,
@@ -177,7 +176,7 @@ class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
     `nodes_per_step`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
-    `siblings`: further children sent with each proposal child.
+    `siblings`: further children sent with each proposal child. `urgent`: a verification may wait for the nodes.
     """
 
     session: int
@@ -188,6 +187,7 @@ class Commit(NamedTuple):
     nodes_per_step: int = 1
     trace: Trace = NO_TRACE
     siblings: int = 0
+    urgent: bool = False
 
     def checked(self) -> Commit:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -282,13 +282,6 @@ class DraftNode(NamedTuple):
     proposal: bool
     draft_probs: DraftProbs | None = None
     confidence: int = 0
-
-    def checked(self) -> DraftNode:
-        """Itself. Raises InvalidRequest where it breaks a limit."""
-        check_integer("node_id", self.node_id, 1, UINT32_MAX)
-        check_integer("parent_id", self.parent_id, 0, self.node_id - 1)
-        check_integer("confidence", self.confidence, 0, CONFIDENCE_MAX)
-        return self
 
 
 class Nodes(NamedTuple):

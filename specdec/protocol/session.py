@@ -14,6 +14,7 @@ from typing import NamedTuple
 from specdec.policy.policy import Plan, Policy
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import (
+    NO_TRACE,
     Close,
     Commit,
     DraftItem,
@@ -140,13 +141,15 @@ class Session:
         self._draft_answer_count += 1
         if self._draft_answer_count > ANSWERS_PER_COMMIT_MAX:
             return self._pause_draft()
-        read = nodes.nodes[: NODE_COUNT_MAX - len(self.tree.named)]
-        sound_count = next((i for i, node in enumerate(read) if not self._is_sound(node)), len(read))
-        for node in read[:sound_count]:
+        malformed_count = nodes.malformed_count
+        free_count = NODE_COUNT_MAX - len(self.tree.named)
+        for index, node in enumerate(nodes.nodes):
+            if index == free_count or not self._is_sound(node):
+                malformed_count += len(nodes.nodes) - index
+                break
             self.tree.add(nodes.epoch, nodes.root_length, node)
-        malformed_count = nodes.malformed_count + len(nodes.nodes) - sound_count
-        self.malformed_node_count += malformed_count
         if malformed_count:
+            self.malformed_node_count += malformed_count
             return self._pause_draft()
         self._draft_resend_count = 0
         self._draft(DraftEvent.NODES)
@@ -370,7 +373,8 @@ class Session:
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
         length, count = len(self.committed), max(1, plan.nodes_per_step)
-        commit = Commit(*name, length, suffix, plan.window, count, siblings=plan.siblings)
+        sides = plan.siblings, plan.wait_length > 0
+        commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, *sides)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 

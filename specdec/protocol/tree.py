@@ -40,10 +40,11 @@ class NodeBase:
             stack.extend(node.children.values())
 
     def end(self) -> list[Self]:
-        """Returns this node and every node below it, all marked as not alive."""
+        """Returns this node and every node below it, all marked as not alive and without parents: what has no holder is
+        free at once, and the garbage collector has no dead trees to find."""
         nodes = list(self.below())
         for node in nodes:
-            node.alive = False
+            node.alive, node.parent = False, None
         return nodes
 
     def check(self) -> None:

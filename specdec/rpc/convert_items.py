@@ -16,6 +16,7 @@ from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
 from specdec.protocol.types import (
+    CONFIDENCE_MAX,
     DRAFT_LENGTH_LIMIT,
     FAILURE_TEXT_LENGTH_MAX,
     FAILURE_WORD_LENGTH_MAX,
@@ -47,7 +48,7 @@ SAME = types_pb.DraftProbs()  # the distribution of the sibling before
 _NAME = ("session", "incarnation")
 _EXTEND = (*_NAME, "start_position")
 _VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
-_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings")
+_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings", "urgent")
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
 _MISSING = (*_NAME, "known_length", "unknown")
 _TIMES = ("queue_us", "forward_us", "sampling_us")
@@ -178,6 +179,7 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         message.nodes_per_step or 1,
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
         message.siblings,
+        message.urgent,
     ).checked()
 
 
@@ -214,14 +216,15 @@ def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     drawn: tuple[int, DraftProbs | None] = 0, None  # parent and distribution of the proposal child before
     try:
         for node in islice(message.nodes, NODES_PER_ITEM_MAX):
-            number = node.node_id
+            number, confidence = node.node_id, node.confidence
             parent = number - 1 - node.parent_back
+            if parent < 0 or confidence > CONFIDENCE_MAX:
+                break
             probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
             if probs is None and not node.branch and parent == drawn[0]:
                 probs = drawn[1]
             drawn = parent, probs
-            read = items.DraftNode(number, parent, node.token_id, not node.branch, probs, node.confidence)
-            nodes.append(read.checked())
+            nodes.append(items.DraftNode(number, parent, node.token_id, not node.branch, probs, confidence))
     except InvalidRequest:
         pass
     return items.Nodes(

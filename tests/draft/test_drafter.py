@@ -7,6 +7,7 @@ the same model run on the whole path in a cache of its own.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,12 @@ class Draft:
             Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step),
         )
 
-    def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8) -> bool:
+    def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8, urgent: bool = False) -> bool:
         tree = self.trees[session]
         was_inside = tree.commit(token_ids)
         suffix = tuple(tree.committed[-len(token_ids) :])
-        self.tell(Commit(session, 1, len(tree.committed), suffix, self.windows[session], nodes_per_step))
+        length, window = len(tree.committed), self.windows[session]
+        self.tell(Commit(session, 1, length, suffix, window, nodes_per_step, urgent=urgent))
         return was_inside
 
     def take(self, answer: object) -> None:
@@ -176,6 +178,7 @@ def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
 ) -> None:
     """Claim: one step serves all sessions, and when they need more nodes than a step takes, it takes the likeliest: no
     node left is likelier than one evaluated. Conclusive: all nodes of both kinds are compared."""
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN", 0.0)
     draft = Draft(model_folder)
     for session in range(1, 8):
         draft.open(session, [session * 5 + i for i in range(9)], nodes_per_step=16)
@@ -193,6 +196,61 @@ def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(
     complete = [own for own in draft.sessions if sum(bool(n.guesses) for n in before[own.opened.session]) == 16]
     assert not complete, "no session reached its nodes per step, so nothing but likelihood decided"
     assert min(taken) >= max(left)
+
+
+def test_beside_many_sessions_nodes_leave_with_those_of_the_next_steps(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: the nodes of a session leave with those of at most HELD_STEPS_MAX further steps; at once if a verification
+    waits for them, under REJECTION, and where few sessions are open; and no later than the next commit, and than the
+    last step. Conclusive: the proposals of every item are counted, and chains send one a step."""
+    draft = Draft(model_folder)
+    for session in (1, 2):
+        draft.open(session, [session * 5 + i for i in range(9)], nodes_per_step=1)
+    draft.step()
+    assert draft.node_counts == [1, 1]
+    monkeypatch.setattr(drafter, "SESSIONS_PER_HELD_STEP", 1)
+    draft.step()
+    draft.step()
+    assert draft.node_counts == [1, 1]
+    draft.step()
+    assert draft.node_counts == [1, 1, 3, 3]
+    draft.step()
+    next_token = draft.trees[1].root.proposal
+    assert next_token is not None
+    draft.commit(1, next_token.token_id, nodes_per_step=1, urgent=True)
+    assert draft.node_counts[4:] == [1], "the commit lets go what was held"
+    draft.step()
+    assert draft.node_counts[5:] == [1], "only the session that is waited for sends at once"
+    draft.settle()
+    assert sum(draft.node_counts) == 8 + 9, "two chains as long as their windows"
+    waited, held = draft.sessions
+    assert draft.drafter._held_steps_max(waited) == 0 < draft.drafter._held_steps_max(held)
+    held.opened = replace(held.opened, params=replace(held.opened.params, rule=Rule.REJECTION, temperature=1.0))
+    assert draft.drafter._held_steps_max(held) == 0
+
+
+def test_the_more_sessions_are_open_the_fewer_unlikely_nodes_are_evaluated(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: a tree leaves out the paths below LIKELIHOOD_MIN times the open sessions, since each node takes the time
+    of all, up to LIKELIHOOD_MIN_MOST; a closed session counts no more. Conclusive: trees are grown until nothing is
+    left, and every node within the window is on the right side of the bound."""
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN", 0.02)
+    monkeypatch.setattr(drafter, "LIKELIHOOD_MIN_MOST", 0.07)
+    for open_count, closed_count, least in ((1, 0, 0.02), (3, 0, 0.06), (1, 2, 0.02), (6, 0, 0.07)):
+        draft = Draft(model_folder)
+        for session in range(1, open_count + closed_count + 1):
+            draft.open(session, [session * 5 + i for i in range(9)], window=4)
+            if session <= closed_count:
+                draft.tell(Close(session, 1))
+        draft.settle()
+        evaluated, left = [], []
+        for growth in (own.growth for own in draft.sessions):
+            for node in growth.root.below():
+                if node.length < 9 + 4:
+                    (evaluated if node.guesses else left).append(growth.likelihood(node))
+        assert max(left) < least <= min(evaluated) and len(evaluated) > open_count
 
 
 def test_a_chain_has_no_branches(model_folder: Path) -> None:

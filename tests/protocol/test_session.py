@@ -7,6 +7,7 @@ probability 0.7. Under GREEDY the text is therefore known beforehand, so every w
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -306,6 +307,16 @@ def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     assert isinstance(sent.item, Verification) and session.draft_state is DraftState.LATE
     _, actions = session.on_verdict(Verdict((), 8, TokenKind.BONUS), output_for(begun, 8), 1, ends=False)
     assert not any(isinstance(action, AwaitDraft) for action in actions)
+
+
+def test_a_commit_is_urgent_where_the_plan_waits():
+    """Claim: the draft learns whether a verification may wait for its nodes."""
+    session = make_session(draft_length=2)
+    begin(session)
+    for wait_length in (session.plan.wait_length, 0):
+        session.plan = replace(session.plan, wait_length=wait_length)
+        commits = [action.item for action in session.on_draft_up() if isinstance(action.item, Commit)]
+        assert [commit.urgent for commit in commits] == [wait_length > 0]
 
 
 def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():

@@ -3,6 +3,7 @@ from its root agrees with the committed tokens, whenever it arrives."""
 
 from __future__ import annotations
 
+import gc
 import random
 
 from specdec.protocol.items import DraftNode
@@ -36,6 +37,22 @@ def test_a_commit_outside_empties_the_tree_and_kills_its_names():
     assert path_tokens(tree) == []
     assert tree.add(1, 1, node(2, 1, 13)) is None
     assert path_tokens(tree) == []
+
+
+def test_a_dead_tree_is_free_without_the_garbage_collector():
+    """Claim: nodes that a commit left are in no cycle, so they are free when the last holder lets go: the collector
+    took a tenth of a coordinator's time. Conclusive: it counts what it finds after the tree was dropped."""
+    tree = DraftTree([7])
+    for entry in (node(1, 0, 10), node(2, 0, 11, proposal=False), node(3, 2, 20), node(4, 1, 30)):
+        tree.add(1, 1, entry)
+    gc.collect()
+    gc.disable()
+    try:
+        assert tree.commit([10])
+        tree.clear()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_late_node_whose_path_was_committed_is_used():
