@@ -41,7 +41,7 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
 NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
-NUMBERS_AT_ONCE = 1 << 16  # on a CPU: what is computed of all logits of these rows stays in its cache
+NUMBERS_AT_ONCE = 1 << 18  # on a CPU: what is computed of all logits of these rows stays in its cache
 WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
@@ -132,8 +132,8 @@ def greedy_proposals(
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
     edited = edited_rows(requests, logits)
-    values, token_ids = top(edited, guess_count(requests, edited.shape[1]))
-    shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
+    token_ids = top(edited, guess_count(requests, edited.shape[1]))[1]
+    shares = edited.softmax(1).gather(1, token_ids)
     return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
 
 
@@ -153,8 +153,8 @@ def coupled_proposals(
         ids = every_token_id(scores) if token_ids is None else token_ids
         raced = noise(gumbel_keys(seeds, positions, logits.device), ids)
     raced += scores
-    values, columns = top(raced, guess_count(requests, raced.shape[1]))
-    shares = (values - raced.logsumexp(dim=1, keepdim=True)).exp_()
+    columns = top(raced, guess_count(requests, raced.shape[1]))[1]
+    shares = raced.softmax(1).gather(1, columns)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
 
