@@ -12,9 +12,8 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
-@dataclass(frozen=True, slots=True)
-class ProposalRequest:
+class ProposalRequest(NamedTuple):
     """One node to propose a token for.
 
     `path`: every token before the position, committed and draft; not stored. `vocabulary_size`: the target's; higher
@@ -62,8 +60,7 @@ class ProposalRequest:
     branch_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
 
     The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first,
@@ -290,7 +287,7 @@ def proposal_of_weights(
     probs = DraftProbs(tuple(token_ids[:count]), tuple(weights[:count]))
     drawn: list[int] = []
     for draw_bits in request.draws[:count]:
-        drawn.append(draw(probs.without(drawn), draw_bits))
+        drawn.append(draw(probs.without(drawn) if drawn else probs, draw_bits))
     weight_of = {token_id: probs.weights[bisect.bisect_left(probs.token_ids, token_id)] for token_id in drawn}
     for token_id, weight in zip(likeliest, their_weights):
         if len(weight_of) > request.branch_count or not weight:
