@@ -37,7 +37,7 @@ def _few(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _many(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`top` by a bound: at least `count` blocks have a maximum that reaches it, so few smaller numbers are left to sort."""
+    """`top` by a bound that the maxima of `count` blocks reach: few numbers above it are left to sort."""
     rows, width = values.shape
     blocks = max(BLOCK_COUNT, 2 * count)
     depth = width // blocks

@@ -228,9 +228,7 @@ def faster_type(
     return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
 
 
-def _products_s(
-    shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype, row_counts: Sequence[int]
-) -> float:
+def _products_s(shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype, row_counts: Sequence[int]) -> float:
     """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
     layers = [[Weight(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(count)]
     rows = [torch.ones(row_count, shapes[0][1], dtype=dtype) for row_count in row_counts]
