@@ -175,8 +175,7 @@ def backend_for(
     """Returns the backend of a device for one model; `enforce_eager`: no captured graphs."""
     dtype = types.layers
     if device.type == "cpu":
-        own = {"has_stable_rows": has_stable_rows, "output_dtype": types.output, "many_dtype": types.many}
-        return CpuBackend(dtype, positions_max, **own)
+        return CpuBackend(dtype, positions_max, None, has_stable_rows, types.output, types.many)
     from specdec.engine.cuda.backend import DeviceBackend
 
     return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
