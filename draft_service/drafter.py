@@ -283,8 +283,9 @@ class Drafter(ReplicaService):
 
     def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> Piece[list[ProposalRequest]]:
         """Returns a piece of these nodes, each in a free cell."""
+        below = session.shift - 1
         for node in nodes:
-            node.cell = session.cells.take(node.length - 1 + session.shift)
+            node.cell = session.cells.take(node.length + below)
         paths = [session.growth.path(node) for node in nodes]
         rows = session.cells.nodes([[node.cell for node in path] for path in paths])
         return self._piece(session, paths, [node.token_id for node in nodes], rows, fed=[])
@@ -301,6 +302,7 @@ class Drafter(ReplicaService):
         growth, params, names, requests = session.growth, session.opened.params, [], []
         branch_count = session.siblings or (0 if session.nodes_per_step == 1 else BRANCH_COUNT)
         draws: tuple[int, ...] = ()
+        tokens, length, width = session.tokens, len(session.tokens), session.opened.vocabulary_size
         for path in paths:
             filed = growth.file(path[-1])
             if filed is not None:
@@ -309,8 +311,7 @@ class Drafter(ReplicaService):
             if params.rule is Rule.REJECTION:
                 draws = tuple(uniform_bits(session.secret, Lane.DRAFT, growth.epoch, name) for name in names[-1])
             draft = () if fed else [node.token_id for node in path]
-            before = TokenPath(session.tokens, len(session.tokens), draft)
-            requests.append(ProposalRequest(params, before, session.opened.vocabulary_size, draws, branch_count))
+            requests.append(ProposalRequest(params, TokenPath(tokens, length, draft), width, draws, branch_count))
         self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 

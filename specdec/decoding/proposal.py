@@ -12,9 +12,8 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,13 +40,12 @@ PROPOSAL_PROBS_TOKENS_MAX = 96  # 2 to 3 bytes each: the draft distributions of 
 # larger vocabulary only the likeliest few hundred, which have nearly all the probability.
 NOISED_TOKENS_MAX, NOISED_LIKELIEST = 8192, 512
 NOISE_KEPT = 512  # positions with kept noise: of 16 sessions with full windows, 8 MB at 4,096 tokens
-NUMBERS_AT_ONCE = 1 << 16  # on a CPU: what is computed of all logits of these rows stays in its cache
+NUMBERS_AT_ONCE = 1 << 18  # on a CPU: what is computed of all logits of these rows stays in its cache
 WEIGHTS = torch.tensor((*DRAFT_PROBS_WEIGHTS, 0))  # by code
 CODE_SCALE = -DRAFT_PROBS_STEPS_PER_OCTAVE / math.log(2)
 
 
-@dataclass(frozen=True, slots=True)
-class ProposalRequest:
+class ProposalRequest(NamedTuple):
     """One node to propose a token for.
 
     `path`: every token before the position, committed and draft; not stored. `vocabulary_size`: the target's; higher
@@ -62,8 +60,7 @@ class ProposalRequest:
     branch_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The draft's guesses at a node: tokens and the confidence in each, the proposed token first.
 
     The others are the likeliest after it, best first, at most `branch_count`; under REJECTION those drawn come first,
@@ -132,8 +129,8 @@ def greedy_proposals(
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the likeliest tokens and their shares of the softmax, called after the host copy."""
     edited = edited_rows(requests, logits)
-    values, token_ids = top(edited, guess_count(requests, edited.shape[1]))
-    shares = (values - edited.logsumexp(dim=1, keepdim=True)).exp_()
+    token_ids = top(edited, guess_count(requests, edited.shape[1]))[1]
+    shares = edited.softmax(1).gather(1, token_ids)
     return guesses_of(requests, host_copy.bring(token_ids), host_copy.bring(shares))
 
 
@@ -153,8 +150,8 @@ def coupled_proposals(
         ids = every_token_id(scores) if token_ids is None else token_ids
         raced = noise(gumbel_keys(seeds, positions, logits.device), ids)
     raced += scores
-    values, columns = top(raced, guess_count(requests, raced.shape[1]))
-    shares = (values - raced.logsumexp(dim=1, keepdim=True)).exp_()
+    columns = top(raced, guess_count(requests, raced.shape[1]))[1]
+    shares = raced.softmax(1).gather(1, columns)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
 
@@ -290,7 +287,7 @@ def proposal_of_weights(
     probs = DraftProbs(tuple(token_ids[:count]), tuple(weights[:count]))
     drawn: list[int] = []
     for draw_bits in request.draws[:count]:
-        drawn.append(draw(probs.without(drawn), draw_bits))
+        drawn.append(draw(probs.without(drawn) if drawn else probs, draw_bits))
     weight_of = {token_id: probs.weights[bisect.bisect_left(probs.token_ids, token_id)] for token_id in drawn}
     for token_id, weight in zip(likeliest, their_weights):
         if len(weight_of) > request.branch_count or not weight:

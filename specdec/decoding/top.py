@@ -37,9 +37,19 @@ def _few(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _many(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`top` by a vectorised partition, then a sort of the part."""
-    part = numpy.argpartition(values.numpy(), values.shape[1] - count, axis=1)[:, -count:]
-    columns = torch.from_numpy(part)
-    found = values.gather(1, columns)
-    order = torch.from_numpy(numpy.argsort(-found.numpy(), axis=1))
-    return found.gather(1, order), columns.gather(1, order)
+    """`top` by a bound that the maxima of `count` blocks reach: few numbers above it are left to sort."""
+    rows, width = values.shape
+    blocks = max(BLOCK_COUNT, 2 * count)
+    depth = width // blocks
+    maxima = values[:, : depth * blocks].unflatten(1, (depth, blocks)).amax(1).numpy()
+    bounds = numpy.partition(maxima, blocks - count, axis=1)[:, blocks - count, None]
+    numbers = values.numpy()
+    row, column = numpy.divmod(numpy.flatnonzero(~(numbers < bounds)), width)
+    counts = numpy.bincount(row, minlength=rows)
+    place = numpy.arange(len(row)) - (counts.cumsum() - counts)[row]
+    found = numpy.full((rows, counts.max()), -numpy.inf, numbers.dtype)
+    columns = numpy.zeros(found.shape, numpy.int64)
+    found[row, place], columns[row, place] = numbers[row, column], column
+    order = numpy.argsort(-found, axis=1)[:, :count]
+    best = numpy.take_along_axis(found, order, 1), numpy.take_along_axis(columns, order, 1)
+    return torch.from_numpy(best[0]), torch.from_numpy(best[1])

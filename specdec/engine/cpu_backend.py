@@ -28,7 +28,7 @@ class CpuBackend:
     """A `Backend`. `agree` reduces measured tile sizes to those common to all ranks; absent: one rank.
 
     `has_stable_rows`: a row's bits do not depend on its neighbours. Without it a model takes chunks of trees.
-    `output_dtype`: of the product of the output layer.
+    `output_dtype`: of the product of the output layer; `many_dtype`: of the layers' products of many rows (`Weight`).
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class CpuBackend:
         agree: Callable[[StableTiles], StableTiles] | None = None,
         has_stable_rows: bool = True,
         output_dtype: torch.dtype = torch.float32,
+        many_dtype: torch.dtype | None = None,
     ):
         self.device = torch.device("cpu")
         self.has_stable_rows = has_stable_rows
         self._dtype = dtype
         self._output_dtype = output_dtype
+        self._many_dtype = many_dtype
         self._positions_max = positions_max
         self._agree = agree
         self._linears: list[TiledLinear] = []
@@ -52,7 +54,7 @@ class CpuBackend:
         self._stable_tiles: dict[int, StableTiles] = {}  # by thread count
 
     def replace_modules(self, base: nn.Module) -> None:
-        replace_modules(base, self._dtype, product_dtype(self._dtype), self._positions_max)
+        replace_modules(base, self._dtype, product_dtype(self._dtype), self._positions_max, self._many_dtype)
 
     def output_layer(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None

@@ -11,6 +11,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from types import FunctionType, SimpleNamespace
 from typing import TypeAlias
 
 import torch
@@ -39,8 +40,10 @@ NORM_TOLERANCE = 1e-4
 # A float32 weight below this size is multiplied as it is: setting up a packed product costs 10 to 15 us, which a small
 # one does not save. In bfloat16 packed products of every size are faster (1 to 64 rows, AVX-512 BF16).
 PACKED_ELEMENTS_MIN = 1 << 18
+FEW_ROWS = 8  # up to here a small draft's float32 products are faster than bfloat16 ones, which cost 15 us to set up
 PACKED_ROWS = 16  # the library chooses a layout by a number of rows; those for 4 to 64 rows were equally fast
 
+HeldWeight: TypeAlias = Callable[[torch.Tensor], "Weight"]
 Layout: TypeAlias = tuple[int, int, torch.dtype, bool]  # in, out, type of a weight; whether it is packed
 
 
@@ -49,15 +52,21 @@ class Weight:
 
     The library's products of few rows rearrange a plain weight in every call, which takes longer than reading it. So a
     weight is packed once, where the library can: 2 times as fast for 1 to 16 rows in bfloat16, 3 times for a large
-    float32 output layer.
+    float32 output layer. `many_dtype`: of products of more than FEW_ROWS rows, if another type is faster for these.
     """
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, many_dtype: torch.dtype | None = None):
         self.out_size, self.in_size = weight.shape
         self.dtype = weight.dtype
         packed = _packed(weight)
         self.is_packed = packed is not None
         self._held = _as_multiplied(weight) if packed is None else packed
+        self._many = Weight(weight.to(many_dtype)) if many_dtype not in (None, weight.dtype) else None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the library makes a kernel for each number of rows."""
+        return self.is_packed or self._many is not None
 
     @property
     def byte_count(self) -> int:
@@ -70,6 +79,8 @@ class Weight:
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [rows, in] in the type of the weight -> [rows, out]."""
+        if self._many is not None and rows.shape[0] > FEW_ROWS:
+            return self._many.multiply(rows.to(self._many.dtype)).to(rows.dtype)
         if self.is_packed:
             return _multiply_packed(rows, self._held)
         return torch.matmul(rows, self._held)
@@ -122,7 +133,7 @@ class TiledLinear(nn.Module):
         """Sets the stable tile sizes; see `probe_widths`."""
         self.widths = widths
         self._width_max = widths.widths[-1]
-        self._is_padding = widths is FREE_WIDTHS and self.weight.is_packed
+        self._is_padding = widths is FREE_WIDTHS and self.weight.has_kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, in]; the row count is a result of `widths.padded`, or any with FREE_WIDTHS."""
@@ -133,16 +144,17 @@ class TiledLinear(nn.Module):
         """Returns the result in the type of the weight."""
         rows = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
         rows = rows.reshape(-1, rows.shape[-1])  # the library multiplies more dimensions slowly by strided weights
-        count = len(rows)
+        count = rows.shape[0]
         if self._is_padding and (padded := self.widths.padded(count)) > count:
             rows = nn.functional.pad(rows, (0, 0, 0, padded - count))
-        if len(rows) <= self._width_max:
+        row_count = rows.shape[0]
+        if row_count <= self._width_max:
             product = self.tile(rows)
         else:
-            product = rows.new_empty(len(rows), self.weight.out_size)
-            for start, end in self.widths.tiles(len(rows)):
+            product = rows.new_empty(row_count, self.weight.out_size)
+            for start, end in self.widths.tiles(row_count):
                 product[start:end] = self.tile(rows[start:end])
-        if len(product) > count:
+        if row_count > count:
             product = product[:count]
         return product.view(*x.shape[:-1], -1)
 
@@ -184,10 +196,17 @@ class FusedRMSNorm(nn.Module):
         return torch.mul(x, length.square_().add_(self.epsilon).rsqrt_()).mul_(self.weight)
 
 
-def replace_modules(base: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype, positions_max: int) -> None:
-    """Replaces modules in place. Raises ModelRefused for a module not known to treat rows alone."""
+def replace_modules(
+    base: nn.Module,
+    dtype: torch.dtype,
+    product_dtype: torch.dtype,
+    positions_max: int,
+    many_dtype: torch.dtype | None = None,
+) -> None:
+    """Replaces modules in place; `many_dtype` as of `Weight`. Raises ModelRefused for a module not known to treat rows
+    alone."""
     is_fused = table_angles(base, positions_max, dtype)
-    _replace_children(base, is_fused, dtype, product_dtype)
+    _replace_children(base, is_fused, dtype, lambda weight: Weight(weight.detach().to(product_dtype), many_dtype))
     alone: set[tuple[object, ...]] = set()  # kinds that passed: a model repeats its norms in every layer
     for name, module in base.named_modules():
         is_ours = isinstance(module, (TiledLinear, FusedRMSNorm, AlignedActivation)) or ".function" in f".{name}"
@@ -206,24 +225,24 @@ def _kind_of(module: nn.Module) -> tuple[object, ...]:
     return type(module), repr(module), *sorted(settings), *parameters
 
 
-def _replace_children(module: nn.Module, is_fused: bool, dtype: torch.dtype, product_dtype: torch.dtype) -> None:
+def _replace_children(module: nn.Module, is_fused: bool, dtype: torch.dtype, held: HeldWeight) -> None:
     """Replaces one module after another, so that the memory of each is free before the next is read."""
     for name, child in list(module.named_children()):
         if is_fused and has_projections(child):
             child = RotaryAttention(child)
             setattr(module, name, child)
-        stand_in = _stand_in(child, dtype, product_dtype)
+        stand_in = _stand_in(child, dtype, held)
         if stand_in is not None:
             setattr(module, name, stand_in)
         else:
-            _replace_children(child, is_fused, dtype, product_dtype)
+            _replace_children(child, is_fused, dtype, held)
 
 
-def _stand_in(module: nn.Module, dtype: torch.dtype, product_dtype: torch.dtype) -> nn.Module | None:
+def _stand_in(module: nn.Module, dtype: torch.dtype, held: HeldWeight) -> nn.Module | None:
     if isinstance(module, nn.Linear):
-        return TiledLinear(Weight(module.weight.detach().to(product_dtype)), module.bias)
+        return TiledLinear(held(module.weight), module.bias)
     if isinstance(module, Conv1D):
-        return TiledLinear(Weight(module.weight.detach().to(product_dtype).t()), module.bias)
+        return TiledLinear(held(module.weight.t()), module.bias)
     if type(module).__module__ in ACTIVATION_MODULES:
         return AlignedActivation(module)
     if dtype == torch.float32 and not isinstance(module, ROWWISE_TYPES):
@@ -289,13 +308,32 @@ def shorten_calls(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         if kind not in direct:
-            members = {"__call__": inspect.unwrap(kind.forward), "__module__": kind.__module__}
+            members = {"__call__": without_masks(inspect.unwrap(kind.forward)), "__module__": kind.__module__}
             if kind is nn.ModuleList:  # a slice of one registers every module again
                 members["__getitem__"] = lambda layers, index: list(layers)[index]
             direct[kind] = type(kind.__name__, (kind,), members)
         module.__class__ = direct[kind]
         module.__dict__.update(module._modules)
         module.__dict__.update(module._parameters)
+
+
+def without_masks(forward: FunctionType) -> FunctionType:
+    """Returns a forward whose masks are None, as they are for every registered attention, and whose result is plain.
+
+    The library finds out in every call that it makes none: 20 us, with the class of its result.
+    """
+    names = forward.__code__.co_names
+    own: dict[str, object] = {name: _no_mask for name in names if name.startswith("create_") and name.endswith("_mask")}
+    own |= {name: SimpleNamespace for name in names if own and name.startswith("BaseModelOutput")}
+    if not own:
+        return forward
+    made = FunctionType(forward.__code__, forward.__globals__ | own, forward.__name__, forward.__defaults__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _no_mask(**_: object) -> None:
+    """In place of the library's functions that create masks."""
 
 
 def distinct_shapes(linears: Iterable[TiledLinear]) -> dict[Layout, TiledLinear]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ NUMERICS_VERSION = 2  # increases with each change by which a model's results ha
 # For the measurement of the faster type.
 PRODUCT_TYPES = (torch.float32, torch.bfloat16)
 ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
+MANY_ROWS = (64,)  # of several trees
 OUTPUT_COLUMNS_MAX = 8192  # of the output layer; a larger one takes as much longer in either type
 WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers in turn: more than the caches hold
 REPEATS = 3
@@ -134,9 +135,11 @@ def load_transformers_model(
 
     Raises ModelRefused if the weights do not fit the architecture.
     """
-    dtype, output_dtype = dtype_of(folder.config, dtype_name, device), torch.float32
+    dtype = dtype_of(folder.config, dtype_name, device)
+    types = ModelTypes(dtype)
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
-        dtype, output_dtype = draft_types(folder.config, dtype)
+        types = draft_types(folder.config, dtype)
+        dtype = types.layers
     model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -162,22 +165,17 @@ def load_transformers_model(
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     vocabulary = vocabulary and vocabulary.to(device)
     description = describe(folder, model, dtype, digest(), device, vocabulary)
-    backend = backend_for(device, dtype, description.positions_max, enforce_eager, has_stable_rows, output_dtype)
+    backend = backend_for(device, types, description.positions_max, enforce_eager, has_stable_rows)
     return TransformersModel(model, description, dtype, backend=backend)
 
 
 def backend_for(
-    device: torch.device,
-    dtype: torch.dtype,
-    positions_max: int,
-    enforce_eager: bool,
-    has_stable_rows: bool,
-    output_dtype: torch.dtype = torch.float32,
+    device: torch.device, types: ModelTypes, positions_max: int, enforce_eager: bool, has_stable_rows: bool
 ) -> Backend:
-    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs. `output_dtype`: see
-    `CpuBackend`."""
+    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs."""
+    dtype = types.layers
     if device.type == "cpu":
-        return CpuBackend(dtype, positions_max, has_stable_rows=has_stable_rows, output_dtype=output_dtype)
+        return CpuBackend(dtype, positions_max, None, has_stable_rows, types.output, types.many)
     from specdec.engine.cuda.backend import DeviceBackend
 
     return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
@@ -192,20 +190,31 @@ def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
 
 
-def draft_types(config: dict[str, Any], stored: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the types of "auto" for a draft on a CPU, of the layers and of the output layer: the faster ones here if
-    the weights are bfloat16."""
+class ModelTypes(NamedTuple):
+    """Types of the layers, of the output layer's product, and of the layers' products of many rows, if another."""
+
+    layers: torch.dtype
+    output: torch.dtype = torch.float32
+    many: torch.dtype | None = None
+
+
+def draft_types(config: dict[str, Any], stored: torch.dtype) -> ModelTypes:
+    """Returns the types of "auto" for a draft on a CPU: the faster ones here if the weights are bfloat16."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     sizes = [size for size in map(config.get, keys) if isinstance(size, int)]
     if stored != torch.bfloat16 or len(sizes) < len(keys):
-        return stored, torch.float32
+        return ModelTypes(stored)
     hidden_size, intermediate_size, layer_count, vocabulary_size = sizes
     layer = ((intermediate_size, hidden_size), (hidden_size, intermediate_size))
-    return faster_type(layer, layer_count), faster_type(((min(vocabulary_size, OUTPUT_COLUMNS_MAX), hidden_size),))
+    layers = faster_type(layer, layer_count)
+    many = faster_type(layer, layer_count, MANY_ROWS) if layers == torch.float32 else None
+    return ModelTypes(layers, faster_type(((min(vocabulary_size, OUTPUT_COLUMNS_MAX), hidden_size),)), many)
 
 
 @torch.inference_mode()
-def faster_type(shapes: Sequence[tuple[int, int]], layer_count: int = 1) -> torch.dtype:
+def faster_type(
+    shapes: Sequence[tuple[int, int]], layer_count: int = 1, row_counts: Sequence[int] = ROW_COUNTS
+) -> torch.dtype:
     """Returns float32 or bfloat16, by timing `layer_count` layers of products of weights [out, in] in milliseconds.
 
     A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a large
@@ -214,14 +223,14 @@ def faster_type(shapes: Sequence[tuple[int, int]], layer_count: int = 1) -> torc
     """
     layer_bytes = 4 * sum(out_size * in_size for out_size, in_size in shapes)
     count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
-    times_s = {dtype: _products_s(shapes, count, dtype) for dtype in PRODUCT_TYPES}
+    times_s = {dtype: _products_s(shapes, count, dtype, row_counts) for dtype in PRODUCT_TYPES}
     return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
 
 
-def _products_s(shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype) -> float:
+def _products_s(shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype, row_counts: Sequence[int]) -> float:
     """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
     layers = [[Weight(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(count)]
-    rows = [torch.ones(row_count, shapes[0][1], dtype=dtype) for row_count in ROW_COUNTS]
+    rows = [torch.ones(row_count, shapes[0][1], dtype=dtype) for row_count in row_counts]
     return min(_once_s(layers, rows) for _ in range(REPEATS))
 
 

@@ -18,7 +18,7 @@ from specdec.engine.attention import ScoreRule
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.model import load_model
 from specdec.engine.storage import DeviceStorage
-from specdec.engine.tiled_modules import FREE_WIDTHS, TiledLinear, Weight
+from specdec.engine.tiled_modules import FEW_ROWS, FREE_WIDTHS, TiledLinear, Weight
 from specdec.engine.transformers_model import TransformersModel
 from specdec.engine.tree_attention import SHORT_CELLS_MAX, TreeChunk, TreePlanner
 from tests.support.device_models import load_on_device
@@ -203,3 +203,25 @@ def test_products_of_a_draft_have_few_shapes(monkeypatch: pytest.MonkeyPatch) ->
         rows = torch.randn(1, count, 512, generator=generator)
         assert (linear(rows) - rows @ weight.t()).abs().max() < 1e-3
     assert len(seen) <= 14, sorted(seen)
+
+
+@pytest.mark.parametrize("row_count", [1, FEW_ROWS, FEW_ROWS + 1, 70])
+def test_products_of_many_rows_have_their_own_type(row_count: int) -> None:
+    """Claim: a draft's weight of two types multiplies few rows in float32 and more in bfloat16, and returns float32.
+
+    Source: which type is faster depends on the number of rows. Conclusive: bit for bit the product of a weight of that
+    type alone, in the same numbers of rows.
+    """
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(1, row_count, 128, generator=torch.Generator().manual_seed(2))
+    both, alone = (
+        TiledLinear(own, None)
+        for own in (
+            Weight(weight, torch.bfloat16),
+            Weight(weight if row_count <= FEW_ROWS else weight.to(torch.bfloat16)),
+        )
+    )
+    both.set_widths(FREE_WIDTHS)
+    alone.set_widths(FREE_WIDTHS)
+    assert both(rows).dtype == torch.float32
+    assert torch.equal(both(rows), alone(rows))

@@ -14,7 +14,7 @@ import torch
 from specdec.engine import transformers_model
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.model import load_model
-from specdec.engine.transformers_model import TransformersModel
+from specdec.engine.transformers_model import ModelTypes, TransformersModel
 from tests.support.engine_models import Driver
 
 GRAPH_SEQUENCES_MAX = 4  # captured steps of more sequences are many and slow to repeat on a CPU
@@ -31,13 +31,12 @@ def load_on_device(
 
     def backend(
         device: torch.device,
-        dtype: torch.dtype,
+        types: ModelTypes,
         positions_max: int,
         enforce_eager: bool,
         has_stable_rows: bool,
-        output_dtype: torch.dtype,
     ) -> DeviceBackend:
-        return DeviceBackend(device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows)
+        return DeviceBackend(device, types.layers, positions_max, with_graphs, sequences_max, not has_stable_rows)
 
     with mock.patch.object(transformers_model, "backend_for", backend):
         model = load_model(str(folder), dtype, has_stable_rows=has_stable_rows)

@@ -22,7 +22,14 @@ from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
 from specdec.engine.parallel.weights import empty_model, fill, output_alone
-from specdec.engine.transformers_model import TransformersModel, backend_for, describe, dtype_of, output_layer
+from specdec.engine.transformers_model import (
+    ModelTypes,
+    TransformersModel,
+    backend_for,
+    describe,
+    dtype_of,
+    output_layer,
+)
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused
 
@@ -52,7 +59,9 @@ def load_share(
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
     # Captured graphs across GPUs are not supported, so a share runs without them.
-    backend = None if device.type == "cpu" else backend_for(device, dtype, description.positions_max, True, True)
+    backend = (
+        None if device.type == "cpu" else backend_for(device, ModelTypes(dtype), description.positions_max, True, True)
+    )
     return TransformersModel(model, description, dtype, share, backend)
 
 
