@@ -330,11 +330,8 @@ class Drafter(ReplicaService):
                 continue
             if own.fed:
                 session.cells.commit(own.fed)
-            found: Sequence[Proposal] = outcome or ()
-            for node, names, proposal in zip(own.nodes, own.names, found):
-                session.grown += session.growth.evaluated(
-                    node, names, proposal.guesses, proposal.draft_probs, node.cell
-                )
+            for node, names, found in zip(own.nodes, own.names, outcome or ()):
+                session.grown += session.growth.evaluated(node, names, found.guesses, found.draft_probs, node.cell)
             if session.grown:
                 self._unsent[session] = None
         for session in self._unsent:

@@ -327,7 +327,8 @@ def without_masks(forward: FunctionType) -> FunctionType:
     own |= {name: SimpleNamespace for name in names if own and name.startswith("BaseModelOutput")}
     if not own:
         return forward
-    made = FunctionType(forward.__code__, forward.__globals__ | own, forward.__name__, forward.__defaults__)
+    parts = forward.__name__, forward.__defaults__, forward.__closure__
+    made = FunctionType(forward.__code__, forward.__globals__ | own, *parts)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
