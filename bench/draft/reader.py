@@ -36,7 +36,8 @@ def evaluated_count(nodes: Nodes) -> int:
 
 @dataclass(slots=True)
 class Reader:
-    """One session on a text, of which `length` tokens are committed; `fresh_count` nodes came since the last commit."""
+    """One session on a text, of which `length` tokens are committed; `fresh_count` nodes came since the last commit.
+    Its commits are urgent: the nodes of every step come at once."""
 
     number: int
     text: Sequence[int]
@@ -44,13 +45,14 @@ class Reader:
     nodes_per_step: int
     node_count: int = 0
     fresh_count: int = 0
+    is_out: bool = False  # of likely nodes
 
     def opening(self, params: ResolvedSamplingParams, vocabulary_size: int) -> list[DraftItem]:
         """Opens the session with one node to grow, so that all is fed before anything is timed."""
         name, context = (self.number, 1), self.length
         own = replace(params, seed=self.number)  # no two sessions share their noise
         opened = Open(*name, own, len(self.text) + WINDOW, vocabulary_size)
-        fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1)
+        fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1, urgent=True)
         return [opened, Extend(*name, 0, tuple(self.text[: context - 1])), fed]
 
     def take(self, nodes: Nodes) -> int:
@@ -58,16 +60,17 @@ class Reader:
         count = evaluated_count(nodes)
         self.node_count += count
         self.fresh_count += count
+        self.is_out = count < self.nodes_per_step
         return count
 
     @property
     def is_grown(self) -> bool:
-        """Whether the next token is due, before the draft runs out of likely nodes."""
-        return self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
+        """Whether the next token is due: before the draft runs out of likely nodes, or when it has."""
+        return self.is_out or self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
 
     def commit(self) -> Commit:
         """The next token of the text."""
-        self.fresh_count = 0
+        self.fresh_count, self.is_out = 0, False
         self.length += 1
         token_id = self.text[self.length - 1]
-        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step)
+        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step, urgent=True)
