@@ -42,14 +42,10 @@ def _many(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = max(BLOCK_COUNT, 2 * count)
     depth = width // blocks
     maxima = values[:, : depth * blocks].unflatten(1, (depth, blocks)).amax(1).numpy()
-    bounds = numpy.partition(maxima, blocks - count, axis=1)[:, blocks - count, None]
-    numbers = values.numpy()
-    row, column = numpy.divmod(numpy.flatnonzero(~(numbers < bounds)), width)
-    counts = numpy.bincount(row, minlength=rows)
-    place = numpy.arange(len(row)) - (counts.cumsum() - counts)[row]
-    found = numpy.full((rows, counts.max()), -numpy.inf, numbers.dtype)
-    columns = numpy.zeros(found.shape, numpy.int64)
-    found[row, place], columns[row, place] = numbers[row, column], column
-    order = numpy.argsort(-found, axis=1)[:, :count]
-    best = numpy.take_along_axis(found, order, 1), numpy.take_along_axis(columns, order, 1)
-    return torch.from_numpy(best[0]), torch.from_numpy(best[1])
+    bounds = numpy.partition(maxima, blocks - count, axis=1)[:, blocks - count]
+    best = numpy.empty((rows, count), numpy.int64)
+    for row, (numbers, bound) in enumerate(zip(values.numpy(), bounds)):
+        columns = numpy.flatnonzero(~(numbers < bound))
+        best[row] = columns[numpy.argsort(-numbers[columns])[:count]]
+    found = torch.from_numpy(best)
+    return values.gather(1, found), found
