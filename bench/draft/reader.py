@@ -45,7 +45,6 @@ class Reader:
     nodes_per_step: int
     node_count: int = 0
     fresh_count: int = 0
-    is_out: bool = False  # of likely nodes
 
     def opening(self, params: ResolvedSamplingParams, vocabulary_size: int) -> list[DraftItem]:
         """Opens the session with one node to grow, so that all is fed before anything is timed."""
@@ -60,17 +59,16 @@ class Reader:
         count = evaluated_count(nodes)
         self.node_count += count
         self.fresh_count += count
-        self.is_out = count < self.nodes_per_step
         return count
 
     @property
     def is_grown(self) -> bool:
-        """Whether the next token is due: before the draft runs out of likely nodes, or when it has."""
-        return self.is_out or self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
+        """Whether the next token is due, before the draft runs out of likely nodes."""
+        return self.fresh_count >= NODES_A_COMMIT.get(self.nodes_per_step, NODES_A_COMMIT_MAX)
 
     def commit(self) -> Commit:
         """The next token of the text."""
-        self.fresh_count, self.is_out = 0, False
+        self.fresh_count = 0
         self.length += 1
         token_id = self.text[self.length - 1]
         return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step, urgent=True)
