@@ -14,6 +14,7 @@ from torch import nn
 
 from specdec.engine.attention import KEY_SPLIT, AttentionShape
 from specdec.engine.backend import Compute, StepInput, chunk_flags, finite_rows
+from specdec.engine.devices import keep_freed_memory
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.step_plan import StepPlanner
 from specdec.engine.storage import DeviceStorage, PagedStorage
@@ -80,6 +81,7 @@ class CpuBackend:
         return 2 * item_bytes * shape.layer_count * shape.kv_head_count * shape.head_size  # keys and values
 
     def allocate(self, block_count: int, block_size: int) -> PagedStorage | DeviceStorage:
+        keep_freed_memory()
         shape = self._shape
         if not self.has_stable_rows:
             sizes = (shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size)
