@@ -29,6 +29,7 @@ LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
 HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64  # accepted tokens of heads in a round, weight of one, probes
 LOCAL_GAIN, LOCAL_TABLE_GAIN = 0.1, 0.01  # weight of a round in the mean of accepted tokens of local proposers
+WAITS_KEPT, WAITS_ROUNDS = 0.95, 4.0  # window of about 20 rounds of a session's waits, weight of the mean, in rounds
 TABLE_GAIN = 0.12  # weight of a session's level in the service's, per round
 SURPRISE_KEPT, SURPRISE_SIGMA = 0.95, 3.0  # window of about 20 tested tokens, and deviation beyond chance
 SURPRISE_SHARE = 0.8  # of the level's weight, removed by such a deviation
@@ -57,6 +58,8 @@ class AutoPolicy:
         self._heads_accepted = HEADS_GUESS
         self.wants_heads = True
         self._surprise = self._variance = 0.0
+        self._waited_s = self._usual_wait_s = 0.0
+        self._wait_factor = 1.0
         self._exploration: Exploration | None = None
         self._exploration_rounds, self._exploration_loss_s = 0, 0.0
         self._counts_from_s = -math.inf
@@ -91,6 +94,7 @@ class AutoPolicy:
         if record.plan == self._plan and record.start_s >= self._counts_from_s:
             self._counted_rounds += 1
             self._learn_level(record)
+            self._learn_waits(record)
             self._table.measure(self._line, record, self._level)
         if record.end_s < self._table.baseline_ends_s and self._line is not self._table.off and not self._exploration:
             self._try_plain(self._line, record.end_s)
@@ -123,6 +127,17 @@ class AutoPolicy:
             self._tested, self._surprise, self._variance = -SURPRISE_SHARE * LEVEL_TESTED, 0.0, 0.0
         self._table.level += TABLE_GAIN * (self._level - self._table.level)
 
+    def _learn_waits(self, record: RoundRecord) -> None:
+        """Updates how long the session's rounds wait for the draft, over the mean of all sessions: a text whose next
+        token is seldom in the tree waits often."""
+        usual_s = self._line.wait_s
+        if not self._plan.wait_length or not usual_s:
+            return
+        self._waited_s = WAITS_KEPT * self._waited_s + record.wait_s
+        self._usual_wait_s = WAITS_KEPT * self._usual_wait_s + usual_s
+        mean_s = WAITS_ROUNDS * usual_s
+        self._wait_factor = (mean_s + self._waited_s) / (mean_s + self._usual_wait_s)
+
     def _first(self) -> Line:
         """Returns the plan a session begins with: the best measured one, or the best by the formulas if none was."""
         rest, drafting = self._table.rest, self._table.drafting
@@ -134,7 +149,7 @@ class AutoPolicy:
         return best if self._worth(best) > gain * self._worth(rest) else rest
 
     def _worth(self, line: Line) -> float:
-        return self._table.worth(line, self._level, self._local_accepted)
+        return self._table.worth(line, self._level, self._local_accepted, self._wait_factor)
 
     def _sure(self, line: Line) -> float:
         return self._worth(line) * (1 - DOUBT * line.spread)
@@ -174,6 +189,7 @@ class AutoPolicy:
             back = 1 - math.exp(-elapsed_s / BACK_S)
             self._level += back * (table.level - self._level)
             self._tested *= 1 - back
+            self._wait_factor += back * (1 - self._wait_factor)
         if exploration and self._counted_rounds < exploration.rounds and now_s < exploration.ends_s:
             return
         best = self._best(
@@ -224,9 +240,9 @@ class AutoPolicy:
         others = [line for line in table.drafting if line is not best]
         if not others:
             return
-        line = max(others, key=lambda line: line.promise(level))
+        line = max(others, key=lambda line: line.promise(level, self._wait_factor))
         lost_s = self._loss_s(line, best, worth, self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s)
-        if line.promise(level) > worth and lost_s <= table.credit_s:
+        if line.promise(level, self._wait_factor) > worth and lost_s <= table.credit_s:
             self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
 
     def _try_plain(self, best: Line, now_s: float) -> None:

@@ -37,8 +37,8 @@ DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's toke
 LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
 SIBLING_GAIN = 0.08  # of one sibling of each token of a chain, in accepted tokens
 LOCAL_OFFERED = 0.5  # draft tokens of a round by the coordinator's own proposers, in a text without repetitions
-DRAFT_STEP_GUESS_S, WEIGHT, NETWORK_SLACK_S, WAIT_SHARE_MAX = 0.003, 0.1, 0.005, 4.0
-OUTSIDE_SHARE = 0.43  # of rounds whose next token was not in the tree: they wait for the draft
+DRAFT_STEP_GUESS_S, LATE_GUESS_S, WEIGHT, NETWORK_SLACK_S, WAIT_TRIPS_MAX = 0.003, 0.002, 0.1, 0.005, 4.0
+OUTSIDE_SHARE = 0.5  # of rounds whose next token was not in the tree: they wait for the draft
 
 
 class DraftTimes:
@@ -48,13 +48,13 @@ class DraftTimes:
         self._link_bytes_per_s = link_bytes_per_s
         self._steps = StepCurve()
         self._node_bytes = 0.0
-        self._wait_share = 1.0  # waits of chains over `trip_s`
+        self._late_s = LATE_GUESS_S  # waits of chains beyond `trip_s`
         self.network_s = 0.0
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Another draft is connected: takes the (nodes, seconds) that it measured at start."""
         self._steps.prime(step_times)
-        self._wait_share = 1.0
+        self._late_s = LATE_GUESS_S
 
     def on_step(self, nodes: int, seconds: float) -> None:
         """Records one step; `nodes`: of all sessions."""
@@ -73,12 +73,12 @@ class DraftTimes:
         """Records the wait of a round in which the tokens came: longer than `trip_s` by messages and by processes that
         share a core, shorter where tokens were in hand."""
         if plan.wait_length and plan.nodes_per_step == 1 and not plan.siblings:
-            share = min(wait_s / self.trip_s(plan, sessions), WAIT_SHARE_MAX)
-            self._wait_share += WEIGHT * (share - self._wait_share)
+            trip_s = self.trip_s(plan, sessions)
+            self._late_s += WEIGHT * (min(wait_s, WAIT_TRIPS_MAX * trip_s) - trip_s - self._late_s)
 
     def usual_wait_s(self, plan: Plan, sessions: float) -> float:
         """Seconds for which the rounds of a chain wait on the mean."""
-        return self._wait_share * self.trip_s(plan, sessions)
+        return max(0.0, self.trip_s(plan, sessions) + self._late_s)
 
     def step_s(self, nodes: float) -> float:
         """Seconds of a step of `nodes` nodes, or of their messages on a slow link if that is longer."""

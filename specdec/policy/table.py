@@ -44,16 +44,18 @@ def probability(level: float) -> float:
 class Line:
     """One plan: decaying sums over its rounds, and its estimates as of the table's last refresh.
 
-    Sums: `rounds`, and their `remainder_s` beside the step; of the rounds in which draft tokens arrived `arrivals`,
-    `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all sessions
-    ran the plan, its part `beside_s` beside the step; `usual_offered` a round; `length` of arrivals; `gain`: accepted
-    over a + ... + a^length, a being the acceptance of the measured sessions; `spread`: relative uncertainty. `paths`:
-    the sum of further paths, beyond one a round. `network_s`: to the draft, in the rounds that were added.
+    Sums: `rounds`, their `remainder_s` beside the step and `waited_s` of it; of the rounds with draft tokens
+    `arrivals`, `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all
+    sessions ran the plan, its parts `beside_s` beside the step and `wait_s`, at most `wait_max_s`; `usual_offered` a
+    round; `length` of arrivals; `gain`: accepted over a + ... + a^length, a being the acceptance of the measured
+    sessions; `spread`: relative uncertainty. `paths`: the sum of further paths, beyond one a round. `network_s`: to the
+    draft, in the rounds that were added.
     """
 
     plan: Plan
     rounds: float = 0.0
     remainder_s: float = 0.0
+    waited_s: float = 0.0
     paths: float = 0.0
     arrivals: float = 0.0
     offered: float = 0.0
@@ -63,6 +65,8 @@ class Line:
     network_s: float = 0.0
     round_s: float = 1.0
     beside_s: float = 0.0
+    wait_s: float = 0.0
+    wait_max_s: float = 0.0
     usual_offered: float = 0.0
     length: float = 0.0
     gain: float = 0.0
@@ -72,6 +76,7 @@ class Line:
         """Scales all sums by `share`."""
         self.rounds *= share
         self.remainder_s *= share
+        self.waited_s *= share
         self.paths *= share
         self.arrivals *= share
         self.offered *= share
@@ -97,7 +102,9 @@ class Line:
         self.updated_s = max(self.updated_s, record.end_s)
         self.rounds += 1
         self.network_s += (network_s - self.network_s) / self.rounds
-        self.remainder_s += min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
+        remainder_s = min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
+        self.remainder_s += remainder_s
+        self.waited_s += min(record.wait_s, remainder_s)
         self.paths += max(0, record.path_count - 1)
         if record.offered_count:
             self.arrivals += 1
@@ -105,15 +112,16 @@ class Line:
             self.accepted += record.accepted_count
             self.level += (level - self.level) / self.arrivals
 
-    def worth(self, level: float) -> float:
-        """Tokens per second of a session at an acceptance level."""
+    def worth(self, level: float, wait_factor: float = 1.0) -> float:
+        """Tokens per second of a session at an acceptance level whose rounds wait `wait_factor` times the mean."""
         if not self.gain:
             return 1.0 / self.round_s
-        return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / self.round_s
+        round_s = self.round_s + min(wait_factor * self.wait_s, self.wait_max_s) - self.wait_s
+        return (1.0 + min(self.gain * expected_accepted(probability(level), self.length), self.length)) / round_s
 
-    def promise(self, level: float) -> float:
+    def promise(self, level: float, wait_factor: float) -> float:
         """The upper bound of the worth, by the line's uncertainty."""
-        return self.worth(level) * (1 + self.spread)
+        return self.worth(level, wait_factor) * (1 + self.spread)
 
 
 def beside_step_s(record: RoundRecord) -> float:
@@ -193,12 +201,12 @@ class Table:
             if line.rounds >= 1 or line in (self.off, self.rest)
         )
 
-    def worth(self, line: Line, level: float, local_accepted: float) -> float:
+    def worth(self, line: Line, level: float, local_accepted: float, wait_factor: float = 1.0) -> float:
         """Tokens per second of a session at an acceptance level, of whose rounds each accepts `local_accepted` tokens
         of the coordinator's own proposers. Their use differs from text to text, so only the session's own counts."""
         if line is self.rest and line is not self.off:
             return (1.0 + local_accepted) / line.round_s
-        return line.worth(level)
+        return line.worth(level, wait_factor)
 
     def reach_min(self, worth: float) -> tuple[float, float]:
         """The least probability at which a draft token is worth its row, and one that begins a further path its row and
@@ -233,6 +241,8 @@ class Table:
         offered_sum = PRIOR_ROUNDS * offered + line.offered
         line.usual_offered = offered_sum / count
         line.beside_s = (PRIOR_ROUNDS * (wait_s + self._overhead_s) + line.remainder_s) / count
+        line.wait_s = (PRIOR_ROUNDS * wait_s + line.waited_s) / count
+        line.wait_max_s = max(line.wait_s, self.trip_s(line.plan)) if line.plan.wait_length else line.wait_s
         line.length = max(0.5, offered_sum / arrivals)
         paths = (PRIOR_ROUNDS * line.plan.siblings / (1 + line.plan.siblings) * offered + line.paths) / count
         level = (PRIOR_ROUNDS * self.level + line.arrivals * line.level) / arrivals
