@@ -24,6 +24,7 @@ from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tokenizer import BYTES_PER_TOKEN_MAX, Tokenizer
 from specdec.coordinator.tracing import open_request
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.process_watch import ProcessWatch
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.proposers import LocalProposer
 from specdec.protocol.report import Delta, Event, Finished, Started
@@ -225,8 +226,10 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     links = [asyncio.create_task(replica.link.run()) for replica in coordinator.replicas]
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
     announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
+    watch = ProcessWatch(asyncio.get_running_loop())
     try:
-        await until_stop_requested()
+        with watch:
+            await until_stop_requested()
     finally:
         following.cancel()
         announcing.cancel()

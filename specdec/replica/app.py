@@ -121,7 +121,8 @@ class ReplicaApp(Generic[Payload, Answer]):
         self._is_listening = False
         try:
             await self._unless_lost(asyncio.to_thread(self._load))
-            self._watch = EngineWatch(self._engine, partial(self._lose, ENGINE_LOST_EXIT_CODE))
+            on_lost = partial(self._lose, ENGINE_LOST_EXIT_CODE)
+            self._watch = EngineWatch(self._engine, on_lost, asyncio.get_running_loop())
             set_startup_objects_aside()
             stopping = asyncio.ensure_future(until_stop_requested(self._stop_requested))
             await asyncio.sleep(0)  # signal handlers are set before the process is announced

@@ -2,11 +2,12 @@
 
 A thread of its own, since the event loop cannot see a hang and the engine thread cannot end one. Its clock is its own
 ticks: time in which the process was stopped, or did not get the processor, does not count. A hang that holds the
-interpreter's lock stops this thread too; `specdec.engine.lock_watch` ends such a process.
+interpreter's lock stops this thread too; `specdec.process_watch` ends such a process, and one whose event loop hangs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -14,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from specdec.engine.heartbeat import Work
-from specdec.engine.lock_watch import LockWatch
 from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE
+from specdec.process_watch import ProcessWatch
 from specdec.telemetry.logs import get_logger
 
 TICK_S = 0.1
@@ -42,11 +43,14 @@ class HangTimer:
 
 class EngineWatch:
     """The thread that watches a started engine. It calls `on_lost` once, with the reason, and END_GRACE_S later ends
-    the process with ENGINE_LOST_EXIT_CODE, regardless of other threads."""
+    the process with ENGINE_LOST_EXIT_CODE, regardless of other threads. `loop`: for the watch over the process."""
 
-    def __init__(self, engine: Engine[Any, Any], on_lost: Callable[[str], object]) -> None:
+    def __init__(
+        self, engine: Engine[Any, Any], on_lost: Callable[[str], object], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self._engine = engine
         self._on_lost = on_lost
+        self._process_watch = ProcessWatch(loop)
         self._timer = HangTimer()
         self._is_stopping = threading.Event()
         self._is_lost = False
@@ -61,7 +65,7 @@ class EngineWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        with LockWatch():
+        with self._process_watch:
             while not self._is_stopping.wait(TICK_S):
                 reason = self._look()
                 if reason:

@@ -30,6 +30,7 @@ def test_the_memory_of_the_cpu_library_is_bounded() -> None:
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=120, check=True)
     assert float(done.stdout) < GROWTH_MB_MAX
 
+
 STEPS = """
 import resource
 import torch

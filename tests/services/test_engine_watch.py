@@ -65,5 +65,5 @@ def test_a_hang_that_holds_the_interpreters_lock_ends_the_replica(target: Plante
     target.verify(LOCKS)
     assert target.process.wait(TIMEOUT_S) == -signal.SIGKILL
     log = target.log.read_text(encoding="utf-8")
-    assert f"a thread held the interpreter's lock for {LOCK_HELD_S_MAX:g} s" in log
+    assert f"for {LOCK_HELD_S_MAX:g} s its event loop hung, or a thread held the interpreter's lock" in log
     assert "planted_target.py" in log and "in planted" in log

@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 
+from specdec import process_watch
 from specdec.config import TargetSettings
-from specdec.engine import lock_watch
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.table_model import TableModel
 from specdec.protocol.items import VerificationResult
@@ -55,7 +55,7 @@ def reply_unless_lost(own: ReplicaStream, item: object) -> None:
 if __name__ == "__main__":
     TableModel.forward, ReplicaStream.reply = planted, reply_unless_lost
     folder, silence_s, page = (*sys.argv[1:], *(None, None))[:3]
-    lock_watch.HELD_S_MAX = LOCK_HELD_S_MAX
+    process_watch.HELD_S_MAX = LOCK_HELD_S_MAX
     stream.SILENCE_S_MAX = float(silence_s or stream.SILENCE_S_MAX)
     settings = TargetSettings(model=folder, port=0, threads=1, device="cpu", metrics_address=page)
     asyncio.run(run(settings, lambda address: print(address, flush=True)))

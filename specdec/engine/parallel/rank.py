@@ -19,7 +19,6 @@ import torch
 import transformers
 
 from specdec.engine.architectures import check_supported
-from specdec.engine.lock_watch import LockWatch
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
@@ -27,6 +26,7 @@ from specdec.engine.parallel.share import LeaderModel, check_split, follow, load
 from specdec.engine.parallel.watch import Loss
 from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
+from specdec.process_watch import ProcessWatch
 
 logger = logging.getLogger("specdec.engine")
 
@@ -76,7 +76,7 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
     try:
         name, device = source.path_or_hub_id, source.torch_device
         share = load_share(name, folder, source.dtype, device, group, lambda what, share: None)
-        with LockWatch():
+        with ProcessWatch():
             follow(share, group)
     except BaseException as error:
         if not isinstance(error, (SpecdecError, OSError)):

@@ -1,15 +1,16 @@
-"""The watch over the interpreter's lock: ends a process in which a thread holds it for ever, such as a library's call
-that hangs without releasing it.
+"""The watch over a process: ends one whose event loop hangs, or in which a thread holds the interpreter's lock, such as
+a library's call that does not return.
 
-No other thread of that process runs Python then, so none can notice or report it. A second process, of 6 MB, does: a
-thread here writes to it, and cannot while the lock is held. The clock is the second process's own ticks, without those
-at which this process was stopped: a pause of one or of both does not count.
+While the lock is held no thread of that process can notice or report it. A second process, of 6 MB, does: a thread here
+writes to it after each turn of the loop, and cannot while the lock is held. The clock is the second process's own
+ticks, without those at which this process was stopped: a pause of one or of both does not count.
 
 This file is also the program of the second process, which imports nothing else of specdec.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
@@ -28,14 +29,16 @@ DUMP_S = 1.0  # for the stacks of all threads
 DUMP_SIGNAL = signal.SIGUSR1
 
 
-class LockWatch:
+class ProcessWatch:
     """A context in which this process ends by SIGKILL, with the reason and the stacks of all threads on standard error,
-    when no other thread gets the interpreter's lock for HELD_S_MAX. No effect on systems without /proc.
+    when for HELD_S_MAX its event loop, if one is given, makes no turn, or no other thread gets the interpreter's lock.
+    No effect on systems without /proc.
 
     DUMP_SIGNAL writes the stacks of all threads at any time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
         self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -45,7 +48,7 @@ class LockWatch:
         faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        threading.Thread(target=self._run, args=(self._process,), name="lock watch", daemon=True).start()
+        threading.Thread(target=self._run, args=(self._process,), name="process watch", daemon=True).start()
         return self
 
     def __exit__(
@@ -58,9 +61,17 @@ class LockWatch:
     def _run(self, process: subprocess.Popen[bytes]) -> None:
         """Writes until the context is left; the second process ends with its input."""
         assert process.stdin is not None
+        has_turned = threading.Event()
+        has_turned.set()
         with process.stdin as pipe, contextlib.suppress(OSError):  # the second process was killed
             while not self._is_over.wait(BEAT_S):
+                if not has_turned.is_set():
+                    continue
                 os.write(pipe.fileno(), b".")
+                if self._loop is not None:
+                    has_turned.clear()
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                        self._loop.call_soon_threadsafe(has_turned.set)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -78,7 +89,9 @@ def _watch(pid: int, held_s_max: float) -> None:
         elif not _is_stopped(pid):
             held_s += TICK_S
     print(
-        f"specdec: process {pid} is ended: a thread held the interpreter's lock for {held_s_max:g} s", file=sys.stderr
+        f"specdec: process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the "
+        "interpreter's lock",
+        file=sys.stderr,
     )
     sys.stderr.flush()
     for number in (DUMP_SIGNAL, signal.SIGKILL):
