@@ -178,6 +178,8 @@ class Coordinator:
             raise ReplicaUnavailable("the target changed while the prompt was tokenised; send the request again")
         rule, rule_reason = self._speculation.rule(request)
         params = request.params(rule, len(prompt), secrets.randbits(64), target.end_token_ids)
+        if self.draft is not None and self.draft.is_up:
+            self._speculation.on_network(self.draft.link.stamps.network_s)
         policy = self._speculation.policy(request, rule, 1 + len(self._generations))
         length_max = len(prompt) + walker.max_tokens
         number, size = next(self._numbers), target.vocabulary_size

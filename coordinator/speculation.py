@@ -48,11 +48,15 @@ class Speculation:
         self.calibration = Calibration()
 
     def rule(self, request: GenerationRequest) -> tuple[Rule, str]:
-        """Returns the rule of one request and its reason in one line; counts the requests that name no rule."""
+        """Returns the rule of one request and its reason in one line; counts the requests that name no rule and would
+        measure one: those under the service's own policy and limits."""
         named = request.rule()
         if named is not None:
             return named
-        self._choice_count += 1
+        own, most = request.speculative, self._settings.num_speculative_tokens_max
+        is_auto = own.enabled and self._mode(request) is SpeculationMode.AUTO
+        measures = is_auto and not own.proposers and own.num_speculative_tokens in (None, most)
+        self._choice_count += measures
         coupled, rejection = (self._worth(rule) for rule in (Rule.COUPLED, Rule.REJECTION))
         is_hopeless = False  # so slow when last measured that exploration would cost too much
         if coupled is not None and rejection is not None:
@@ -62,8 +66,7 @@ class Speculation:
                 return Rule.REJECTION, f"the server's choice: {compared}"
         else:
             compared = "REJECTION not measured yet" if coupled is not None else "nothing measured yet"
-        speculates = request.speculative.enabled and self._settings.speculation_policy != "off"
-        if speculates and self._choice_count % REJECTION_EVERY == 0 and not is_hopeless:
+        if measures and self._choice_count % REJECTION_EVERY == 0 and not is_hopeless:
             return Rule.REJECTION, f"the server's choice, to measure it: {compared}"
         return Rule.COUPLED, f"the server's choice: {compared}"
 

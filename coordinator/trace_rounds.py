@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -290,8 +290,8 @@ class DraftMessages:
 
     def __init__(self) -> None:
         self._recent: deque[DraftMessage] = deque(maxlen=MESSAGE_COUNT_MAX)
-        self._offered: list[tuple[DraftMessage, list[int]]] = []
-        self._offered_s = 0.0
+        self._offered: list[tuple[DraftMessage, list[tuple[int, ...]]]] = []  # and the paths of its tokens
+        self._offered_s, self._base_length = 0.0, 0
 
     def arrived(self, session: Session, nodes: Nodes, stamps: Stamps, root_id: bytes) -> SpanEvent:
         """Returns the event of a message in detail that has just arrived."""
@@ -309,18 +309,26 @@ class DraftMessages:
         }
         return SpanEvent(DRAFT_ARRIVED, arrived_s, attributes)
 
-    def offer(self, path: Sequence[TreeNode], now_s: float) -> None:
-        """Records that the round sent now offers the tokens of these nodes."""
-        by_message = [(own, [at for at, node in enumerate(path) if node in own.nodes]) for own in self._recent]
-        self._offered_s, self._offered = now_s, [(own, indices) for own, indices in by_message if indices]
+    def offer(self, session: Session, now_s: float) -> None:
+        """Records that the round sent now offers the draft tokens of the session's verification in flight."""
+        flying = session.in_flight
+        assert flying is not None
+        paths: list[tuple[int, ...]] = [()]  # from the committed tokens to each row
+        for index, token_id in enumerate(flying.draft_token_ids):
+            paths.append((*paths[flying.parents[index] if flying.parents else index], token_id))
+        held = [(path, session.tree.node(path)) for path in paths[1:]]
+        by_message = [(own, [path for path, node in held if node in own.nodes]) for own in self._recent]
+        self._offered_s, self._offered = now_s, [(own, paths) for own, paths in by_message if paths]
+        self._base_length = len(session.committed)
 
-    def links(self, accepted_count: int, trace_id: bytes) -> Iterator[SpanLink]:
+    def links(self, session: Session, accepted_count: int, trace_id: bytes) -> Iterator[SpanLink]:
         """Yields links from the round that ended to the messages whose tokens it offered, with the number accepted."""
         offered, self._offered = self._offered, []
-        for message, indices in offered:
+        accepted = tuple(session.committed[self._base_length : self._base_length + accepted_count])
+        for message, paths in offered:
             attributes: dict[str, AttributeValue] = {
                 "specdec.arrival_lead_ms": round(1000 * (self._offered_s - message.arrived_s), 4),
-                "specdec.offered": len(indices),
-                "specdec.accepted": sum(index < accepted_count for index in indices),
+                "specdec.offered": len(paths),
+                "specdec.accepted": sum(path == accepted[: len(path)] for path in paths),
             }
             yield SpanLink(trace_id, message.span_id, attributes)

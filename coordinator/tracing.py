@@ -159,7 +159,7 @@ class RequestTrace(RequestStatistics):
             return
         self._sent_s = now_s
         if self._round_id and session.in_flight is not None:
-            self._drafting.offer(session.tree.proposal_path(len(session.in_flight.draft_token_ids)), now_s)
+            self._drafting.offer(session, now_s)
 
     def drafted_by(self, draft: Description) -> None:
         self._draft_service = draft.trace_service
@@ -188,7 +188,7 @@ class RequestTrace(RequestStatistics):
                 self._record("wait", b"", self._round_id, self._sent_s - record.wait_s, self._sent_s)
             self._record_verification(self._sent_s + record.round_trip_s, hop_attributes(record, link.stamps))
             if self._round_id != group.span_id:
-                links = self._drafting.links(record.accepted_count, self.context.trace_id)
+                links = self._drafting.links(session, record.accepted_count, self.context.trace_id)
                 self._record_round(self._round_id, group, record, links)
         if session.policy.is_speculating != self._was_speculating:
             self._was_speculating = session.policy.is_speculating

@@ -67,7 +67,7 @@ Action = ToTarget | ToDraft | AwaitDraft
 class Session:
     """One generation. Every method returns the actions to carry out, in order; none fails.
 
-    `plan` comes from the policy once a round, at the commit of the round before it, and stays until the next commit.
+    `plan`, with its limits, comes from the policy once a round, at the commit of the round before, until the next.
     `proposers` are those of the coordinator; `path_max`: most paths of a verification, 1 without trees. `calibration`
     learns the worth of guesses. `offer`: the draft tokens of the verification in flight, or of the last one.
     `asks_heads`: verifications ask for the proposals of the target's heads, until it shows that it has none.
@@ -95,6 +95,9 @@ class Session:
     malformed_node_count: int = 0
     tree: DraftTree = field(init=False)
     plan: Plan = field(init=False)
+    is_speculating: bool = field(init=False)
+    _reach: tuple[float, float] = field(init=False)
+    _wants_heads: bool = field(init=False)
     _draft_known_length: int = 0
     _draft_resent_length: int = 0  # of the commit at which tokens that the draft lacked were last sent again
     _draft_window: int = 0
@@ -105,7 +108,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.tree = DraftTree(self.committed)
-        self.plan = self.policy.plan(self.positions_left)
+        self._fix_plan()
 
     @property
     def waiting(self) -> bool:
@@ -200,7 +203,7 @@ class Session:
         fixed here, by a policy that knows the rounds before this one: the owner gives it this record once the actions
         are carried out.
         """
-        flying, plan, is_speculating = self.in_flight, self.plan, self.policy.is_speculating
+        flying, plan, is_speculating = self.in_flight, self.plan, self.is_speculating
         assert flying is not None, "a verdict needs a verification in flight"
         tokens = [*(flying.draft_token_ids[index] for index in verdict.accepted), verdict.next_token_id]
         assert 1 <= kept_count <= len(tokens) and (ends or kept_count == len(tokens))
@@ -243,8 +246,14 @@ class Session:
         self.round_index += 1
         self.committed += tokens
         was_found = self.tree.commit(tokens)
-        self.plan = self.policy.plan(self.positions_left)
+        self._fix_plan()
         return was_found
+
+    def _fix_plan(self) -> None:
+        """Takes the policy's decisions for the next round, all at once: a wait must not change them."""
+        policy = self.policy
+        self.plan, self.is_speculating = policy.plan(self.positions_left), policy.is_speculating
+        self._reach, self._wants_heads = (policy.reach_min, policy.path_reach_min), policy.wants_heads
 
     def on_target_missing(self, missing: MissingTokens) -> list[Action]:
         """The target holds fewer tokens than assumed: sends the rest, and the same round again."""
@@ -341,14 +350,8 @@ class Session:
         self.offer = NOTHING
         if plan.draft_length_max:
             runs = [run for proposer in self.proposers for run in proposer.propose(self.committed)] + self._head_runs
-            limits = Limits(
-                plan.draft_length_max,
-                self.positions_left - 1,
-                self.path_max,
-                plan.siblings,
-                self.policy.reach_min,
-                self.policy.path_reach_min,
-            )
+            most = plan.draft_length_max, self.positions_left - 1, self.path_max, plan.siblings
+            limits = Limits(*most, *self._reach)
             self.offer = make_offer(self.tree.root, runs, self.params.rule, limits, self.calibration)
         return self._send_verification(self.offer)
 
@@ -358,7 +361,7 @@ class Session:
         self._move(PhaseEvent.SENT)
         name = (self.number, self.target_incarnation, self.round_index)
         tree = offer.token_ids, offer.draft_probs
-        wants_heads = self.asks_heads and self.policy.wants_heads
+        wants_heads = self.asks_heads and self._wants_heads
         if self.in_flight is not None:  # the same round again
             wants_heads = self.in_flight.wants_heads
         self.in_flight = Verification(
@@ -391,9 +394,7 @@ class Session:
             check_shape(flying.parents, flying.draft_token_ids)
             assert self.path_max > 1 or not flying.parents, "trees are offered where they are allowed"
             if self.params.rule is Rule.REJECTION:
-                assert len(flying.draft_probs) == len(flying.draft_token_ids), (
-                    "there is one distribution per draft token"
-                )
+                assert len(flying.draft_probs) == len(flying.draft_token_ids), "one distribution per draft token"
         assert not (self.waiting and flying), "a waiting session has nothing in flight"
         assert not self.waiting or self.draft_state is DraftState.READY, "only a READY draft is waited for"
         assert not (self.finished and (self.waiting or flying)), "nothing goes on after the end"

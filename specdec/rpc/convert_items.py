@@ -22,9 +22,11 @@ from specdec.protocol.types import (
     FAILURE_WORD_LENGTH_MAX,
     LOGPROBS_MAX,
     NODES_PER_ITEM_MAX,
+    TOKENS_MAX,
     DraftProbs,
     PositionLogprobs,
     SamplerOutput,
+    check_integer,
 )
 from specdec.rpc.convert import (
     bounded,
@@ -212,13 +214,14 @@ def _write_nodes(item: items.Nodes) -> Fields:
 
 def _nodes_from_message(message: draft_pb.NodesItem) -> items.Nodes:
     """Returns the nodes before the first malformed one; counts it and those after it, also those beyond the limit."""
+    check_integer("root_length", message.root_length, 0, TOKENS_MAX)
     nodes: list[items.DraftNode] = []
     drawn: tuple[int, DraftProbs | None] = 0, None  # parent and distribution of the proposal child before
     try:
         for node in islice(message.nodes, NODES_PER_ITEM_MAX):
             number, confidence = node.node_id, node.confidence
             parent = number - 1 - node.parent_back
-            if parent < 0 or confidence > CONFIDENCE_MAX:
+            if parent < 0 or confidence > CONFIDENCE_MAX or node.token_id > TOKENS_MAX:
                 break
             probs = probs_from_message(node.draft_probs) if node.HasField("draft_probs") else None
             if probs is None and not node.branch and parent == drawn[0]:
@@ -302,6 +305,8 @@ def _write_result(item: items.VerificationResult) -> Fields:
 def _result_from_message(message: target_pb.VerificationResultItem) -> items.VerificationResult:
     most = DRAFT_LENGTH_LIMIT + 1
     recovered = tuple(bounded("recovered_token_ids", message.recovered_token_ids, most))
+    check_integer("recovered_token_ids", max(recovered, default=0), 0, TOKENS_MAX)
+    check_integer("cached_prompt_tokens", message.cached_prompt_tokens, 0, TOKENS_MAX)
     draft_logprobs: tuple[float, ...] = ()
     recovered_logprobs: tuple[PositionLogprobs, ...] = ()
     target_probs: tuple[float, ...] = ()
@@ -321,6 +326,11 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         ),
         *_sampler_measurements(message),
     )
+
+
+def _missing_from_message(message: types_pb.MissingTokensItem) -> items.MissingTokens:
+    check_integer("known_length", message.known_length, 0, TOKENS_MAX)
+    return items.MissingTokens(message.session, message.incarnation, message.known_length, message.unknown)
 
 
 def _failure_from_message(message: types_pb.ErrorItem) -> items.Failure:
@@ -343,7 +353,7 @@ _COMMON_ITEMS = (
     ("close", items.Close, _fields_of(*_NAME), _reader_of(items.Close, *_NAME)),
 )
 _COMMON_ANSWERS = (
-    ("missing_tokens", items.MissingTokens, _fields_of(*_MISSING), _reader_of(items.MissingTokens, *_MISSING)),
+    ("missing_tokens", items.MissingTokens, _fields_of(*_MISSING), _missing_from_message),
     ("error", items.Failure, _fields_of(*_FAILURE), _failure_from_message),
 )
 _VERIFY_ITEMS = (*_COMMON_ITEMS, ("verify", items.Verification, _write_verification, _verification_from_message))

@@ -10,7 +10,7 @@ from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
-from specdec.protocol.types import Rule, TokenKind
+from specdec.protocol.types import Proposer, Rule, TokenKind
 
 SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
 OPEN = GenerationRequest(token_ids=(1,))
@@ -72,6 +72,26 @@ def test_a_small_share_runs_rejection_to_measure_it() -> None:
     rules = [speculation.rule(resumed)[0] for _ in range(4 * REJECTION_EVERY)]
     assert rules.count(Rule.REJECTION) == 4 and rules.count(Rule.COUPLED) == len(rules) - 4
     assert rules[0] is Rule.COUPLED
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        SpeculativePolicy(enabled=False),
+        SpeculativePolicy(mode=SpeculationMode.OFF),
+        SpeculativePolicy(mode=SpeculationMode.FIXED),
+        SpeculativePolicy(num_speculative_tokens=3),
+        SpeculativePolicy(proposers=(Proposer.NGRAM,)),
+    ],
+    ids=str,
+)
+def test_a_request_that_measures_nothing_runs_no_rejection(speculative: SpeculativePolicy) -> None:
+    """Claim: a request with a plan, a limit or proposers of its own is no measurement of a rule, so none runs REJECTION
+    to measure it. Conclusive: two periods of such requests, and of others, of which one in each period does."""
+    speculation = Speculation(SETTINGS)
+    own = GenerationRequest(token_ids=(1,), speculative=speculative)
+    rules = [speculation.rule(request)[0] for request in (own, OPEN) * (2 * REJECTION_EVERY)]
+    assert set(rules[::2]) == {Rule.COUPLED} and rules[1::2].count(Rule.REJECTION) == 2
 
 
 def test_the_faster_rule_is_chosen() -> None:

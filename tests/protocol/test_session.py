@@ -309,6 +309,26 @@ def test_a_ready_draft_is_waited_for_once_and_then_not_until_it_keeps_up():
     assert not any(isinstance(action, AwaitDraft) for action in actions)
 
 
+def test_a_wait_does_not_change_the_plan_and_its_limits():
+    """Claim: what a policy learns while a verification waits for draft tokens counts from the next commit on: plan,
+    least probability of a draft token and the flag of the record are those of the commit (docs/exactness.md).
+
+    Conclusive: under the policy's later limit no token could be offered; after the next commit none is."""
+    session = make_session(draft_length=2)
+    begun = begin(session)
+    session.on_draft_up()
+    session.on_nodes(nodes_of(session, 9))
+    session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    assert session.waiting
+    session.policy.reach_min, session.policy.is_speculating = 1.5, False
+    (sent,) = session.on_nodes(nodes_of(session, 8, 7, epoch=2))
+    assert sent.item.draft_token_ids == (8, 7)
+    record, _ = session.on_verdict(Verdict((), 6, TokenKind.RECOVERED), output_for(sent.item, 6), 1, ends=False)
+    assert record.is_speculating
+    actions = session.on_nodes(nodes_of(session, 8, 7, epoch=3)) or session.on_wait_expired(session.wait_index)
+    assert [action.item.draft_token_ids for action in actions] == [()]
+
+
 def test_a_commit_is_urgent_where_the_plan_waits():
     """Claim: the draft learns whether a verification may wait for its nodes."""
     session = make_session(draft_length=2)

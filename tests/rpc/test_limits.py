@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from specdec.errors import InvalidRequest
 from specdec.protocol import items
 from specdec.protocol.heads import HEAD_CANDIDATES, HEADS_MAX, HeadProposals
+from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import TOKENS_MAX, DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert import description_from_message
 from specdec.rpc.convert_generate import request_from_message
@@ -39,7 +40,21 @@ FILES = (types_pb, coordinator_pb, draft_pb, target_pb)
 BY_FIELD = {field: limit for limit in LIMITS for field in limit.field_names()}
 NO_SIZE = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_MESSAGE)
 SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+LARGEST = {  # of the whole numbers that a peer chooses, by type
+    FieldDescriptor.TYPE_UINT32: (1 << 32) - 1,
+    FieldDescriptor.TYPE_INT32: (1 << 31) - 1,
+    FieldDescriptor.TYPE_UINT64: (1 << 64) - 1,
+    FieldDescriptor.TYPE_INT64: (1 << 63) - 1,
+    FieldDescriptor.TYPE_FIXED64: (1 << 64) - 1,
+}
 POSITIONS_MAX = 100  # of the model in these tests: the limit of a request's token ids
+OF_VOCABULARY = {  # token ids that a replica holds to its model's vocabulary, before it uses an item
+    "ResolvedSamplingParams.stop_token_ids[]",
+    "ExtendItem.token_ids[]",
+    "VerifyItem.suffix_token_ids[]",
+    "VerifyItem.draft_token_ids[]",
+    "CommitItem.suffix_token_ids[]",
+}
 MANY = 200_000
 WALK_BYTES_MAX = 1 << 20  # reading 200,000 entries takes several times as much
 
@@ -155,16 +170,6 @@ def valid_messages() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         yield message, getattr(message, message.WhichOneof("item")), item_from_message
 
 
-def sized_fields(message: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
-    """Paths of the fields whose size the sender chooses, in a message and in its parts."""
-    for field in message.fields:
-        own = (*path, field)
-        if field.is_repeated or field.type in SIZED:
-            yield own
-        if field.type == FieldDescriptor.TYPE_MESSAGE:
-            yield from sized_fields(field.message_type, own)
-
-
 def enlarge(part: Any, path: tuple[FieldDescriptor, ...], count: int) -> None:
     """Adds `count` entries, characters or bytes to the field at the end of a path; in lists to the first entry."""
     for field in path[:-1]:
@@ -185,7 +190,7 @@ def enlarge(part: Any, path: tuple[FieldDescriptor, ...], count: int) -> None:
 def enlarged(count: int | None) -> Iterator[tuple[str, float, Any, Callable[[Any], Any]]]:
     """(field, its limit, message with `count` entries there (None: one above the limit), reader)."""
     for message, part, read in valid_messages():
-        for path in sized_fields(part.DESCRIPTOR):
+        for path in fields_of(part.DESCRIPTOR, lambda field: field.is_repeated or field.type in SIZED):
             limit = BY_FIELD[key_of(path[-1])]
             high = POSITIONS_MAX if limit.name == "TOKENS_MAX" else limit.high
             if limit.name == "message size":
@@ -199,7 +204,10 @@ def enlarged(count: int | None) -> Iterator[tuple[str, float, Any, Callable[[Any
 
 def refusal(message: Any, read: Callable[[Any], Any]) -> InvalidRequest | Any:
     try:
-        return read(message)
+        found = read(message)
+        if isinstance(found, GenerationRequest):  # what depends on the model is checked against it
+            found.check_model(found.token_ids, description_from_message(types_pb.DescribeResponse(**DESCRIPTION)))
+        return found
     except InvalidRequest as error:
         return error
 
@@ -223,6 +231,57 @@ def test_a_size_one_above_its_limit_is_refused() -> None:
             assert isinstance(found, InvalidRequest), field
             assert found.limit and found.field, field
     assert seen > 40
+
+
+def fields_of(
+    message: Descriptor, is_wanted: Callable[[FieldDescriptor], bool], path: tuple[FieldDescriptor, ...] = ()
+) -> Iterator[tuple[FieldDescriptor, ...]]:
+    """Paths of the wanted fields, in a message and in its parts."""
+    for field in message.fields:
+        own = (*path, field)
+        if is_wanted(field):
+            yield own
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            yield from fields_of(field.message_type, is_wanted, own)
+
+
+def raised_numbers() -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+    """(field, message with a number one above its limit there, reader) of every whole number with a limit below the
+    largest of its type."""
+    for message, part, read in valid_messages():
+        for path in fields_of(part.DESCRIPTOR, lambda field: field.type in LARGEST):
+            field = path[-1]
+            name = key_of(field) + ("[]" if field.is_repeated else "")
+            high = int(BY_FIELD[name].high)
+            if high >= LARGEST[field.type]:
+                continue
+            copy = type(message)()
+            copy.CopyFrom(message)
+            inner = copy if part is message else getattr(copy, copy.WhichOneof("item"))
+            for step in path[:-1]:
+                own = getattr(inner, step.name)
+                inner = own if not step.is_repeated else own[0] if len(own) else own.add()
+            if field.is_repeated:
+                del getattr(inner, field.name)[:]
+                getattr(inner, field.name).append(high + 1)
+            else:
+                setattr(inner, field.name, high + 1)
+            yield name, copy, read
+
+
+def test_a_number_one_above_its_limit_is_refused() -> None:
+    """Claim: every whole number of the wire, internal answers included, is held to the table's limit when it is read.
+
+    Conclusive: the fields are all those of the descriptors with a limit below the largest number of their type, and
+    the same messages are read without the change (the test above).
+    """
+    seen = []
+    for field, message, read in raised_numbers():
+        seen.append(field)
+        found = refusal(message, read)
+        is_refused = isinstance(found, InvalidRequest) or (isinstance(found, items.Nodes) and found.malformed_count)
+        assert is_refused or field in OF_VOCABULARY, field
+    assert OF_VOCABULARY < set(seen) and len(set(seen)) > 25
 
 
 @pytest.mark.parametrize("bad", BAD_DESCRIPTIONS, ids=str)

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -171,11 +172,20 @@ def test_every_round_is_an_event_of_its_round_group(short: tuple[Outcome, ReadTr
     assert sum(event.get("specdec.discarded", 0) for event in events) > 0, "a weak draft's work is partly wasted"
 
 
-def test_rounds_name_the_draft_messages_they_live_on(services: Services, receiver: Receiver):
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        pytest.param(fixed(2, draft_window=2, draft_wait_ms=2000), id="chain"),
+        pytest.param(fixed(6, draft_window=2, draft_wait_ms=2000, draft_siblings=2), id="tree"),
+    ],
+)
+def test_rounds_name_the_draft_messages_they_live_on(
+    services: Services, receiver: Receiver, speculative: dict[str, Any]
+):
     """Claim: a round in detail links to the draft messages that brought its tokens, all before it was sent, with their
-    lead and the fate of their tokens. Conclusive: with a window of two no step after a commit goes unrecorded, so the
-    links account for every token offered and accepted."""
-    trace = trace_of(receiver, generate(services, 90, speculative=fixed(2, draft_window=2, draft_wait_ms=2000)))
+    lead and the fate of their tokens; of a tree too. Conclusive: with a window of two no step after a commit goes
+    unrecorded, so the links account for every token offered and accepted, also where a sibling was accepted."""
+    trace = trace_of(receiver, generate(services, 90, speculative=speculative))
     groups = (*trace.named("prefill"), *trace.groups)
     events = [event for group in groups for event in group.events]
     arrivals = [event.time_unix_nano for event in events if event.name == "draft tokens arrived"]
