@@ -18,7 +18,7 @@ from specdec.coordinator.rejection import conclude, logprobs_of
 from specdec.coordinator.replicas import Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import RequestStatistics
-from specdec.errors import NumericsError, ReplicaUnavailable, SpecdecError
+from specdec.errors import CacheExhausted, NumericsError, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
@@ -192,7 +192,9 @@ class Generation:
             if type(error) is SpecdecError:  # the text of an exception is for the log
                 get_logger().error("the target failed", **self.names, error=str(error))
                 error = SpecdecError("the target failed at this generation, and its log contains the cause")
-            if isinstance(error, (ReplicaUnavailable, NumericsError)) or type(error) is SpecdecError:
+            if isinstance(error, CacheExhausted) and self._walker.count:
+                error = CacheExhausted(f"{error}; {self._how_to_resume()}", error.retry_after_s)
+            elif isinstance(error, (ReplicaUnavailable, NumericsError)) or type(error) is SpecdecError:
                 error = type(error)(f"{error}; {self._how_to_resume()}")
             self._fail(error)
 

@@ -228,21 +228,20 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     links = [asyncio.create_task(replica.link.run()) for replica in coordinator.replicas]
     following = asyncio.create_task(_follow_health(coordinator, server, changed))
     announcing = asyncio.create_task(_announce(coordinator, lambda: on_ready(address)))
-    watch = ProcessWatch(asyncio.get_running_loop())
-    try:
-        with watch:
+    with ProcessWatch(asyncio.get_running_loop()):
+        try:
             await until_stop_requested()
-    finally:
-        following.cancel()
-        announcing.cancel()
-        await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
-        for link in links:
-            link.cancel()
-        await asyncio.gather(*links, following, announcing, return_exceptions=True)
-        page.close()
-        if coordinator.recorder is not None:
-            await asyncio.to_thread(coordinator.recorder.close)
-        await asyncio.to_thread(tracing.close)
+        finally:
+            following.cancel()
+            announcing.cancel()
+            await server.stop(settings.drain_grace_s, give_up=coordinator.give_up)
+            for link in links:
+                link.cancel()
+            await asyncio.gather(*links, following, announcing, return_exceptions=True)
+            page.close()
+            if coordinator.recorder is not None:
+                await asyncio.to_thread(coordinator.recorder.close)
+            await asyncio.to_thread(tracing.close)
 
 
 async def _follow_health(coordinator: Coordinator, server: Server, changed: asyncio.Event) -> None:

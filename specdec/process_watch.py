@@ -26,6 +26,7 @@ from typing import Self
 HELD_S_MAX = 60.0  # as for work without measurement: loading a kernel or a library may hold the lock for long
 BEAT_S = TICK_S = 0.5
 DUMP_S = 1.0  # for the stacks of all threads
+END_S = 2.0  # for the end of the second process
 DUMP_SIGNAL = signal.SIGUSR1
 
 
@@ -47,7 +48,11 @@ class ProcessWatch:
             return self
         faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        except OSError as error:  # no process, or no memory for one: this one serves all the same
+            print(f"specdec: nothing watches process {os.getpid()}: {error}", file=sys.stderr)
+            return self
         threading.Thread(target=self._run, args=(self._process,), name="process watch", daemon=True).start()
         return self
 
@@ -56,7 +61,10 @@ class ProcessWatch:
     ) -> None:
         self._is_over.set()
         if self._process is not None:
-            self._process.wait()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:  # it was stopped
+                self._process.kill()
 
     def _run(self, process: subprocess.Popen[bytes]) -> None:
         """Writes until the context is left; the second process ends with its input."""

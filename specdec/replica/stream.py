@@ -2,8 +2,8 @@
 
 Parsing and serialising run on the event loop, everything else on the engine thread. A bad item is answered by a Failure
 and affects no other; bytes that are no message end the stream, and so does a coordinator that sends nothing for
-SILENCE_S_MAX, not even the pings of its link. A stream is not read while the engine thread has its share of
-UNHANDLED_BYTES_MAX to handle: its coordinator waits, and this process holds no more of it.
+SILENCE_S_MAX, not even the pings of its link, or takes nothing for READER_STALL_S_MAX. A stream is not read while the
+engine thread has its share of UNHANDLED_BYTES_MAX to handle: its coordinator waits, and this process holds no more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, T
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.field_count import check_large
-from specdec.rpc.limits import MESSAGE_BYTES_SOFT, SILENCE_S_MAX, UNHANDLED_BYTES_MAX, UNTAKEN_ITEM_COUNT_MAX
+from specdec.rpc.limits import (
+    MESSAGE_BYTES_SOFT,
+    READER_STALL_S_MAX,
+    SILENCE_S_MAX,
+    UNHANDLED_BYTES_MAX,
+    UNHANDLED_BYTES_MIN,
+    UNTAKEN_ITEM_COUNT_MAX,
+)
 from specdec.rpc.link import TICK_S, check_item_count
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
@@ -53,7 +60,8 @@ class ReplicaStream:
         self._wake = asyncio.Event()
         self._is_woken = False
         self._is_pinged = False
-        self._silence_s = 0.0
+        self._silence_s = self._stall_s = 0.0
+        self._is_writing = False
         self._posted_bytes = self._handled_bytes = 0  # written by the event loop, and by the engine thread
         self._has_space = asyncio.Event()
         self._is_held = False
@@ -94,14 +102,21 @@ class ReplicaStream:
             self._wake.clear()
             self._is_woken = False
             while self._answers or self._is_pinged:
+                self._stall_s, self._is_writing = 0.0, True
                 await write(self._message())
+                self._is_writing = False
         reading.result()
 
     async def _watch(self) -> None:
-        """Raises DeliveryStalled after a silence of the coordinator. The time is that of its own ticks, so a pause of
-        this process is no silence; nor is a stream that is not read, whose pings are answered meanwhile."""
+        """Raises DeliveryStalled after a silence of the coordinator, or when it does not take a message. The time is
+        that of its own ticks, so a pause of this process is no silence; nor is a stream that is not read, whose pings
+        are answered meanwhile."""
         while self._silence_s < SILENCE_S_MAX:
             await asyncio.sleep(TICK_S)
+            self._stall_s += TICK_S if self._is_writing else 0.0
+            if self._stall_s >= READER_STALL_S_MAX:
+                get_logger().warning("a coordinator does not read; its sessions end", stall_s=self._stall_s)
+                raise DeliveryStalled(f"the coordinator took nothing for {READER_STALL_S_MAX:g} s")
             if self._is_held:
                 self._silence_s, self._is_pinged = 0.0, True
                 self._wake.set()
@@ -121,7 +136,7 @@ class ReplicaStream:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 check_item_count(len(message.items))
                 if message.items:
-                    self._post(message.items, arrived_ns / 1e9, len(data))
+                    self._post(message.items, arrived_ns / 1e9, max(len(data), UNHANDLED_BYTES_MIN))
                     await self._until_handled()
                 else:
                     self._is_pinged = True

@@ -27,7 +27,7 @@ REQUEST_FIELD_COUNT_MAX = 4096
 PACKED_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_SOFT = 16 << 10
 STAMP_BYTES_MAX = 64  # of the stamp that a message of items may have too
-UNHANDLED_BYTES_MAX = 2 << 20
+UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN = 2 << 20, 4 << 10  # of a replica; of one message, however short
 UNTAKEN_ITEM_COUNT_MAX = 1 << 16
 STREAM_COUNT_MAX = 64
 WATCH_COUNT_MAX = 256
@@ -101,8 +101,8 @@ CALLS = (
     Limit(
         "UNHANDLED_BYTES_MAX",
         UNHANDLED_BYTES_MAX,
-        "of all streams, in equal shares: 128 messages, as many as the engine takes between two steps; a stream beyond "
-        "its share is not read. As values up to 18 times as much",
+        "of all streams, in equal shares: 128 large messages, as many as the engine takes between two steps; a stream "
+        "beyond its share is not read. As values up to 18 times as much. A message counts as 4 KiB at least, so 512",
         f"{STREAMS}.unhandled_bytes",
         is_bytes=True,
     ),

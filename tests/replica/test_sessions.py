@@ -16,14 +16,14 @@ from structlog.testing import capture_logs
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.engine.table_model import write_table_model
-from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
+from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, SpecdecError
 from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica import stream as stream_module
 from specdec.replica.handler import ASKING_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
 from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert_items import item_to_bytes
-from specdec.rpc.limits import UNHANDLED_BYTES_MAX
+from specdec.rpc.limits import UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 
@@ -141,6 +141,33 @@ class Stream:
             await self.stream.run(arriving(), self.write)
 
 
+@pytest.mark.parametrize("write_s, is_ended", [(0.05, False), (60.0, True)])
+async def test_a_coordinator_that_takes_no_answer_is_ended(
+    monkeypatch: pytest.MonkeyPatch, write_s: float, is_ended: bool
+) -> None:
+    """Claim: a stream whose coordinator sends pings and takes no answer for READER_STALL_S_MAX ends; one that takes
+    each answer late does not, though all together take longer. Source: answers of such a stream were kept for ever.
+
+    Conclusive: both streams get the same answers; the clock is the watch's own ticks, shortened here."""
+    monkeypatch.setattr(stream_module, "READER_STALL_S_MAX", 0.2)
+    monkeypatch.setattr(stream_module, "TICK_S", 0.01)
+    monkeypatch.setattr(stream_module, "MESSAGE_BYTES_SOFT", 1)  # an answer a message
+    own = Stream()
+
+    async def write(data: bytes) -> None:
+        await asyncio.sleep(write_s)
+        own.sent += draft_pb.DraftResponse.FromString(data).items
+
+    own.write = write
+    answers = (Nodes(1, 1, 1, 1, ()),) * 10
+    if not is_ended:
+        await own.run(answers=answers)
+        assert len(own.sent) == len(answers)
+        return
+    with pytest.raises(DeliveryStalled, match="took nothing"):
+        await own.run(answers=answers)
+
+
 async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
     """Claim: an answer with a number beyond its field becomes a Failure of its session, the text of the exception stays
     in the log, and the answers beside it are sent.
@@ -256,18 +283,22 @@ def engine(tmp_path: Path) -> Iterator[Engine[Any, Any]]:
     running.stop()
 
 
-@pytest.mark.parametrize("stream_count", [1, 8])
-async def test_streams_are_not_read_while_their_items_wait(engine: Engine[Any, Any], stream_count: int) -> None:
+@pytest.mark.parametrize("stream_count, token_count, item_count", [(1, 1000, 14), (8, 1000, 14), (1, 1, 1), (8, 1, 1)])
+async def test_streams_are_not_read_while_their_items_wait(
+    engine: Engine[Any, Any], stream_count: int, token_count: int, item_count: int
+) -> None:
     """Claim: while the engine thread handles nothing, the streams of a replica are read up to UNHANDLED_BYTES_MAX
-    together, each to its share and one message; then they are read to their ends. Source: the inbox had no bound, so
-    streams could fill the memory during one long step.
+    together, each to its share and one message; then they are read to their ends. A short message counts as
+    UNHANDLED_BYTES_MIN. Source: the inbox had no bound, so streams could fill the memory during one long step, and
+    then none for the number of messages: one of 2 bytes costs some 500.
 
     Conclusive: the engine is a real one whose thread is held, three times the bound is sent, and every item answered.
     """
-    names = range(1, 15)
-    item = Verification(1, 1, 0, 1000, (1,) * 1000)
+    names = range(1, 1 + item_count)
+    item = Verification(1, 1, 0, 1000, (1,) * token_count)
     data = b"".join(item_to_bytes(target_pb.VerifyRequest, item._replace(session=name)) for name in names)
-    count = 3 * UNHANDLED_BYTES_MAX // stream_count // len(data)
+    weight = max(len(data), UNHANDLED_BYTES_MIN)
+    count = 3 * UNHANDLED_BYTES_MAX // stream_count // weight
     read = answered = 0
     is_released = threading.Event()
 
@@ -291,9 +322,9 @@ async def test_streams_are_not_read_while_their_items_wait(engine: Engine[Any, A
     async with asyncio.timeout(60), asyncio.TaskGroup() as running:
         for stream in streams:
             running.create_task(stream.run(arriving(), write))
-        while read * len(data) <= UNHANDLED_BYTES_MAX - stream_count * len(data):
+        while read * weight <= UNHANDLED_BYTES_MAX - stream_count * weight:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert read * len(data) <= UNHANDLED_BYTES_MAX + stream_count * len(data) and not answered
+        assert read * weight <= UNHANDLED_BYTES_MAX + stream_count * weight and not answered
         is_released.set()
     assert (read, answered) == (stream_count * count, stream_count * count * len(names))

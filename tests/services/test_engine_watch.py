@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from tests.support.planted_client import TIMEOUT_S, PlantedTarget
-from tests.support.planted_target import HANGS, LOCK_HELD_S_MAX, LOCKS, PLAIN, SLOW, SLOW_LINE
+from tests.support.planted_target import HANGS, LOCK_HELD_S_MAX, LOCKS, LOOP_HANGS, PLAIN, SLOW, SLOW_LINE
 
 PAUSE_S = 3.0  # longer than a step may take, and than the interpreter's lock may be held
 STATES = health_pb2.HealthCheckResponse
@@ -49,6 +49,17 @@ def test_a_hang_ends_the_replica_and_a_pause_does_not(target: PlantedTarget) -> 
     assert next(health).status == STATES.NOT_SERVING
     assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
     assert "the engine hangs: a step of 1 rows" in target.log.read_text(encoding="utf-8")
+
+
+@pytest.mark.more
+def test_a_hang_of_the_event_loop_ends_the_replica(target: PlantedTarget) -> None:
+    """Claim: a replica whose event loop hangs is ended, with the reason on standard error, though its engine thread
+    works on. Conclusive: the hang is a sleep in the loop, during which other threads run."""
+    target.verify(PLAIN)
+    target.check_answered()
+    target.verify(LOOP_HANGS)
+    assert target.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert "its event loop hung" in target.log.read_text(encoding="utf-8")
 
 
 @pytest.mark.more

@@ -40,7 +40,7 @@ def test_a_coordinator_whose_event_loop_hangs_is_ended(table_models: tuple[Path,
 
     Source: Kubernetes restarts a service that does not answer its health check, `specdec serve` only one that has
     ended. Conclusive: the hanging call lets other threads run, so the watch over the interpreter's lock alone would
-    not end it; the same process generates after the pause.
+    not end it; the same process generates after the pause, one token: others plant faults in the target.
     """
     target, log = PlantedTarget(table_models[0], tmp_path / "target log"), tmp_path / "log"
     command = [sys.executable, "-m", "tests.support.planted_coordinator", target.address, str(table_models[0])]
@@ -51,7 +51,7 @@ def test_a_coordinator_whose_event_loop_hangs_is_ended(table_models: tuple[Path,
                 own.send_signal(signal.SIGSTOP)
                 time.sleep(PAUSE_S)
                 own.send_signal(signal.SIGCONT)
-                asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(max_tokens=2))
+                asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(max_tokens=1))
                 generate(stub, asked)
                 with pytest.raises(grpc.RpcError):
                     stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)

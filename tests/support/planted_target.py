@@ -21,17 +21,19 @@ from specdec.replica import stream
 from specdec.replica.stream import ReplicaStream
 from specdec.target_service.service import run
 
-PLAIN, SLOW, HANGS, LOST, LOCKS = 1, 2, 3, 4, 5  # token ids
+PLAIN, SLOW, HANGS, LOST, LOCKS, LOOP_HANGS = 1, 2, 3, 4, 5, 6  # token ids
 LOCK_HELD_S_MAX = 2.0
 SLOW_LINE = "slow"
 
 forward, reply = TableModel.forward, ReplicaStream.reply
 is_lost = False  # the answers of the last step
+streams: set[ReplicaStream] = set()  # that were answered
 
 
 def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
     """`TableModel.forward`; slow: a second in ten parts, so that a pause of the process ends in its middle.
-    Lost: the answers of this step are not sent. Locks: a call that never returns the interpreter's lock."""
+    Lost: the answers of this step are not sent. Locks: a call that never returns the interpreter's lock. Loop hangs:
+    the event loop sleeps, other threads run."""
     global is_lost
     last = {chunk.token_ids[-1] for chunk in batch.chunks}
     if SLOW in last:
@@ -39,6 +41,9 @@ def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
         for _ in range(10):
             time.sleep(0.1)
     is_lost = LOST in last
+    if LOOP_HANGS in last:
+        for stream in list(streams):
+            stream._loop.call_soon_threadsafe(time.sleep, 3600)
     if LOCKS in last:
         ctypes.PyDLL(None).sleep(3600)
     if HANGS in last:
@@ -48,6 +53,7 @@ def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
 
 def reply_unless_lost(own: ReplicaStream, item: object) -> None:
     """`ReplicaStream.reply`, without the verification results of a step whose answers are lost."""
+    streams.add(own)
     if not (is_lost and isinstance(item, VerificationResult)):
         reply(own, item)
 
