@@ -106,7 +106,9 @@ def measure(
         loops = bare_ms[cell.context, cell.sessions][1:]  # the first turn warms up
         rates = [rate for _, rate in values[1:]]
         pairs = [(step, loop) for (step, _), loop in zip(values[1:], loops, strict=True) if step is not None]
-        if pairs:  # else the trees have no step that wide
+        if not pairs:
+            console.print(f"{cell}: not measured, its trees have no step that wide", style="yellow")
+        else:
             ratio = ratio_of([step / loop for step, loop in pairs])
             times = statistics.median(loops), statistics.median(step for step, _ in pairs)
             of_cell = cell.context, cell.sessions, cell.rule, cell.nodes

@@ -120,6 +120,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                 for role in ("target", "draft"):
                     found[f"{role} sessions"] = metric_values(pages[role], "specdec_sessions")
                     found[f"{role} held blocks"] = held_blocks(pages[role])
+                for name in ("running", "waiting"):
+                    found[f"{name} requests"] = metric_values(pages["coordinator"], f"specdec_num_requests_{name}")
                 return found
 
             def settled(limit: dict[str, float]) -> dict[str, float]:
@@ -140,9 +142,9 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             free_s = times_to_free(address, pages["target"], asked.timed)
     console.print(f"{asked.cancels} cancels in {seconds:.0f} s; blocks free after {statistics.median(free_s):.3f} s")
     grown = {key: after[key] - before[key] for key in before if after[key] > before[key]}
-    held = sum(after[key] for key in after if "sessions" in key or "blocks" in key)
+    held = sum(after[key] for key in after if key.endswith(("sessions", "blocks", "requests")))
     return [
-        Bar("sessions and held blocks after the cancels", 0, held, is_limit=True),
+        Bar("requests, sessions and held blocks after the cancels", 0, held, is_limit=True),
         Bar("growth of threads and descriptors", 0, sum(grown.values()), str(grown or ""), is_limit=True),
         Bar("seconds until blocks are free, p99", 0.1, percentile(free_s, 0.99), is_limit=True),
     ]

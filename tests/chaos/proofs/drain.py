@@ -100,6 +100,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         Bar("readers that fit the grace: finished, as undisturbed", len(shorts), same(soon, expected)),
         Bar("readers that do not: UNAVAILABLE with what to resume", len(late), resumable, f"{len(errors)} errors"),
         Bar("seconds until NOT_SERVING", 0.1, flip_s, is_limit=True),
+        Bar("seconds from the last stream to the exit, stalled readers open", asked.grace_s, exit_s, is_limit=True),
         Bar("exit code", 0, code, is_limit=True),
     ]
 
