@@ -65,6 +65,7 @@ bench: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of th
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.peers
 	@$(BIN)/python -m bench.poor_drafts
+	@$(BIN)/python -m bench.policy_cells
 	@$(BIN)/python -m bench.concurrency --jump --coordinators
 	@$(BIN)/python -m bench.pipeline
 	@$(BIN)/python -m bench.proposers

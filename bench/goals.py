@@ -17,6 +17,7 @@ BENCHMARKS = (
     "peers",
     "pipeline",
     "poor_drafts",
+    "policy_cells",
     "proposers",
     "chat_pair",
     "concurrency",

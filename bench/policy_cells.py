@@ -8,17 +8,20 @@ and now and then pause; no models, no services, no real clock: bench/policy_worl
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Printed
 
+from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.event_simulation import Scenario
 from specdec.bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
@@ -114,7 +117,7 @@ def many(count: int, acceptance: float, begins_s: tuple[float, ...], **of_scenar
 
 
 def _slow_later(now_s: float) -> float:
-    return 1.0 if now_s < 10 else 100.0
+    return 1.0 if now_s < 60 else 100.0
 
 
 def _silent_later(now_s: float) -> float | None:
@@ -141,13 +144,15 @@ def _right_later(now_s: float) -> float:
 def failing_cells() -> list[Cell]:
     """A draft that is of no use, or ceases to be; load under which nothing should be drafted."""
     jump = (0.0, *(10.0 + 0.01 * index for index in range(31)))
+    flat = many(32, 0.7, (0.0,) * 32, slope=0.002)
+    steepens = replace(flat, changes=((6.0, "target_step_s", steps_of(0.25)),))
     cells = [
         Cell("draft as slow as its target", one(draft_s=TARGET_S), 2, 20),
         Cell("draft as slow, and on its cores", replace(one(draft_s=TARGET_S), contention=1.4), 2, 20),
         Cell("always wrong", one(0.0), 2, 20),
         Cell("always wrong, on the target's cores", replace(one(0.0), contention=1.3), 2, 20),
         Cell("silent", replace(one(), draft_factor=_silent), 2, 20),
-        Cell("100 times slower from 10 s on", replace(one(), draft_factor=_slow_later), 12, 30),
+        Cell("100 times slower from the second minute on", replace(one(), draft_factor=_slow_later), 62, 80),
         Cell("silent from 10 s on", replace(one(), draft_factor=_silent_later), 12, 30),
         Cell("always wrong from 10 s on", replace(one(), acceptance_at=_wrong_later), 12, 30),
         Cell("gains on its own, loses by shared cores", replace(one(0.5, network_s=0.03), contention=1.6), 2, 20),
@@ -159,6 +164,7 @@ def failing_cells() -> list[Cell]:
         Cell("perfect texts beside a useless one", _mixed(), 2, 15, (1, 2, 3)),
         Cell("1 stream, then 32, steep rows", many(32, 0.6, jump, slope=0.25), 12, 30, tuple(range(32))),
         Cell("32 streams, steep rows", many(32, 0.6, (0.0,) * 32, slope=0.25), 2, 20, tuple(range(32))),
+        Cell("32 streams, rows steep from 6 s on", steepens, 8, 20, tuple(range(32))),
         Cell("32 streams, flat rows", many(32, 0.7, (0.0,) * 32, slope=0.002), 2, 6, tuple(range(32))),
     ]
     for network_ms in (0, 10, 30, 100):
@@ -166,7 +172,7 @@ def failing_cells() -> list[Cell]:
         cells.append(Cell(f"poor draft, RTT {network_ms} ms", poor, 2, 20))
     for network_ms in (9, 20):
         poor = one(0.4, network_s=0.0005, bonus_match=0.2)
-        moved = replace(poor, moves=((10.0, network_ms / 1e3),))
+        moved = replace(poor, changes=((10.0, "network_s", network_ms / 1e3),))
         cells.append(Cell(f"acceptance 0.4, RTT 0.5, then {network_ms} ms", moved, 12, 20))
     return cells
 
@@ -188,7 +194,7 @@ def paying_cells() -> list[Cell]:
         better = replace(one(0.7, network_s=network_ms / 1e3), acceptance_at=_right_later)
         cells.append(Cell(f"always wrong for 20 s, then 0.7, RTT {network_ms} ms", better, 60, 90, pays=True))
     for first_ms, then_ms in ((0.5, 9), (0.5, 30), (30, 0.5)):
-        moved = replace(one(0.7, network_s=first_ms / 1e3), moves=((10.0, then_ms / 1e3),))
+        moved = replace(one(0.7, network_s=first_ms / 1e3), changes=((10.0, "network_s", then_ms / 1e3),))
         cells.append(Cell(f"acceptance 0.7, RTT {first_ms}, then {then_ms} ms", moved, 12, 20, pays=True))
     cells.append(Cell("8 streams, acceptance 0.7", many(8, 0.7, (0.0,) * 8), 2, 8, tuple(range(8)), True))
     return cells
@@ -255,25 +261,33 @@ def geometric_mean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
+def bars_of(results: list[Result]) -> list[Bar]:
+    """Each cell without gain at OF_OFF of off, those with gain together at OF_BEST of the best fixed plans."""
+    failing = {line.name: line.share for line in results if line.best is None}
+    paying = [line.share for line in results if line.best is not None]
+    return [
+        worst_of("simulated: auto / off where speculation gains nothing", OF_OFF, failing),
+        Bar("simulated: auto / best fixed where it pays", OF_BEST, geometric_mean(paying) if paying else None),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.policy_cells", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (3)")
     parser.add_argument("--only", default="", help="cells whose names hold this")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a cell is below its bar")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON (%(default)s)")
+    add_check_flag(parser)
     asked = parser.parse_args()
     cells = [cell for cell in failing_cells() + paying_cells() if asked.only in cell.name]
     with ProcessPoolExecutor() as pool:
         results = list(pool.map(partial(run, seed_count=asked.seeds), cells))
     console = Console(width=150)
     console.print(table_of(results))
-    paying = [line for line in results if line.best is not None]
-    if paying:
-        of_best = geometric_mean([line.share for line in paying])
-        of_off = geometric_mean([line.auto / line.off for line in paying])
-        console.print(f"where it pays, geometric means: auto / best {of_best:.3f}, auto / off {of_off:.3f}")
-    is_below = any(line.best is None and not line.is_met for line in results)
-    is_below = is_below or bool(paying) and geometric_mean([line.share for line in paying]) < OF_BEST
-    return int(asked.check and is_below)
+    bars = bars_of(results)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    written = {"cells": [asdict(line) for line in results], "bars": as_json(bars)}
+    (asked.out / "policy_cells.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return conclude(bars, console, asked.check)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
 from specdec.policy.policy import OFF_PLAN, Plan, Policy, Prediction
@@ -31,7 +32,7 @@ class World:
     """A scenario and what happens in it. `texts`: acceptance by place of each stream's text; `begins_s`: when each
     stream begins. `draft_factor`: how many times as long the draft's steps take at a time; None: it is silent.
     `contention`: how many times as long a target's step takes beside a draft at work. `text_tokens`: length of a text;
-    then the stream goes on with the next, under a new policy. `moves`: (time, round trip to the draft from then on)."""
+    then the stream goes on with the next, under a new policy. `changes`: (time, field of the scenario, new value)."""
 
     scenario: Scenario
     texts: tuple[tuple[float, ...], ...]
@@ -40,7 +41,7 @@ class World:
     acceptance_at: Callable[[float], float] = always
     contention: float = 1.0
     text_tokens: int = 400
-    moves: tuple[tuple[float, float], ...] = ()
+    changes: tuple[tuple[float, str, Any], ...] = ()
 
 
 class Service:
@@ -123,8 +124,8 @@ class Simulated(Simulation):
         """Runs to a time."""
         for stream, begin_s in zip(self.streams, self.world.begins_s):
             self._after(begin_s, partial(self._begin, stream))
-        for at_s, network_s in self.world.moves:
-            self._after(at_s, partial(self._move, network_s))
+        for at_s, name, value in self.world.changes:
+            self._after(at_s, partial(self._change, {name: value}))
         self._ping()
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, happen = heapq.heappop(self._events)
@@ -140,8 +141,8 @@ class Simulated(Simulation):
     def _session(self, stream: Stream) -> Session:
         return self.sessions[self._index[id(stream)]]
 
-    def _move(self, network_s: float) -> None:
-        self.scenario = replace(self.scenario, network_s=network_s)
+    def _change(self, fields: dict[str, Any]) -> None:
+        self.scenario = replace(self.scenario, **fields)
 
     def _ping(self) -> None:
         self.service.on_network(self.scenario.network_s)

@@ -46,7 +46,7 @@ class DraftSession(ReplicaSession):
 
     `reading`: of a draft with another tokenizer. `is_urgent`: a verification waits for its nodes. `grown`: nodes to
     send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number of next steps
-    recorded in detail, below the span of `phase`. `worked_s`: of steps since the item before.
+    recorded in detail, below the span of `group`. `worked_s`: of steps since the item before.
     """
 
     cells: Cells
@@ -61,7 +61,7 @@ class DraftSession(ReplicaSession):
     grown: list[DraftNode] = field(default_factory=list)
     held_step_count: int = 0
     traced_step_count: int = 0
-    phase: Trace = NO_TRACE
+    group: Trace = NO_TRACE
     worked_s: float = 0.0
 
     @property
@@ -215,7 +215,7 @@ class Drafter(ReplicaService):
         session.has_siblings |= item.siblings > 0
         session.is_urgent = item.urgent
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
-        session.phase = item.trace
+        session.group = item.trace
         self._growing[session] = None
         return None
 
@@ -386,13 +386,13 @@ def give_back_unlikely(chosen: dict[DraftSession, list[DraftTreeNode]]) -> None:
 
 
 def draft_span(session: DraftSession, nodes: Nodes, began_s: float, sent_s: float, session_count: int) -> Span:
-    """Returns the span of one detailed message, from the start of its step to its sending, below the phase of the last
+    """Returns the span of one detailed message, from the start of its step to its sending, below the group of the last
     commit. The coordinator derives the same id for its links."""
-    request, phase = session.opened.trace, session.phase
+    request, group = session.opened.trace, session.group
     attributes = {
         "specdec.draft_tokens": len(nodes.nodes),
         "specdec.step_rows": nodes.step_rows,
         "specdec.step_sessions": session_count,
     }
-    ids = (request.trace_id, draft_span_id(request.span_id, nodes), phase.span_id)
+    ids = (request.trace_id, draft_span_id(request.span_id, nodes), group.span_id)
     return Span("draft", *ids, began_s, sent_s, SpanKind.SERVER, attributes)
