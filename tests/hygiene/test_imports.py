@@ -51,6 +51,7 @@ class Imports:
 TABLE = (
     Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
     Imports("specdec.folders", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
+    Imports("specdec.process_watch", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
     Imports(
         "specdec.config",
@@ -77,6 +78,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.folders",
+            "specdec.process_watch",
             "specdec.protocol.types",
             "specdec.protocol.heads",
             "specdec.protocol.fingerprint",
@@ -92,6 +94,7 @@ TABLE = (
     Imports(
         "specdec.replica",
         (
+            "specdec.process_watch",
             "specdec.errors",
             "specdec.config",
             "specdec.folders",
@@ -188,6 +191,7 @@ TABLE = (
     Imports(
         "specdec.coordinator",
         (
+            "specdec.process_watch",
             "specdec.errors",
             "specdec.config",
             "specdec.folders",
