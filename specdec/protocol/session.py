@@ -362,8 +362,6 @@ class Session:
         name = (self.number, self.target_incarnation, self.round_index)
         tree = offer.token_ids, offer.draft_probs
         wants_heads = self.asks_heads and self._wants_heads
-        if self.in_flight is not None:  # the same round again
-            wants_heads = self.in_flight.wants_heads
         self.in_flight = Verification(
             *name, base_position, suffix, *tree, parents=offer.parents, wants_heads=wants_heads
         )

@@ -414,16 +414,6 @@ def older_heads_kept(real: Callable) -> Callable:
     return mutant
 
 
-def asks_heads_anew(real: Callable) -> Callable:
-    """A verification that is sent again asks for heads as the policy says by then."""
-
-    def mutant(self: Session, offer: Any) -> Any:
-        self.in_flight = None
-        return real(self, offer)
-
-    return mutant
-
-
 FENCES = (
     Bug(
         "a result of another round is accepted",
@@ -686,7 +676,6 @@ HEADS = (
     ),
     Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
     Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),
-    Bug("a round requested again asks for heads anew", Session, "_send_verification", asks_heads_anew),
     Bug(
         "requests of a step have each other's hidden states",
         StepRunner,
