@@ -10,7 +10,6 @@ This file is also the program of the second process, which imports nothing else 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import os
@@ -21,7 +20,10 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import asyncio  # in the second process it would take twice the memory and time
 
 HELD_S_MAX = 60.0  # as for work without measurement: loading a kernel or a library may hold the lock for long
 BEAT_S = TICK_S = 0.5

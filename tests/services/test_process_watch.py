@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from specdec import process_watch
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2
@@ -62,3 +64,14 @@ def test_a_coordinator_whose_event_loop_hangs_is_ended(table_models: tuple[Path,
     text = log.read_text(encoding="utf-8")
     assert f"for {HELD_S_MAX:g} s its event loop hung" in text
     assert "planted_coordinator.py" in text and "in hang" in text
+
+
+def test_the_second_process_stays_small() -> None:
+    """Claim: the second process imports neither asyncio nor anything of specdec. Source: an import for a type doubled
+    its memory and the time of its start, which every service pays. Conclusive: the interpreter lists every import."""
+    command = [sys.executable, "-I", "-S", "-X", "importtime", process_watch.__file__, str(os.getpid()), "60"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "subprocess" in imported and not imported & {"asyncio", "specdec"}
