@@ -3,12 +3,14 @@
 T(rows, paths) = level * (shape(rows) + path share * shape(1) * further paths) * contention: `level` is the machine's
 current speed and moves within a second, `shape` is learned slowly, the path share in steps of trees, `contention` is
 the slowdown of the target by the draft's work on shared cores, 1 while no session speculates. A change right after the
-draft began or stopped working is the draft's; any other is the machine's.
+draft began or stopped working is the draft's; any other is the machine's. After a jump rows may cost anything: a new
+curve begins with the steps of the jump, and ends when steps take the time of the old one again.
 """
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass, field
 
 from specdec.protocol.report import RoundRecord
 
@@ -17,10 +19,12 @@ SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean: about the last 2
 OUTLIER_FACTOR = 1.5  # limit of a sample, relative to the mean: a pause of the machine is no step
 SHAPE_WEIGHT = 0.003  # far slower than the level, or both would share every change
 LEVEL_S = 0.7  # the level follows the machine within about this time
-CONTENTION_ROUNDS = 8  # steps after the draft began or stopped working that measure its cost
-CONTENTION_WEIGHT = 0.15
+CONTENTION_FROM, CONTENTION_ROUNDS = 1, 8  # steps after the draft was told to begin or stop that measure its cost
+CONTENTION_WEIGHT = 0.25
 CONTENTION_MAX = 4.0
 RATIO_MIN, RATIO_MAX = 0.5, 1.6  # limits of observed to expected, for pauses of the machine
+FAR_FACTOR, FAR_STEPS, FAR_BACK = 4.0, 1.9, 0.5  # steps of that multiple of their expected time that are no pauses
+FARTHEST = 16.0  # one step of that multiple is enough
 SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the sessions differs
 STEP_S_GUESS = 0.02
@@ -79,27 +83,47 @@ class StepCurve:
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """T(rows) of a machine in one state: see the module."""
+
+    shape: StepCurve = field(default_factory=lambda: StepCurve(SHAPE_WEIGHT))
+    level: float = 1.0
+    contention: float = 1.0
+
+    def speed(self, is_drafting: bool) -> float:
+        """Seconds of a step over the shape's."""
+        return self.level * (self.contention if is_drafting else 1.0)
+
+    def seconds(self, rows: float, is_drafting: bool) -> float:
+        """Seconds of a step of `rows` rows."""
+        return (self.shape.seconds(rows) or STEP_S_GUESS) * self.speed(is_drafting)
+
+
 class Steps:
     """T(rows) of all sessions of one rule, with and without a working draft beside the target."""
 
     def __init__(self) -> None:
-        self._shape = StepCurve(SHAPE_WEIGHT)
+        self._times = StepTimes()
+        self._before: StepTimes | None = None  # those before a jump
         self._heads = StepCurve()
-        self._level = self._contention = 1.0
         self._path_share = PATH_SHARE_GUESS
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
         self._contention_steps = 0.0
         self._drafted_s = float("-inf")
+        self._far: list[tuple[int, float]] = []  # (rows, seconds) of steps that took far too long, lately
+        self._far_steps = self._back_steps = 0.0
+        self.jump_s = float("-inf")
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...], head_times: tuple[tuple[int, float], ...] = ()) -> None:
         """Another target is connected: takes the (rows, seconds) that it measured at start, of steps and of heads."""
-        self._shape.prime(step_times)
+        self._times, self._before, self._path_share = StepTimes(), None, PATH_SHARE_GUESS
+        self._times.shape.prime(step_times)
         self._heads.prime(head_times)
-        self._level, self._path_share = 1.0, PATH_SHARE_GUESS
 
     def on_step(self, record: RoundRecord) -> None:
         """Takes one round's step; the caller leaves out steps that read a prompt."""
@@ -116,27 +140,60 @@ class Steps:
         if is_drafting != self._is_drafting:
             self._is_drafting, self._steps_since_change = is_drafting, 0
         self._steps_since_change += 1
-        contention = self._contention if is_drafting else 1.0
-        speed = self._level * contention
+        self._return_to_old(record)
+        times = self._times
+        speed = times.speed(is_drafting)
         mean_s = self._expected_s(record, record.step_s / speed)
-        ratio = min(max(record.step_s / (speed * mean_s), RATIO_MIN), RATIO_MAX)
+        ratio = record.step_s / (speed * mean_s)
+        if self._is_far(record, ratio):
+            return
+        ratio = min(max(ratio, RATIO_MIN), RATIO_MAX)
+        if self._steps_since_change <= CONTENTION_FROM * self.sessions:
+            return
         if self._steps_since_change <= CONTENTION_ROUNDS * self.sessions:
             self._contention_steps += 1 / self.sessions
             gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
             self._learn_contention(1 + gain * (ratio - 1))
         else:
-            self._level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
+            times.level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
+
+    def _is_far(self, record: RoundRecord, ratio: float) -> bool:
+        """Takes a step and its ratio to the expected time; returns whether it took far longer. One alone is a pause;
+        after several a new curve begins with them."""
+        step = 1 / max(1, record.step_sessions)
+        if ratio <= FAR_FACTOR:
+            self._far_steps = max(0.0, self._far_steps - FAR_BACK * step)
+            return False
+        if not self._far_steps:
+            self._far = []
+        self._far.append((record.step_rows, record.step_s))
+        self._far_steps += step if ratio < FARTHEST else FAR_STEPS * step
+        if self._far_steps >= FAR_STEPS:
+            self._before, self._times = self._before or self._times, StepTimes()
+            self._times.shape.prime(tuple(self._far))
+            self._far_steps = self._back_steps = 0.0
+            self.jump_s = record.end_s
+        return True
+
+    def _return_to_old(self, record: RoundRecord) -> None:
+        """Ends the curve of a jump after several steps that are not far from the one before it."""
+        if self._before is None:
+            return
+        is_far = record.step_s > FAR_FACTOR * self._before.seconds(record.step_rows, self._is_drafting)
+        self._back_steps = 0.0 if is_far else self._back_steps + 1 / max(1, record.step_sessions)
+        if self._back_steps >= FAR_STEPS:
+            self._times, self._before = self._before, None
 
     def _expected_s(self, record: RoundRecord, seconds: float) -> float:
         """Learns from a step of `seconds` at the usual speed; returns the seconds of steps of its rows and paths. Of
         the other sessions in the step nothing is known but their rows: they count as having as many paths."""
         sessions = max(1, record.step_sessions)
         paths = (record.path_count - 1) * sessions
-        unit_s = self._shape.seconds(1) if paths > 0 else None
+        unit_s = self._times.shape.seconds(1) if paths > 0 else None
         if unit_s is None:
             self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
-            return self._shape.add(record.step_rows, seconds)
-        flat_s = self._shape.seconds(record.step_rows) or unit_s
+            return self._times.shape.add(record.step_rows, seconds)
+        flat_s = self._times.shape.seconds(record.step_rows) or unit_s
         share = min(max((seconds - flat_s) / (paths * unit_s), 0.0), PATH_SHARE_MAX)
         self._path_share += PATH_WEIGHT / sessions * (share - self._path_share)
         return flat_s + paths * self._path_share * unit_s
@@ -144,19 +201,18 @@ class Steps:
     def _learn_contention(self, factor: float) -> None:
         """Scales the estimate of steps like the last (drafting or not) and leaves the estimate of the others."""
         if not self._is_drafting:
-            self._level *= factor
+            self._times.level *= factor
             factor = 1 / factor
-        self._contention = min(max(self._contention * factor, 1.0), CONTENTION_MAX)
+        self._times.contention = min(max(self._times.contention * factor, 1.0), CONTENTION_MAX)
 
     def seconds(self, rows: float, is_drafting: bool) -> float:
         """Seconds of a step; `rows`: of all its sessions together."""
-        shape_s = self._shape.seconds(rows)
-        return (shape_s or STEP_S_GUESS) * self._level * (self._contention if is_drafting else 1.0)
+        return self._times.seconds(rows, is_drafting)
 
     def heads_s(self, rows: float, is_drafting: bool) -> float:
         """Seconds by which the target's heads lengthen a step if every session has `rows` rows and asks for them."""
         heads_s = self._heads.seconds(self.active * rows)
-        return (heads_s or 0.0) * self._level * (self._contention if is_drafting else 1.0)
+        return (heads_s or 0.0) * self._times.speed(is_drafting)
 
     def path_s(self, is_drafting: bool) -> float:
         """Seconds by which a further path of a tree lengthens a step, beside its rows."""

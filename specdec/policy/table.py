@@ -26,6 +26,7 @@ REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time bes
 REFRESH_S = 0.05
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
 CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
+JUMP_PROBE_ROUNDS = 6.0  # after a jump of the target's steps all sessions decode plainly, whatever the credit
 CONTENTION_SLACK = 1.1  # up to this slowdown of the others' steps is noise
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a guess costs bytes and the coordinator's time too
@@ -148,6 +149,7 @@ class Table:
         self.round_count = 0
         self.exploration_ends_s = self.baseline_ends_s = -math.inf
         self.next_baseline_s = 0.0
+        self._jump_s = steps.jump_s
         self._overhead_s = OVERHEAD_GUESS_S
         self._refreshed_s = -math.inf
         self.refresh()
@@ -164,6 +166,10 @@ class Table:
         self._steps.on_step(record)
         self.round_count += 1
         self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.round_s, CREDIT_MAX_S)
+        if self._steps.jump_s > self._jump_s:
+            self._jump_s, self._refreshed_s = self._steps.jump_s, -math.inf
+            self.refresh(record.end_s)
+            self.baseline_ends_s = self.exploration_ends_s = record.end_s + JUMP_PROBE_ROUNDS * record.step_s
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""

@@ -33,10 +33,16 @@ def auto() -> AutoPolicy:
 
 
 def record_of(
-    index: int, plan: Plan, offered: int, accepted: int, found: bool = True, wait_s: float = 0.0
+    index: int,
+    plan: Plan,
+    offered: int,
+    accepted: int,
+    found: bool = True,
+    wait_s: float = 0.0,
+    step_s: float = TARGET_S,
 ) -> RoundRecord:
     """Round `index` of one session, one target step and a wait after the one before."""
-    round_s = TARGET_S + wait_s + 0.001
+    round_s = step_s + wait_s + 0.001
     start_s = 100 + index * round_s
     return RoundRecord(
         index,
@@ -54,7 +60,7 @@ def record_of(
         wait_s,
         round_s - wait_s,
         0.0,
-        TARGET_S,
+        step_s,
         0.0,
         offered + 1,
     )
@@ -219,3 +225,24 @@ def test_rounds_of_other_plans_do_not_count() -> None:
         policy.on_round(record_of(index, other, 1, 1))
     assert policy.prediction.reason.split(":")[0] == before.split(":")[0]
     assert "not measured yet" in policy.prediction.reason
+
+
+def test_after_a_jump_all_sessions_decode_plainly_for_a_while() -> None:
+    """Claim: a session that drafts when the target's steps jump decodes plainly at its next review, with its
+    exploration credit spent. Conclusive: before the jump, with the same credit, it goes on drafting."""
+    policy = auto()
+    table = policy._table
+    plan, index = policy.plan(1000), 1
+
+    def take(step_s: float, count: int) -> list[Plan]:
+        nonlocal index
+        plans = []
+        for _ in range(count):
+            table.credit_s = -1.0
+            policy.on_round(record_of(index, policy.plan(1000), 4, 3, step_s=step_s))
+            plans.append(policy.plan(1000))
+            index += 1
+        return plans
+
+    assert plan.window and OFF_PLAN not in take(TARGET_S, 60)
+    assert take(20 * TARGET_S, 3)[-1] == OFF_PLAN

@@ -81,3 +81,34 @@ def test_the_time_of_a_path_is_told_from_the_speed_of_the_machine() -> None:
     assert steps.path_s(True) / steps.seconds(1, True) < 0.05
     steps.prime(((1, 0.01),))
     assert steps.path_s(True) == pytest.approx(PATH_SHARE_GUESS * 0.01, rel=0.05)
+
+
+def test_a_jump_begins_a_new_curve_that_ends_with_it() -> None:
+    """Claim: one long step is a pause and changes no estimate by more than 2 %; after two the steps of the jump and
+    those after it are the curve, a jump in the price of a row included; steps of the old times bring the old curve
+    back, rows not seen since included. Conclusive: by the old curve times 20, the ratio of the first long steps, a
+    step of 24 rows would take 3 times its true time."""
+    steps, index = Steps(), 0
+
+    def take(rows: int, seconds: float, count: int) -> None:
+        nonlocal index
+        for _ in range(count):
+            steps.on_step(tree_round(index, rows, 1, seconds))
+            index += 1
+
+    def steep_s(rows: int) -> float:
+        return 0.02 * (0.5 + rows / 4)
+
+    steps.prime(((1, 0.02), (96, 0.025)))
+    take(80, steps.seconds(80, True), 200)
+    usual_s = steps.seconds(80, True)
+    take(80, 6 * usual_s, 1)
+    assert steps.seconds(80, True) == pytest.approx(usual_s, rel=0.02) and steps.jump_s < 0
+    take(80, usual_s, 20)
+    take(80, steep_s(80), 2)
+    assert steps.jump_s > 0 and steps.seconds(80, True) == pytest.approx(steep_s(80))
+    take(24, steep_s(24), 40)
+    assert steps.seconds(24, True) == pytest.approx(steep_s(24), rel=0.3)
+    take(80, usual_s, 3)
+    assert steps.seconds(80, True) == pytest.approx(usual_s, rel=0.02)
+    assert steps.seconds(1, True) == pytest.approx(0.02, rel=0.05)
