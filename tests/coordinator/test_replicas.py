@@ -307,6 +307,22 @@ async def test_users_read_no_text_of_an_exception() -> None:
     assert any("secret" in str(line) for line in logs)
 
 
+@pytest.mark.parametrize("token_ids", [(), (5, 6, 7)], ids=["too few", "too many"])
+async def test_a_target_that_answers_with_other_rows_is_no_fault_of_the_request(token_ids: tuple[int, ...]) -> None:
+    """Claim: a verification result that does not fit its verification ends the text UNAVAILABLE with how to resume.
+
+    Source: mutated answers of a target (proof `malformed`) ended texts INVALID_ARGUMENT, with a field that no client
+    has sent. Conclusive: the answer is read as any other, and is of the round in flight.
+    """
+    target = Recorder()
+    generation = generation_of(target, None)
+    generation.begin()
+    generation.on_item(target, VerificationResult(1, 1, 0, SamplerOutput(token_ids)), 0)
+    assert isinstance(await generation.next_event(), Started)
+    with pytest.raises(ReplicaUnavailable, match=r"malformed answer; send .* resume\.output_token_ids"):
+        await generation.next_event()
+
+
 async def test_an_ended_generation_is_held_by_no_timer() -> None:
     """Claim: a generation that waited for draft tokens is free memory when it is closed, however long it would have
     waited, and so are the waits that ended before.
