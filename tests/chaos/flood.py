@@ -46,13 +46,17 @@ FAULT_SAMPLES_MAX = 20
 
 @dataclass
 class Counts:
-    """Answers by service: statuses of calls and of items, fields that refusals name, and faults with their bytes."""
+    """Answers by service: statuses of calls and of items, fields that refusals name, and faults with their bytes. Under
+    malformed answers: texts compared, texts that changed, coordinators that ended."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     refused_fields: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
+    text_count: int = 0
+    changed_count: int = 0
+    ended_count: int = 0
     on_sent: Callable[[str, int], None] = lambda service, count: None
 
     def add_sent(self, service: str, count: int) -> None:

@@ -48,7 +48,7 @@ STRIKES = {
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Seconds from the signal until health was not SERVING, all ranks were gone and all streams had ended; the exit
-    code of each rank, None if it did not end or nobody could read it, and streams that ended otherwise than they
+    code of each rank, None if it did not end or its code was lost, and streams that ended otherwise than they
     should."""
 
     not_serving_s: float
