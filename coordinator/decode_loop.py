@@ -18,7 +18,7 @@ from specdec.coordinator.rejection import conclude, logprobs_of
 from specdec.coordinator.replicas import Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import RequestStatistics
-from specdec.errors import CacheExhausted, NumericsError, ReplicaUnavailable, SpecdecError
+from specdec.errors import CacheExhausted, InvalidRequest, NumericsError, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import (
     NO_TRACE,
     Close,
@@ -205,6 +205,10 @@ class Generation:
         round_trip_s = time.monotonic() - self._sent_s
         try:
             verdict = conclude(session.params, flying, answer)
+        except InvalidRequest as error:  # the target's fault, not the request's
+            get_logger().error("malformed verification result", **self.names, error=str(error))
+            self._fail(ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}"))
+            return
         except SpecdecError as error:
             self._fail(error)
             return

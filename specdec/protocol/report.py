@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.policy.policy import Plan
-from specdec.protocol.items import Nodes
+from specdec.protocol.items import UINT32_MAX, Nodes
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each and their text below 1 MiB, of a client's 4 MiB
@@ -286,8 +286,9 @@ class Statistics:
         self.output_tokens += record.kept_count
         self.step_sessions += record.step_sessions
         self.active_sessions += record.active_sessions
-        self.cached_prompt_tokens += record.cached_prompt_tokens
-        self.preemptions += record.preemptions
+        # What the target says, in fields of 32 bits: its sums end there.
+        self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + record.cached_prompt_tokens)
+        self.preemptions = min(UINT32_MAX, self.preemptions + record.preemptions)
         self.draft_wait_s += record.wait_s
         self.target_queue_s += record.server_wait_s
         self.target_forward_s += record.forward_s

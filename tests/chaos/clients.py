@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 
 from specdec.rpc.process import set_startup_objects_aside
 from specdec.v1 import coordinator_service_pb2 as pb
@@ -64,6 +65,25 @@ async def read(
         stream.error = error
     stream.ended_s = time.monotonic()
     return stream
+
+
+def details_of(error: grpc.RpcError) -> list[Any]:
+    """The details of an error's status, packed."""
+    return [
+        detail
+        for key, value in error.trailing_metadata() or ()
+        if key == "grpc-status-details-bin"
+        for detail in status_pb2.Status.FromString(value).details
+    ]
+
+
+def retry_after_s(error: grpc.RpcError) -> float | None:
+    """The delay that an error's RetryInfo asks for; None without one."""
+    for detail in details_of(error):
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(retry):
+            return float(retry.retry_delay.ToMilliseconds()) / 1000
+    return None
 
 
 def with_stub(address: str, work: Callable[[Any], Awaitable[Result]]) -> Result:

@@ -18,12 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
+from tests.chaos.clients import details_of
 from tests.chaos.mutations import Mutator
 from tests.chaos.traffic import DRAFT, VERIFY
 from tests.chaos.wire import VARINT, Node, read, write
@@ -45,13 +46,17 @@ FAULT_SAMPLES_MAX = 20
 
 @dataclass
 class Counts:
-    """Answers by service: statuses of calls and of items, fields that refusals name, and faults with their bytes."""
+    """Answers by service: statuses of calls and of items, fields that refusals name, and faults with their bytes. Under
+    malformed answers: texts compared, texts that changed, coordinators that ended."""
 
     sent: Counter[str] = field(default_factory=Counter)
     answers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     refused_fields: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
+    text_count: int = 0
+    changed_count: int = 0
+    ended_count: int = 0
     on_sent: Callable[[str, int], None] = lambda service, count: None
 
     def add_sent(self, service: str, count: int) -> None:
@@ -84,12 +89,10 @@ def without_index(name: str) -> str:
 
 def fields_of(error: grpc.RpcError) -> Iterator[str]:
     """The fields that a refusal names."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            for detail in status_pb2.Status.FromString(value).details:
-                bad = error_details_pb2.BadRequest()
-                if detail.Unpack(bad):
-                    yield from (violation.field for violation in bad.field_violations)
+    for detail in details_of(error):
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            yield from (violation.field for violation in bad.field_violations)
 
 
 Message = TypeVar("Message", bound=Sequence[Node])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from specdec.bench.network.machines import Emulator
@@ -101,11 +102,26 @@ def freeze(services: Iterable[Restartable], for_s: float) -> None:
             service.child.signal(signal.SIGCONT)
 
 
+def memory_bytes(pid: int, name: str) -> int:
+    """A line of the kernel's account of a process: `VmRSS` now, `VmHWM` at its peak, `RssAnon` without mapped files."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    return 1024 * int(kilobytes)
+
+
 def anonymous_mb(pid: int) -> float:
     """Memory a process has for itself alone, in MB: without mapped files such as weights and libraries."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kilobytes) * 1024 / 1e6
+    return memory_bytes(pid, "RssAnon") / 1e6
+
+
+@contextlib.contextmanager
+def peak_of(pid: int) -> Iterator[list[float]]:
+    """Gives the growth of a process, in bytes: its peak meanwhile, as the kernel notes it, over its size before."""
+    held: list[float] = []
+    before = memory_bytes(pid, "VmRSS")
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins at the present size
+    yield held
+    held.append(max(0, memory_bytes(pid, "VmHWM") - before))
 
 
 def thread_count(pid: int) -> int:

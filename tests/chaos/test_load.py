@@ -49,8 +49,9 @@ def test_a_stop_ends_what_it_must() -> None:
 
 @pytest.mark.more
 def test_a_lost_rank_ends_all_and_every_stream() -> None:
-    """Claim: after a SIGKILL of one of two ranks both end, with the exit code of a lost rank, and the streams end
-    UNAVAILABLE with the beginning of their text. Conclusive: the text is that of the same ranks before."""
+    """Claim: after a SIGKILL of one of two ranks both end, the other with the exit code of a lost rank, and the streams
+    end UNAVAILABLE with the beginning of their text. Conclusive: the kernel tells the code of each rank; the text is
+    that of the same ranks before."""
     assert not missed("rank", "--repeats", "1", "--strikes", "rank 1 killed", "--streams", "2", "--tokens", "60")
 
 
@@ -75,13 +76,14 @@ def test_texts_survive_a_minute_of_faults() -> None:
 
 @pytest.mark.slow
 def test_overload_is_refused_and_changes_no_text() -> None:
-    """Claim: beyond its places a coordinator refuses with RESOURCE_EXHAUSTED and nothing else, and the accepted texts
-    are those of a free one. Conclusive: at ten times the load some must be refused."""
+    """Claim: beyond its places a coordinator refuses with RESOURCE_EXHAUSTED and a delay, and nothing else, and the
+    accepted texts are those of a free one. Conclusive: at ten times the load some must be refused."""
     assert not missed("overload", "--seconds", "4", "--peak-seconds", "4", "--places", "4", "--tokens", "24")
 
 
 @pytest.mark.slow
 def test_a_silent_collector_fails_no_request() -> None:
-    """Claim: texts with a collector that takes nothing, or is not there, equal those with one that works. Conclusive:
-    every text of every set is compared."""
-    assert not missed("collector", "--blocks", "1", "--texts", "1", "--tokens", "40")
+    """Claim: texts with a collector that takes nothing, or is not there, equal those with one that works; requests of
+    every end have one root span each, with this end. Conclusive: every text of every set is compared, and what clients
+    saw is counted beside the spans."""
+    assert not missed("collector", "--blocks", "1", "--texts", "1", "--tokens", "40", "--requests", "40")

@@ -49,7 +49,8 @@ def test_mutations_reach_every_field_and_return_with_their_seed() -> None:
 @pytest.mark.more
 def test_malformed_messages_cost_themselves_only() -> None:
     """Claim: mutations of recorded traffic, at each service: no process ends, none is answered UNKNOWN or INTERNAL,
-    health stays SERVING, texts generated afterwards are equal, no session or block is left (proof `malformed`, short).
+    health stays SERVING, texts generated afterwards are equal, no session or block is left; the same holds where a
+    coordinator meets mutated answers, and a draft's fail no request and change no text (proof `malformed`, short).
 
     Conclusive: real processes, sockets and recorded messages, and every condition of the proof but full coverage.
     """

@@ -24,10 +24,20 @@ from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from specdec.policy.policy import FixedPolicy
-from specdec.protocol.items import ITEM_COUNT_MAX, NO_TRACE, Close, DraftNode, Failure, Nodes, VerificationResult
+from specdec.protocol.items import (
+    ITEM_COUNT_MAX,
+    NO_TRACE,
+    UINT32_MAX,
+    Close,
+    DraftNode,
+    Failure,
+    Nodes,
+    VerificationResult,
+)
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.rpc.convert_generate import statistics_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, STREAM_RESPONSE_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -305,6 +315,38 @@ async def test_users_read_no_text_of_an_exception() -> None:
         await generation.next_event()
     assert "secret" not in str(caught.value)
     assert any("secret" in str(line) for line in logs)
+
+
+@pytest.mark.parametrize("token_ids", [(), (5, 6, 7)], ids=["too few", "too many"])
+async def test_a_target_that_answers_with_other_rows_is_no_fault_of_the_request(token_ids: tuple[int, ...]) -> None:
+    """Claim: a verification result that does not fit its verification ends the text UNAVAILABLE with how to resume.
+
+    Source: mutated answers of a target (proof `malformed`) ended texts INVALID_ARGUMENT, with a field that no client
+    has sent. Conclusive: the answer is read as any other, and is of the round in flight.
+    """
+    target = Recorder()
+    generation = generation_of(target, None)
+    generation.begin()
+    generation.on_item(target, VerificationResult(1, 1, 0, SamplerOutput(token_ids)), 0)
+    assert isinstance(await generation.next_event(), Started)
+    with pytest.raises(ReplicaUnavailable, match=r"malformed answer; send .* resume\.output_token_ids"):
+        await generation.next_event()
+
+
+async def test_a_target_that_counts_too_far_ends_no_text() -> None:
+    """Claim: counts of a target that are valid one by one, and together beyond a field of the statistics, stay within
+    it.
+
+    Source: mutated answers of a target (proof `malformed`) failed the last message of a whole text, INTERNAL.
+    """
+    target = Recorder()
+    generation = generation_of(target, None)
+    generation.begin()
+    for round_index in range(2):
+        counts = {"preemptions": UINT32_MAX, "cached_prompt_tokens": UINT32_MAX}
+        generation.on_item(target, VerificationResult(1, 1, round_index, SamplerOutput((8,)), **counts), 0)
+    message = statistics_to_message(generation.statistics)
+    assert message.rounds == 2 and message.preemptions == message.cached_prompt_tokens == UINT32_MAX
 
 
 async def test_an_ended_generation_is_held_by_no_timer() -> None:

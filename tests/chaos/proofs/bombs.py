@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from specdec.bench.processes import cpu_seconds
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from tests.chaos.bomb_list import REFUSALS, Bomb, all_bombs
+from tests.chaos.processes import peak_of
 from tests.chaos.proofs.malformed import Witness, write_models
 from tests.support.pages import watched
 from tests.support.traces import environment
@@ -78,23 +78,6 @@ class Prober:
         self._is_over.set()
         self._thread.join()
         self._channel.close()
-
-
-@contextmanager
-def peak_of(pid: int) -> Iterator[list[float]]:
-    """Gives the growth of a process, in bytes: its peak meanwhile over its size before."""
-    held: list[float] = []
-    before = _memory(pid, "VmRSS")
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins at the present size
-    yield held
-    held.append(max(0, _memory(pid, "VmHWM") - before))
-
-
-def _memory(pid: int, name: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024 * int(line.split()[1])
-    raise LookupError(name)
 
 
 def answer_of(channel: grpc.Channel, bomb: Bomb) -> str:

@@ -1,4 +1,4 @@
-"""Cancels at random points: sessions, blocks, threads, descriptors and memory are back at their baseline."""
+"""Cancels at random points: requests, sessions, blocks, threads and descriptors are back at their baseline."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Real calls are recorded as bytes and changed by descriptor (tests.chaos.mutations). No message may end a process, be
 answered UNKNOWN or INTERNAL, change a text beside it, or leave a session or a cache block behind.
+
+A coordinator meets mutated answers too (tests.chaos.answers). A draft's may fail no request and change no text; a
+target's may end texts UNAVAILABLE with how to resume, and once they are sound again, so are the texts.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
 from tests.chaos import mutations
+from tests.chaos.answers import KINDS as ANSWERS
+from tests.chaos.answers import AnswerFlood
 from tests.chaos.flood import (
     DRAFT_STREAM,
     GENERATE_REQUEST,
@@ -43,7 +48,7 @@ from tests.chaos.wire import Node, read
 from tests.support.pages import Watched, watched
 from tests.support.services import fixed
 
-SERVICES = ("coordinator", "target", "draft", "describe")
+SERVICES = ("coordinator", "target", "draft", "describe", *ANSWERS)
 VOCABULARY_SIZE, POSITIONS_MAX = 7, 4096
 CHANGES_MAX = {
     "coordinator": 6
@@ -140,7 +145,8 @@ class Witness:
 class Floods:
     """The flood of each service, from recorded traffic."""
 
-    def __init__(self, traffic: dict[str, list[bytes]], addresses: dict[str, str], seed: int) -> None:
+    def __init__(self, running: Watched, seed: int, counts: Counts) -> None:
+        traffic, addresses = record(running.services, POSITIONS_MAX), _addresses(running)
         generated = [read(GENERATE_REQUEST.DESCRIPTOR, data) for data in traffic[GENERATE]]
         played = {kind: sessions_of(kind, traffic[kind.method]) for kind in (TARGET_STREAM, DRAFT_STREAM)}
         donors = [node for message in generated for node in _all_nodes(message) if _size(node) < 4096]
@@ -157,13 +163,22 @@ class Floods:
             )
             for index, (name, message) in enumerate(messages.items())
         }
+        self._answers = {
+            name: AnswerFlood(name, running.services, addresses[kind.name], seed, counts)
+            for name, kind in ANSWERS.items()
+        }
+        self.mutators |= {name: flood.proxy.mutator for name, flood in self._answers.items()}
+        self._counts = counts
         self._seed = seed
 
-    async def run(self, service: str, count: int, counts: Counts) -> None:
+    async def run(self, service: str, count: int) -> None:
         """Sends `count` mutated messages to a service."""
         self._seed += 1
+        counts = self._counts
         mutator = self.mutators[service]
-        if service == "coordinator":
+        if service in ANSWERS:
+            await self._answers[service].run(count)
+        elif service == "coordinator":
             flood = UnaryFlood(service, GENERATE, [self._addresses[service]], mutator, self._seed)
             await flood.run(self._generated, count, counts)
         elif service == "describe":
@@ -207,7 +222,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     """Floods each service in turn; between two parts of a flood everything must be as before it."""
     counts = Counts()
     with tempfile.TemporaryDirectory() as folder, watched(write_models(Path(folder))) as running:
-        floods = Floods(record(running.services, POSITIONS_MAX), _addresses(running), asked.seed)
+        floods = Floods(running, asked.seed, counts)
         witness = Witness(running)
         columns = (*Progress.get_default_columns()[:1], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as progress, witness.watching_health():
@@ -215,10 +230,12 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                 task = progress.add_task(service, total=asked.messages)
                 counts.on_sent = lambda _, count, task=task: progress.advance(task, count)  # type: ignore[misc]  # task is bound
                 over_s = time.monotonic() + 60 * asked.minutes
-                while counts.sent[service] < asked.messages and not witness.ended_count and time.monotonic() < over_s:
+                while counts.sent[service] < asked.messages and time.monotonic() < over_s:
                     part = min(CHECK_EVERY, asked.messages - counts.sent[service])
-                    asyncio.run(floods.run(service, part, counts))
+                    asyncio.run(floods.run(service, part))
                     witness.check()
+                    if witness.ended_count or counts.ended_count:
+                        break
                     if not console.is_terminal:
                         console.print(f"{service}: {counts.sent[service]:,} of {asked.messages:,}")
         return report(asked, counts, witness, floods, console)
@@ -261,10 +278,11 @@ def report(asked: argparse.Namespace, counts: Counts, witness: Witness, floods: 
     left = "; ".join(f"{name} {value:g}" for name, value in witness.left_behind.items())
     return [
         Bar("mutated messages, each service", asked.messages, min(sent.values()), of_all),
-        Bar("processes ended", 0, witness.ended_count, is_limit=True),
-        Bar("UNKNOWN, INTERNAL or no answer", 0, counts.fault_count, is_limit=True),
+        Bar("processes ended", 0, witness.ended_count + counts.ended_count, is_limit=True),
+        Bar("UNKNOWN, INTERNAL, no answer, or an end that no answer may cause", 0, counts.fault_count, is_limit=True),
         Bar("states of health other than SERVING", 0, len(witness.not_serving), ", ".join(witness.not_serving), True),
         Bar("texts that changed", 0, witness.differing_count, f"of {witness.text_count} generated between", True),
+        Bar("texts that changed under malformed answers", 0, counts.changed_count, f"of {counts.text_count}", True),
         Bar("sessions, blocks and generations left", 0, sum(witness.left_behind.values()), left, True),
         Bar("share of fields mutated", 1.0, min(shares.values())),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -15,9 +16,9 @@ import grpc
 from rich.console import Console
 
 from specdec.bench import harness
-from specdec.bench.bars import Bar
-from tests.chaos.clients import Stream, percentile, prompts, read, with_stub
-from tests.chaos.processes import anonymous_mb
+from specdec.bench.bars import Bar, worst_of
+from tests.chaos.clients import Stream, percentile, prompts, read, retry_after_s, with_stub
+from tests.chaos.processes import peak_of
 from tests.chaos.texts import Text
 from tests.support.services import fixed
 
@@ -111,24 +112,27 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     own = {"max_num_seqs": asked.places}
     with harness.running(asked.target, asked.draft, own, threads=1) as services:
         assert services.draft is not None
-        pids = [child.process.pid for child in (services.target, services.draft, services.coordinator)]
-        separate(pids[:2], [pids[2], os.getpid()])
+        children = {"target": services.target, "draft": services.draft, "coordinator": services.coordinator}
+        pids = {name: child.process.pid for name, child in children.items()}
+        separate([pids["target"], pids["draft"]], [pids["coordinator"], os.getpid()])
 
-        async def work(stub: Any) -> tuple[list[Stream], Tally, float, Tally, float, float]:
+        async def work(stub: Any) -> tuple[list[Stream], Tally, float, Tally, float, dict[str, float]]:
             alone = [await read(stub, text.request(WIDE)) for text in texts]
             began_s = time.monotonic()
             peak = await closed_loop(stub, texts, asked.places, asked.peak_seconds)
             peak_rate = peak.goodput(began_s, began_s + asked.peak_seconds)
-            before_mb = sum(map(anonymous_mb, pids))
             rate = asked.factor * peak_rate / asked.tokens
-            began_s = time.monotonic()
-            over = await open_loop(stub, texts, rate, asked.seconds)
+            with contextlib.ExitStack() as stack:
+                growth = {name: stack.enter_context(peak_of(pid)) for name, pid in pids.items()}
+                began_s = time.monotonic()
+                over = await open_loop(stub, texts, rate, asked.seconds)
             goodput = over.goodput(began_s, began_s + asked.seconds)
-            return alone, peak, peak_rate, over, goodput, sum(map(anonymous_mb, pids)) - before_mb
+            return alone, peak, peak_rate, over, goodput, {name: own[0] / 1e6 for name, own in growth.items()}
 
         alone, peak, peak_rate, over, goodput, grown_mb = with_stub(services.coordinator.address, work)
     refused = [stream for _, stream in over.streams if stream.error is not None]
     others = sum(one.error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED for one in refused if one.error)
+    silent = sum(not retry_after_s(one.error) for one in refused if one.error)
     wrong = sum(one.token_ids != alone[number].token_ids for number, one in over.finished + peak.finished)
     wide, narrow = offered(alone), offered([one for _, one in over.finished])
     console.print(
@@ -142,7 +146,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         Bar("requests refused", 1, len(refused)),
         Bar("refusals in ms, p99", 50, percentile(refusal_ms, 0.99) if refused else None, is_limit=True),
         Bar("other errors", 0, others, is_limit=True),
+        Bar("refusals that do not say when to retry", 0, silent, is_limit=True),
         Bar("texts that differ from those alone", 0, wrong, f"of {len(over.finished)}", is_limit=True),
         Bar("draft tokens a round, share of those alone", 0.9, narrow / wide if wide else None, is_limit=True),
-        Bar("memory in MB", 20, grown_mb, is_limit=True),
+        worst_of("memory in MB, at its peak over before", 20, grown_mb, is_limit=True),
     ]

@@ -2,12 +2,17 @@
 
 The shipped target over two ranks. Health and exit are observed from outside, the streams by their clients: what they
 received is the beginning of the text without faults, and UNAVAILABLE follows.
+
+Rank 0 starts the other rank and ends without waiting for it. This process is the next to inherit it, so the code of
+each rank can be read. A killed rank has the code of its SIGKILL. A frozen one cannot end itself: the other one kills
+it; it is never continued here. When rank 0 is killed, the kernel may kill the other one with it, as its child.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -32,6 +37,7 @@ from tests.chaos.texts import Content, Reading, Text, open_channel, references_o
 
 PATIENCE_S = 10.0
 PROMPT_CHARACTERS = 100
+PR_SET_CHILD_SUBREAPER = 36
 STRIKES = {
     f"rank {rank} {name}": (rank, number)
     for rank in (0, 1)
@@ -42,12 +48,13 @@ STRIKES = {
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Seconds from the signal until health was not SERVING, all ranks were gone and all streams had ended; the exit
-    code of rank 0, and streams that ended otherwise than they should."""
+    code of each rank, None if it did not end or its code was lost, and streams that ended otherwise than they
+    should."""
 
     not_serving_s: float
     gone_s: float
     ended_s: float
-    code: int
+    codes: tuple[int | None, ...]
     wrong: tuple[str, ...]
 
 
@@ -57,11 +64,40 @@ def ranks_of(target: Restartable) -> list[int]:
     return [target.pid, *map(int, children)]
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
-    return False
+def inherit_orphans() -> None:
+    """Has this process inherit the children of its own children, so that their exit codes stay until they are read."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+class Ends:
+    """The ends of processes as the kernel tells them: `codes` by process id, as those of `subprocess`."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self.codes: dict[int, int | None] = dict.fromkeys(pids)
+        self.are_all_gone = False
+        self._pids = pids
+
+    def look(self) -> None:
+        """Notes who has ended; nothing is collected, so that no code is lost."""
+        states = [self._state(pid) for pid in self._pids]
+        for pid, state in zip(self._pids, states):
+            if state is not None and state[0] == "Z":
+                self.codes[pid] = os.waitstatus_to_exitcode(int(state[-1]))
+        self.are_all_gone = all(state is None or state[0] == "Z" for state in states)
+
+    @staticmethod
+    def _state(pid: int) -> list[str] | None:
+        """The fields of a process after its name, from its state to its exit code; None if there is none."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return None
+
+    def collect(self) -> None:
+        """Collects the orphans that have ended."""
+        for pid in self._pids[1:]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def is_serving(stub: health_pb2_grpc.HealthStub) -> bool:
@@ -132,6 +168,7 @@ def lose(target: Restartable, address: str, rank: int, number: int, references: 
     """Signals a rank under streams and watches until all is over, or for PATIENCE_S."""
     pids = ranks_of(target)
     assert len(pids) == 2
+    ends = Ends(pids)
     with open_channel(target.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         assert is_serving(stub)
@@ -143,13 +180,15 @@ def lose(target: Restartable, address: str, rank: int, number: int, references: 
         while gone_s == float("inf") and time.monotonic() < began_s + PATIENCE_S:
             if not_serving_s == float("inf") and not is_serving(stub):
                 not_serving_s = time.monotonic() - began_s
-            if target.child.process.poll() is not None and not any(map(is_alive, pids[1:])):
+            ends.look()
+            if ends.are_all_gone:
                 gone_s = time.monotonic() - began_s
             time.sleep(0.01)
     streams.join(PATIENCE_S)
     ended_s = max([end_s for end_s, _ in streams.ends.values()], default=float("inf")) - began_s
-    code = target.child.process.poll()
-    return Loss(not_serving_s, gone_s, ended_s, 0 if code is None else code, tuple(streams.wrong(references)))
+    ends.collect()
+    codes = tuple(ends.codes[pid] for pid in pids)
+    return Loss(not_serving_s, gone_s, ended_s, codes, tuple(streams.wrong(references)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +200,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     """Runs the proof."""
+    inherit_orphans()
     losses: dict[str, list[Loss]] = {name: [] for name in asked.strikes}
     prompts = [prompt[:PROMPT_CHARACTERS] for prompt in heldout_prompts().values()][: asked.streams]
     texts = [Text(prompt, float(n % 2), n, asked.tokens, ignore_eos=True) for n, prompt in enumerate(prompts)]
@@ -182,13 +222,20 @@ def wait_usable(address: str, text: Text) -> None:
     references_of(address, [short])
 
 
+def is_expected(strike: str, loss: Loss) -> bool:
+    """Whether the struck rank ended by SIGKILL, and each other one with the code of a lost rank, or with rank 0."""
+    struck, _ = STRIKES[strike]
+    lost = {RANK_LOST_EXIT_CODE, -signal.SIGKILL} if struck == 0 else {RANK_LOST_EXIT_CODE}
+    return all(code in ({-signal.SIGKILL} if rank == struck else lost) for rank, code in enumerate(loss.codes))
+
+
 def bars_of(losses: dict[str, Sequence[Loss]] | dict[str, list[Loss]]) -> list[Bar]:
     """The conditions."""
     wrong = [line for own in losses.values() for loss in own for line in loss.wrong]
     serving = {name: max(loss.not_serving_s for loss in own) for name, own in losses.items()}
     gone = {name: max(loss.gone_s for loss in own) for name, own in losses.items()}
     ended = {name: max(loss.ended_s for loss in own) for name, own in losses.items()}
-    codes = sum(loss.code not in (RANK_LOST_EXIT_CODE, -signal.SIGKILL) for own in losses.values() for loss in own)
+    other = [f"{name}: {loss.codes}" for name, own in losses.items() for loss in own if not is_expected(name, loss)]
     killed = {name: value for name, value in serving.items() if name.endswith("killed")}
     frozen = {name: value - Bounds().silence_s for name, value in serving.items() if name.endswith("frozen")}
     late = "seconds until NOT_SERVING after the bound of silence, frozen"
@@ -197,6 +244,6 @@ def bars_of(losses: dict[str, Sequence[Loss]] | dict[str, list[Loss]]) -> list[B
         worst_of("seconds until all streams have ended", 3.0, ended, is_limit=True),
         *([worst_of("seconds until NOT_SERVING, killed", 1.0, killed, is_limit=True)] if killed else []),
         *([worst_of(late, 1.0, frozen, is_limit=True)] if frozen else []),
-        Bar("losses after which rank 0 ended with another code, or not", 0, codes, is_limit=True),
+        Bar("losses after which a rank ended with another code, or not", 0, len(other), "; ".join(other[:3]), True),
         Bar("streams with other tokens, or not UNAVAILABLE", 0, len(wrong), "; ".join(wrong[:3]), is_limit=True),
     ]
