@@ -25,7 +25,7 @@ from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
 from specdec.protocol.items import UINT32_MAX, Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
-from specdec.replica.handler import ReplicaService, Reply, check_params_tokens
+from specdec.replica.handler import Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
@@ -53,7 +53,7 @@ class Evaluation:
     fed: Sequence[int]
 
 
-class Drafter(ReplicaService):
+class Drafter:
     """All sessions of a draft replica. Engine thread only.
 
     A session takes blocks as it uses their cells. If newly committed tokens find no cells, it gives all its blocks to
@@ -85,6 +85,10 @@ class Drafter(ReplicaService):
     def waiting_count(self) -> int:
         """The number of sessions that wait for cache blocks."""
         return len(self._waiting)
+
+    def counters(self) -> dict[str, int]:
+        """Returns no counters: a draft has none of its own."""
+        return {}
 
     def check(self, item: Open) -> None:
         """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
@@ -119,7 +123,7 @@ class Drafter(ReplicaService):
     def extend(self, session: DraftSession, item: Extend) -> MissingTokens | None:
         """Holds committed tokens, and stops drafting until the next commit."""
         self._send([session] if session in self._unsent else [])
-        missing = super().extend(session, item)
+        missing = session.extend(item, self.description.vocabulary_size)
         if missing is None:
             session.drop_tree()
         return missing

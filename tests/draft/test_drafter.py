@@ -25,6 +25,7 @@ from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.handler import ItemHandler
 from tests.support.engine_models import make_tiny_model
+from tests.support.trees import OwnTree
 
 VOCABULARY_SIZE = 288
 LENGTH_MAX = 120
@@ -69,7 +70,7 @@ class Draft:
 
     def open(self, session: int, prompt: list[int], window: int = 8, nodes_per_step: int = 8) -> None:
         params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
-        self.trees[session] = DraftTree(list(prompt))
+        self.trees[session] = OwnTree(list(prompt))
         self.windows[session] = window
         self.tell(
             Open(session, 1, params, LENGTH_MAX, self.vocabulary_size),
