@@ -151,6 +151,8 @@ class Drafter:
             if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
         if not self._find_cells(session):
+            if not item.window:  # nodes are not wanted now, and another commit may never come
+                self._waiting.discard(session)
             return None
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings

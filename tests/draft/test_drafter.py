@@ -351,6 +351,12 @@ def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -
     draft.settle()
     assert [len(draft.trees[session].named) > 0 for session in (1, 2, 3)] == [True, True, False]
     assert draft.engine.cache.free_block_count == free_count - 1, "one more block, for a committed token"
+    draft.windows[3] = 0
+    draft.commit(3, 9)
+    assert draft.drafter.waiting_count == 0, "a session whose draft is not used keeps no tree from growing"
+    draft.windows[3] = 8
+    draft.commit(3, 4)
+    assert draft.drafter.waiting_count == 1
     draft.tell(Close(1, 1))
     draft.commit(3, 7)
     draft.settle()
