@@ -15,10 +15,12 @@ from specdec.engine.interface import TreeRows
 
 
 class Cells:
-    """The cells [0, capacity) of one session. `committed`: those of its committed tokens, by position."""
+    """The cells [0, capacity) of one session. `committed`: those of its committed tokens, by position. `held_count`:
+    only cells [0, held_count) can be taken, since the session holds their blocks."""
 
     def __init__(self, capacity: int) -> None:
         self.committed: list[int] = []
+        self.held_count = 0
         self._capacity = capacity
         self._visible = numpy.zeros(capacity, dtype=bool)  # of committed tokens
         self._positions = numpy.zeros(capacity, dtype=numpy.int64)
@@ -28,7 +30,11 @@ class Cells:
     @property
     def free_count(self) -> int:
         """The number of cells that can be taken."""
-        return len(self._freed) + self._capacity - self._end
+        return len(self._freed) + self.held_count - self._end
+
+    def hold(self, count: int) -> None:
+        """Lets the first `count` cells be taken, of those of the capacity."""
+        self.held_count = min(count, self._capacity)
 
     def take(self, position: int) -> int:
         """Takes a free cell for a token at `position`; there must be one."""
@@ -75,4 +81,5 @@ class Cells:
         """Raises AssertionError unless each cell is free, committed or among those that nodes use."""
         known = [*self._freed, *self.committed, *used]
         assert sorted(known) == list(range(self._end)), f"cells {sorted(known)} of {self._end}"
+        assert self._end <= self.held_count, f"{self._end} cells are taken of {self.held_count}"
         assert numpy.flatnonzero(self._visible).tolist() == sorted(self.committed), "committed cells are seen"

@@ -7,14 +7,14 @@ one outside starts a new tree in a new epoch. It runs on the engine thread.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.draft_service.cells import Cells
+from specdec.draft_service.session import DraftSession
 from specdec.engine.interface import TreeRows
 from specdec.engine.retokenizer import Reading, Retokenizer
 from specdec.engine.runner import Piece, StepReport
@@ -22,10 +22,10 @@ from specdec.engine.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
-from specdec.protocol.items import NO_TRACE, UINT32_MAX, Commit, DraftNode, Extend, MissingTokens, Nodes, Open, Trace
+from specdec.protocol.items import UINT32_MAX, Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
-from specdec.replica.handler import ReplicaService, ReplicaSession, Reply, check_params_tokens
+from specdec.replica.handler import Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
@@ -38,69 +38,6 @@ READ_PER_TOKEN = 1.5  # tokens of another tokenizer for which a session has cell
 LIKELIHOOD_MIN_MOST = 0.1  # with many sessions: a likelier path is worth its evaluation, however many wait
 TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
-
-
-@dataclass(eq=False)
-class DraftSession(ReplicaSession):
-    """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
-
-    `reading`: of a draft with another tokenizer. `is_urgent`: a verification waits for its nodes. `grown`: nodes to
-    send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number of next steps
-    recorded in detail, below the span of `group`. `worked_s`: of steps since the item before.
-    """
-
-    cells: Cells
-    growth: Growth
-    reading: Reading | None = None
-    secret: int = field(default_factory=lambda: secrets.randbits(64))
-    window: int = 0
-    nodes_per_step: int = 1
-    siblings: int = 0
-    has_siblings: bool = False  # or had: under REJECTION its trees then grow along first draws only
-    is_urgent: bool = False
-    grown: list[DraftNode] = field(default_factory=list)
-    held_step_count: int = 0
-    traced_step_count: int = 0
-    group: Trace = NO_TRACE
-    worked_s: float = 0.0
-
-    @property
-    def read_tokens(self) -> Sequence[int]:
-        """The committed tokens as the draft reads them, each in a cell at its position."""
-        return self.tokens if self.reading is None else self.reading.tokens
-
-    @property
-    def shift(self) -> int:
-        """The number of positions that a node below the root has more in the draft than in the target."""
-        return len(self.read_tokens) - len(self.tokens)
-
-    def cut(self, length: int) -> None:
-        """Drops committed tokens from `length` on, and the tree below them."""
-        super().cut(length)
-        self.cells.truncate(length if self.reading is None else self.reading.cut(length))
-        self.drop_tree()
-
-    def drop_tree(self) -> None:
-        """Ends the epoch: there is no tree until the next commit."""
-        self.cells.give_back(self.growth.drop())
-
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """Re-roots the tree at newly committed tokens; drops it if they leave it, or end a character begun before."""
-        if self.reading is not None and self.reading.length < len(self.tokens) - len(token_ids):
-            self.drop_tree()
-            return
-        kept, freed = self.growth.commit(token_ids)
-        self.cells.commit(kept)
-        self.cells.give_back(freed)
-        if self.reading is not None:
-            self.reading.read(self.tokens)
-
-    def restart(self) -> None:
-        """Begins a tree at the last committed token: it is evaluated as it is fed."""
-        if self.reading is not None:
-            self.reading.read(self.tokens)
-        self.cells.truncate(len(self.read_tokens) - 1)
-        self.growth.restart(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +53,12 @@ class Evaluation:
     fed: Sequence[int]
 
 
-class Drafter(ReplicaService):
+class Drafter:
     """All sessions of a draft replica. Engine thread only.
 
-    A session reserves its cache at its first commit. While too few blocks are free it holds its tokens without drafts,
-    and tries again at every commit.
+    A session takes blocks as it uses their cells. If newly committed tokens find no cells, it gives all its blocks to
+    others, and waits without drafts until a commit finds enough for all its tokens. If no block is free, or any session
+    waits, a tree grows within the blocks that its session has.
     """
 
     def __init__(
@@ -148,6 +86,10 @@ class Drafter(ReplicaService):
         """The number of sessions that wait for cache blocks."""
         return len(self._waiting)
 
+    def counters(self) -> dict[str, int]:
+        """Returns no counters: a draft has none of its own."""
+        return {}
+
     def check(self, item: Open) -> None:
         """Raises CacheExhausted for a prompt beyond the draft's positions or a session beyond its whole cache,
         InvalidRequest for its parameters."""
@@ -163,7 +105,7 @@ class Drafter(ReplicaService):
         check_params_tokens(item.params, item.vocabulary_size)
 
     def open(self, item: Open, reply: Reply) -> DraftSession:
-        """Returns a session without blocks; its first commit reserves them."""
+        """Returns a session without blocks; its commits take them."""
         table = self._engine.cache.open(self._cell_count(item))
         growth = Growth(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
@@ -181,7 +123,7 @@ class Drafter(ReplicaService):
     def extend(self, session: DraftSession, item: Extend) -> MissingTokens | None:
         """Holds committed tokens, and stops drafting until the next commit."""
         self._send([session] if session in self._unsent else [])
-        missing = super().extend(session, item)
+        missing = session.extend(item, self.description.vocabulary_size)
         if missing is None:
             session.drop_tree()
         return missing
@@ -204,12 +146,14 @@ class Drafter(ReplicaService):
             return missing
         if growth.root is not None:
             session.follow(session.tokens[known_length:])
-        if not self._reserve(session):
-            return None
         if growth.root is None:
             session.restart()
             if len(session.read_tokens) > min(positions_max, session.table.capacity - TREE_CELLS):
                 raise CacheExhausted(f"the text has {len(session.read_tokens)} tokens of the draft: too many for it")
+        if not self._find_cells(session):
+            if not item.window:  # nodes are not wanted now, and another commit may never come
+                self._waiting.discard(session)
+            return None
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings
         session.has_siblings |= item.siblings > 0
@@ -224,17 +168,26 @@ class Drafter(ReplicaService):
         length_max = round(item.length_max * (READ_PER_TOKEN if self._retokenizer else 1))
         return min(length_max, self.description.positions_max) + TREE_CELLS
 
-    def _reserve(self, session: DraftSession) -> bool:
-        """Reserves the blocks of a session that has none, if enough are free; returns whether it has them."""
-        cache, table = self._engine.cache, session.table
-        if not table.block_ids and cache.blocks_for(table.capacity) <= cache.free_block_count:
-            session.table = cache.reserve(table.capacity)
-            cache.release(table)
-        if session.table.block_ids:
+    def _find_cells(self, session: DraftSession) -> bool:
+        """Takes blocks for the committed tokens that are not fed yet. Where too few are free the session gives up its
+        tree and all its blocks, so that waiting sessions never keep each other from growing, and waits."""
+        if self._grow(session, len(session.read_tokens) - len(session.cells.committed)):
             self._waiting.discard(session)
-        else:
-            self._waiting.add(session)
-        return session not in self._waiting
+            return True
+        session.drop_tree()
+        session.cells = Cells(session.table.capacity)
+        self._engine.cache.free(session.table)
+        self._waiting.add(session)
+        return False
+
+    def _grow(self, session: DraftSession, count: int) -> bool:
+        """Takes blocks until `count` cells are free, or as many as there are; returns whether these are enough."""
+        cache, table, cells = self._engine.cache, session.table, session.cells
+        if (lacking_count := count - cells.free_count) > 0:
+            most = (len(table.block_ids) + cache.free_block_count) * cache.block_size
+            cache.grow(table, min(cells.held_count + lacking_count, most, table.capacity))
+            cells.hold(len(table.block_ids) * cache.block_size)
+        return cells.free_count >= count
 
     def next_step(self) -> Turn[list[ProposalRequest], list[Proposal]]:
         """Returns a step of committed tokens not fed yet, and of the likeliest nodes of all sessions."""
@@ -261,8 +214,12 @@ class Drafter(ReplicaService):
 
     def _take(self, session: DraftSession) -> list[DraftTreeNode]:
         """Takes the session's next nodes to evaluate, likeliest first."""
+        if session.growth.root is None:
+            return []
+        if not self._waiting:
+            self._grow(session, session.nodes_per_step)
         count = min(session.nodes_per_step, session.cells.free_count)
-        if session.growth.root is None or not count:
+        if not count:
             return []
         length_max = min(session.opened.length_max, self.description.positions_max - session.shift)
         reach = min(len(session.tokens) + session.window, length_max)

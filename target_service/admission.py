@@ -23,13 +23,13 @@ from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open, Verification
 from specdec.protocol.shape import path_tokens
 from specdec.replica.handler import Reply, log_names
+from specdec.replica.metrics import COUNTERS
 from specdec.target_service.session import FedBranch, TargetSession
 from specdec.telemetry.logs import get_logger
 
 RUN_POSITIONS = 64  # of a run, at least
 RUN_SHARE = 0.25  # of the fed length, at least: a prompt token takes a tenth of a decode step, so decoding dominates
 IDLE_S = 0.25  # many times a coordinator's turnaround, and a pause no client notices
-COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "reopenings", "refusals")
 
 
 def run_end(length: int, table: BlockTable) -> int:
@@ -45,7 +45,7 @@ class Admission:
     """
 
     def __init__(self, cache: KVCache, shares_prefixes: bool, displaced: Callable[[TargetSession], None]) -> None:
-        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.counters = dict.fromkeys((*COUNTERS, "refusals"), 0)
         self.waiting: set[TargetSession] = set()
         self._cache = cache
         self._shares_prefixes = shares_prefixes

@@ -18,7 +18,7 @@ from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
 from specdec.protocol.types import Description, SamplerOutput, check_token_ids
-from specdec.replica.handler import ReplicaService, Reply, check_params_tokens
+from specdec.replica.handler import Reply, check_params_tokens
 from specdec.target_service.admission import IDLE_S, Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.step_delay import StepDelay
@@ -26,7 +26,7 @@ from specdec.target_service.tracing import Served, spans_of
 from specdec.telemetry.tracing import Tracing
 
 
-class Verifier(ReplicaService):
+class Verifier:
     """All sessions of a target replica. Engine thread only."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Verifier(ReplicaService):
         if session.work is not None and end > len(session.work.committed):
             limit = f"with its tokens at most {len(session.work.committed)}, the base of the verification in progress"
             raise InvalidRequest("start_position", end, limit)
-        return super().extend(session, item)
+        return session.extend(item, self.description.vocabulary_size)
 
     def work(self, session: TargetSession, item: Verification, arrived_s: float) -> MissingTokens | None:
         """Submits a verification to the engine, once its session has blocks. Raises SpecdecError."""

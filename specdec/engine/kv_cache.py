@@ -1,40 +1,32 @@
 """The cache blocks of each sequence, and the length up to which they are valid.
 
-A sequence either reserves all blocks of its capacity at once, or is opened empty and takes blocks before it writes.
+A sequence is opened empty and takes blocks before it writes; one that knows its length may reserve all at once.
 Rollback is `truncate`: a length. Blocks of committed tokens can be cached as a prefix: a sequence that begins with the
 same tokens shares them, and copies a shared block before it writes to it. Blocks without a holder are evictable: the
 least recently used one is taken when no block is free. The module moves block ids; the model's storage holds the
 values. Not thread-safe: the engine thread owns it.
-
-A block of a cached prefix is found by its content and by all tokens before it: its digest covers its parent's digest
-and its own token ids, and the salt at the root separates the texts of different tenants. Digests are SHA-256, since a
-collision would give one text another's cache.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterator, Sequence
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.interface import Storage
+from specdec.engine.prefix_index import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
 ZERO_BLOCK = 0  # always zero, owned by no sequence: stands in block tables where a sequence has no block
 
 
-def root_digest(salt: str) -> bytes:
-    """Returns the parent digest of the first block of every text with this salt; "" is the common salt."""
-    return hashlib.sha256(b"specdec prefix " + salt.encode("utf-8")).digest()
-
-
-def chain_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """Yields the digests of the full blocks in `token_ids`, which follow the block with digest `parent`, in order."""
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + array("Q", token_ids[start : start + block_size]).tobytes()).digest()
-        yield parent
+def start_of_run(free: list[int], count: int) -> int:
+    """Returns the index in ascending `free` blocks at which a table best takes its first `count`: in the longest run,
+    whose first half is left to the table before it."""
+    starts = [index for index in range(len(free)) if index == 0 or free[index] != free[index - 1] + 1]
+    start, end = max(zip(starts, [*starts[1:], len(free)]), key=lambda run: run[1] - run[0])
+    return start if free[start] == ZERO_BLOCK + 1 else max(start, min((start + end) // 2, end - count))
 
 
 @dataclass(slots=True, eq=False)
@@ -70,41 +62,6 @@ class BlockTable:
     def __repr__(self) -> str:
         state = "released" if self.is_released else f"{self.length}/{self.capacity} tokens"
         return f"BlockTable({state}, blocks {self.block_ids})"
-
-
-class PrefixIndex:
-    """The index from digest to block. A block has one digest at most, a digest one block: the first added."""
-
-    def __init__(self) -> None:
-        self._block_ids: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._digests
-
-    def find(self, digest: bytes) -> int | None:
-        """Returns the block of a digest, or None."""
-        return self._block_ids.get(digest)
-
-    def name_of(self, block_id: int) -> bytes | None:
-        """Returns the digest of a block; None if the block is not in the index."""
-        return self._digests.get(block_id)
-
-    def add(self, digest: bytes, block_id: int) -> None:
-        """Adds a block. No effect if the digest has a block or the block a digest."""
-        if digest not in self._block_ids and block_id not in self._digests:
-            self._block_ids[digest] = block_id
-            self._digests[block_id] = digest
-
-    def remove(self, block_id: int) -> None:
-        """Removes a block; idempotent."""
-        digest = self._digests.pop(block_id, None)
-        if digest is not None:
-            del self._block_ids[digest]
-
-    def check(self) -> None:
-        """Raises AssertionError unless both directions agree."""
-        assert {block_id: digest for digest, block_id in self._block_ids.items()} == self._digests
 
 
 class KVCache:
@@ -179,11 +136,27 @@ class KVCache:
         """Returns an empty table with all blocks of its capacity. Raises CacheExhausted and allocates nothing."""
         table = self.open(capacity)
         try:
-            table.block_ids = self._take_run(self.blocks_for(capacity))
+            self.grow(table, capacity)
         except CacheExhausted:
             self.release(table)
             raise
         return table
+
+    def grow(self, table: BlockTable, end: int) -> None:
+        """Takes the blocks that a table lacks for positions [0, end), adjacent ones if possible: these are read in
+        place. Idempotent. Raises CacheExhausted and takes none."""
+        self._check_live(table)
+        if end > table.capacity:
+            raise ValueError(f"end is {end}; it must be at most {table.capacity}")
+        count = self.blocks_for(end) - len(table.block_ids)
+        if 0 < count <= len(self._free):
+            free = sorted(self._free)
+            following = table.block_ids[-1] + 1 if table.block_ids else ZERO_BLOCK
+            first = bisect.bisect_left(free, following)
+            if first == len(free) or free[first] != following:
+                first = start_of_run(free, count)
+            self._free = (free[first:] + free[:first])[::-1]
+        table.block_ids += self._take(max(0, count))
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Shares the longest cached prefix of the text `token_ids`; returns the table's new length.
@@ -362,15 +335,6 @@ class KVCache:
         for block_id in taken:
             self._holders[block_id] = 1
         return taken
-
-    def _take_run(self, count: int) -> list[int]:
-        """Takes `count` blocks, adjacent ones if possible, so that keys can be read in place."""
-        free = sorted(self._free)
-        for start in range(len(free) - count + 1):
-            if free[start + count - 1] - free[start] == count - 1:
-                self._free = [*free[:start], *free[start + count :]][::-1] + free[start : start + count][::-1]
-                break
-        return self._take(count)
 
     def _take_evictable(self) -> int:
         """Removes the least recently used evictable block from the prefix index and returns it."""

@@ -383,7 +383,7 @@ class Session:
         """Raises AssertionError naming the broken invariant."""
         flying = self.in_flight
         assert len(self.committed) <= self.length_max, "committed tokens fit"
-        assert self.tree.committed == self.committed, "the tree agrees with the committed tokens"
+        assert self.tree.committed is self.committed, "the tree reads the session's committed tokens"
         self.tree.check()
         if flying is not None:
             assert flying.base_position == len(self.committed), "the base position is the committed length"

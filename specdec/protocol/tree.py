@@ -75,13 +75,13 @@ class TreeNode(NodeBase):
 
 
 class DraftTree:
-    """The nodes below the committed tokens; it keeps its own list of these, changed by `commit`.
+    """The nodes below the committed tokens, a list that its owner extends before it calls `commit`.
 
     `named`: nodes by (epoch, node_id), below the committed tokens and recently committed ones.
     """
 
     def __init__(self, committed: Sequence[int]) -> None:
-        self.committed = list(committed)
+        self.committed = committed
         self.root = TreeNode(len(committed), committed[-1])
         self.named: dict[tuple[int, int], TreeNode] = {}
 
@@ -129,12 +129,11 @@ class DraftTree:
         return node
 
     def commit(self, token_ids: Sequence[int]) -> bool:
-        """Appends committed tokens and re-roots the tree; False if they left it, and it is empty now."""
+        """Re-roots the tree at newly committed tokens; False if they left it, and it is empty now."""
         child: TreeNode | None = self.root
         for token_id in token_ids:
-            self.committed.append(token_id)
-            child = self._descend(token_id)
-            self.root = child or TreeNode(len(self.committed), token_id)
+            length, child = self.root.length + 1, self._descend(token_id)
+            self.root = child or TreeNode(length, token_id)
         if len(self.named) > NAME_COUNT_KEPT:
             oldest = len(self.committed) - LATE_POSITIONS_MAX
             self.named = {name: node for name, node in self.named.items() if node.alive and node.length >= oldest}

@@ -68,6 +68,14 @@ class ReplicaSession:
         self.tokens += token_ids[len(known) :]
         return None
 
+    def extend(self, item: Extend, vocabulary_size: int) -> MissingTokens | None:
+        """Stores committed tokens; returns MissingTokens if tokens before them are missing. Raises InvalidRequest."""
+        check_token_ids("token_ids", item.token_ids, vocabulary_size)
+        end, length_max = item.start_position + len(item.token_ids), self.opened.length_max
+        if end > length_max:
+            raise InvalidRequest("start_position", end, f"with its tokens at most length_max {length_max}")
+        return self.hold(item.start_position, item.token_ids)
+
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and all state derived from them."""
         del self.tokens[length:]
@@ -87,7 +95,6 @@ class ReplicaService(Protocol):
     @property
     def waiting_count(self) -> int:
         """The number of sessions that wait for cache blocks."""
-        return 0
 
     def check(self, item: Open) -> None:
         """Raises SpecdecError for a session that this replica can never open."""
@@ -97,12 +104,6 @@ class ReplicaService(Protocol):
 
     def extend(self, session: Any, item: Extend) -> MissingTokens | None:
         """Stores committed tokens; returns MissingTokens if tokens before them are missing. Raises InvalidRequest."""
-        check_token_ids("token_ids", item.token_ids, self.description.vocabulary_size)
-        end, length_max = item.start_position + len(item.token_ids), session.opened.length_max
-        if end > length_max:
-            raise InvalidRequest("start_position", end, f"with its tokens at most length_max {length_max}")
-        missing: MissingTokens | None = session.hold(item.start_position, item.token_ids)
-        return missing
 
     def work(self, session: Any, item: Any, arrived_s: float) -> MissingTokens | None:
         """Handles any other item of a session; returns MissingTokens if tokens before it are missing. Raises
@@ -116,7 +117,6 @@ class ReplicaService(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """Returns its counters by name, for logs and metrics; may be read from another thread."""
-        return {}
 
 
 class ItemHandler:

@@ -16,6 +16,7 @@ import torch
 from specdec.decoding.proposal import proposals
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
+from specdec.draft_service.session import DraftSession
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
@@ -24,6 +25,7 @@ from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.handler import ItemHandler
 from tests.support.engine_models import make_tiny_model
+from tests.support.trees import OwnTree
 
 VOCABULARY_SIZE = 288
 LENGTH_MAX = 120
@@ -68,7 +70,7 @@ class Draft:
 
     def open(self, session: int, prompt: list[int], window: int = 8, nodes_per_step: int = 8) -> None:
         params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
-        self.trees[session] = DraftTree(list(prompt))
+        self.trees[session] = OwnTree(list(prompt))
         self.windows[session] = window
         self.tell(
             Open(session, 1, params, LENGTH_MAX, self.vocabulary_size),
@@ -140,7 +142,7 @@ class Draft:
         return bool(turn.pieces)
 
     @property
-    def sessions(self) -> list[drafter.DraftSession]:
+    def sessions(self) -> list[DraftSession]:
         return list(self.handler.sessions.values())
 
 
@@ -315,29 +317,84 @@ def test_branches_never_take_the_cells_of_committed_tokens(model_folder: Path, m
     assert full and not draft.failures
 
 
-def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -> None:
-    """Claim: a session reserves all blocks it may need at its first commit, and one that finds too few holds none,
-    drafts nothing, and drafts from the first commit on that finds enough; a closed one frees all.
+def test_more_sessions_draft_than_the_cache_could_hold_whole(model_folder: Path) -> None:
+    """Claim: a session holds blocks for the cells it uses, not for all that it may need: eight draft at the same time
+    in a cache for two of full length; closed ones free all.
 
     Source: sessions with a large `max_tokens` filled the cache, and those opened meanwhile never drafted. Conclusive:
-    free blocks are counted, and the late session's proposals are compared with the model's as all others.
+    every session has a chain as long as its window, compared with the model's as all others.
     """
     each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
     draft = Draft(model_folder, 1 + 2 * each)
-    for session in (1, 2, 3):
-        draft.open(session, list(range(2, 12)))
-    assert draft.engine.cache.free_block_count == 0 and draft.drafter.waiting_count == 1
+    for session in range(1, 9):
+        draft.open(session, [session * 5 + i for i in range(10)], nodes_per_step=1)
     draft.settle()
-    assert [len(draft.trees[session].named) > 0 for session in (1, 2, 3)] == [True, True, False]
+    assert [len(draft.trees[session].proposal_path(99)) for session in range(1, 9)] == [8] * 8
+    assert draft.drafter.waiting_count == 0 and draft.engine.cache.free_block_count == 2 * each - 8 * 3
+    draft.tell(*(Close(session, 1) for session in range(1, 9)))
+    assert draft.engine.cache.table_count == 0 and draft.engine.cache.free_block_count == 2 * each
+
+
+def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -> None:
+    """Claim: a session that finds too few cells for its tokens holds no block, drafts nothing, and drafts from the
+    first commit on that finds enough; while it waits no tree takes a block. Conclusive: free blocks are counted, and
+    the late session's proposals are compared with the model's as all others."""
+    each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
+    draft = Draft(model_folder, 1 + each)
+    for session in (1, 2, 3):
+        draft.open(session, [session * 5 + i for i in range(80)])
+    free_count = each - 2 * 10
+    assert draft.engine.cache.free_block_count == free_count < 10 and draft.drafter.waiting_count == 1
+    draft.settle()
+    draft.commit(1, 5)
     draft.commit(3, 5, 6)
     draft.settle()
-    assert not draft.trees[3].named
+    assert [len(draft.trees[session].named) > 0 for session in (1, 2, 3)] == [True, True, False]
+    assert draft.engine.cache.free_block_count == free_count - 1, "one more block, for a committed token"
+    draft.windows[3] = 0
+    draft.commit(3, 9)
+    assert draft.drafter.waiting_count == 0, "a session whose draft is not used keeps no tree from growing"
+    draft.windows[3] = 8
+    draft.commit(3, 4)
+    assert draft.drafter.waiting_count == 1
     draft.tell(Close(1, 1))
     draft.commit(3, 7)
     draft.settle()
     assert draft.trees[3].named and draft.drafter.waiting_count == 0 and not draft.failures
-    draft.tell(Close(2, 1), Close(3, 1))
-    assert draft.engine.cache.table_count == 0 and draft.engine.cache.free_block_count == 2 * each
+
+
+def test_sessions_that_fill_the_cache_never_keep_each_other_from_drafting(model_folder: Path) -> None:
+    """Claim: whatever sessions do in a cache that is too small for them, every proposal sent is the model's, no session
+    fails, none that waits holds a block, and once the others have ended each drafts at its next commit. Conclusive:
+    random openings, commits, closings and steps, in which sessions lose the blocks that they had; cells and blocks are
+    checked throughout."""
+    rng, lost_count = random.Random(5), 0
+    draft = Draft(model_folder, 1 + -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE))
+    for _ in range(600):
+        session = rng.randrange(1, 6)
+        if session not in draft.trees:
+            draft.open(session, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(rng.choice([3, 20, 40]))])
+        elif len(draft.trees[session].committed) > LENGTH_MAX - 4 or rng.random() < 0.01:
+            draft.tell(Close(session, 1))
+            del draft.trees[session]
+        else:
+            held = {own for own in draft.sessions if own.table.block_ids}
+            root, tokens = draft.trees[session].root, [rng.randrange(1, VOCABULARY_SIZE)]
+            if root.proposal is not None and rng.random() < 0.7:
+                tokens = [root.proposal.token_id]
+            draft.commit(session, *tokens)
+            lost_count += sum(not own.table.block_ids for own in held)
+        for _ in range(rng.randrange(3)):
+            draft.step()
+        draft.engine.cache.check_integrity()
+        waiting = [own for own in draft.sessions if not own.table.block_ids]
+        assert len(waiting) == draft.drafter.waiting_count
+    assert lost_count >= 3
+    session, *others = draft.trees
+    draft.tell(*(Close(other, 1) for other in others))
+    draft.commit(session, 7, 8)
+    draft.settle()
+    assert draft.trees[session].root.proposal is not None and not draft.failures
 
 
 def test_a_session_beyond_the_whole_cache_is_refused(model_folder: Path) -> None:

@@ -18,10 +18,10 @@ from specdec.engine.scheduler import Engine
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.items import Commit, Failure
-from specdec.protocol.tree import DraftTree
 from specdec.replica.handler import ItemHandler
 from tests.draft.test_drafter import BLOCK_SIZE, LENGTH_MAX, Draft
 from tests.support.engine_models import make_tiny_model
+from tests.support.trees import OwnTree
 
 TARGET = EMBEDDED_MODELS / "target"
 TEXT = "def total(values):\n    return sum(values)  # café 日本\n"
@@ -85,7 +85,7 @@ def test_every_branch_is_evaluated_below_the_text_in_the_drafts_tokens(draft: Ot
         kinds[kind] += 1
         chosen = {"tree": path, "common": [66], "stranger": path + strangers[:1], "several": strangers}.get(kind)
         if chosen is None:  # a coordinator that starts again from an earlier token
-            draft.trees[1] = DraftTree([*draft.trees[1].committed[:-2], strangers[0], 66, strangers[1]])
+            draft.trees[1] = OwnTree([*draft.trees[1].committed[:-2], strangers[0], 66, strangers[1]])
             committed = draft.trees[1].committed
             draft.tell(Commit(1, 1, len(committed), tuple(committed[-3:]), 8, 8))
         else:

@@ -1,6 +1,6 @@
 """The cache against a model of it: contents, lengths and free blocks, after any order of operations.
 
-Hypothesis draws reserve, write, truncate and release; beside the cache stands a plain list of values per table.
+Hypothesis draws reserve, grow, write, truncate and release; beside the cache stands a plain list of values per table.
 What is read back through the block tables must equal it, so a block shared or freed wrongly shows in the contents.
 """
 
@@ -76,11 +76,28 @@ class CacheMachine(RuleBasedStateMachine):
         assert (table.length, table.capacity, self.cache.free_block_count) == (0, capacity, free - needed)
         self.expected[table] = []
 
+    @rule(data=st.data(), capacity=st.integers(1, 40))
+    def open_and_grow(self, data: st.DataObject, capacity: int) -> None:
+        table = self.cache.open(capacity)
+        self.expected[table] = []
+        for end in data.draw(st.lists(st.integers(1, capacity), max_size=3), label="ends"):
+            free, held = self.cache.free_block_count, len(table.block_ids)
+            needed = -(-end // BLOCK_SIZE) - held
+            if needed > free:
+                with pytest.raises(CacheExhausted):
+                    self.cache.grow(table, end)
+                needed = 0
+            else:
+                self.cache.grow(table, end)
+            assert len(table.block_ids) - held == max(0, needed) == free - self.cache.free_block_count
+
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), count=st.integers(1, 20))
     def write(self, data: st.DataObject, count: int) -> None:
         table = self.table(data)
         count = min(count, table.capacity - table.length)
+        if self.cache.blocks_for(table.length + count) - len(table.block_ids) > self.cache.free_block_count:
+            return
         values = list(range(self.next_value, self.next_value + count))
         self.next_value += count
         write(self.cache, self.storage, table, values)
@@ -135,6 +152,21 @@ def test_scrub_zeroes_exactly_its_range() -> None:
     assert read(storage, table) == [1, 2, 3, 4, 5, 6] + [0] * 12 + [19, 20, 21, 22, 23, 24]
 
 
+def test_tables_that_grow_together_keep_adjacent_blocks() -> None:
+    """Claim: tables that take their blocks one by one, in turn, each have adjacent ones while their sum is a part of
+    the cache: their keys are read in place. Conclusive: the ids of all blocks; in the order of taking they alternate.
+    """
+    cache = KVCache(1 + 64, BLOCK_SIZE, ListStorage())
+    tables = [cache.open(16 * BLOCK_SIZE) for _ in range(4)]
+    for end in range(BLOCK_SIZE, 16 * BLOCK_SIZE + 1, BLOCK_SIZE):
+        for table in tables:
+            cache.grow(table, end)
+    for table in tables:
+        assert table.block_ids == list(range(table.block_ids[0], table.block_ids[0] + 16))
+    assert cache.free_block_count == 0
+    cache.check_integrity()
+
+
 def test_misuse_is_refused() -> None:
     """Claim: lengths out of range, released tables and impossible sizes raise, and change nothing.
 
@@ -146,6 +178,7 @@ def test_misuse_is_refused() -> None:
         lambda: cache.truncate(table, 1),
         lambda: cache.advance(table, 11),
         lambda: cache.prepare_write(table, 11),
+        lambda: cache.grow(table, 11),
         lambda: cache.reserve(0),
         lambda: KVCache(BLOCK_COUNT, 12, ListStorage()),
         lambda: KVCache(1, BLOCK_SIZE, ListStorage()),

@@ -19,11 +19,11 @@ from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import DraftTreeNode, Growth
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
 from tests.exactness.enumeration import PROMPT, Child, Path, Setting, base_two_distribution, chain_offer
 from tests.exactness.exactness import target_output_distribution
 from tests.exactness.test_exact_distribution import POLICIES, draft_table, target_table
+from tests.support.trees import OwnTree
 
 pytestmark = pytest.mark.lengthy
 
@@ -40,7 +40,7 @@ class Grown:
         self.world = world
         self.growth = Growth(Rule.REJECTION, Calibration())
         self.growth.restart(list(start))
-        self.tree = DraftTree(list(start))
+        self.tree = OwnTree(list(start))
         for kind, what in history:
             if kind == "commit":
                 self.tree.commit(what)

@@ -14,8 +14,8 @@ import pytest
 from specdec.protocol.calibration import Calibration, confidence_features
 from specdec.protocol.growth import LIKELIHOOD_MIN, Growth
 from specdec.protocol.items import DraftNode
-from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import Rule
+from tests.support.trees import OwnTree
 
 DEPTH_MAX = 12
 
@@ -68,7 +68,7 @@ class Grower:
         self.growth = Growth(Rule.COUPLED, calibration or ConfidenceItself())
         self.growth.restart(committed)
         self.evaluated: list[tuple[int, ...]] = []
-        self.remote = DraftTree(list(committed))
+        self.remote = OwnTree(list(committed))
 
     def grow(self, count: int, reach: int = 99, is_chain: bool = False) -> list[DraftNode]:
         sent: list[DraftNode] = []

@@ -36,6 +36,7 @@ from specdec.protocol.session import (
 from specdec.protocol.states import DraftState
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
+from tests.support.trees import OwnTree
 
 VOCABULARY_SIZE = 50
 PROMPT = [3, 1, 4]
@@ -119,7 +120,7 @@ class ToyDraft:
                 self.tokens += added
             else:
                 self.tokens[start:] = new
-                self.tree, self.epoch, self.node = DraftTree(self.tokens), self.epoch + 1, 0
+                self.tree, self.epoch, self.node = OwnTree(self.tokens), self.epoch + 1, 0
                 self.root_length = len(self.tokens)
             if isinstance(item, Commit):
                 self.window = item.window

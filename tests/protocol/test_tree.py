@@ -8,6 +8,7 @@ import random
 
 from specdec.protocol.items import DraftNode
 from specdec.protocol.tree import DraftTree
+from tests.support.trees import OwnTree
 
 
 def node(number: int, parent: int, token_id: int, proposal: bool = True) -> DraftNode:
@@ -20,7 +21,7 @@ def path_tokens(tree: DraftTree, limit: int = 64) -> list[int]:
 
 def test_a_commit_inside_the_tree_keeps_what_lies_below_it():
     """Claim: after a rejection whose recovered token is a branch child, that child's subtree is the next proposal."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     for entry in (node(1, 0, 10), node(2, 0, 11, proposal=False), node(3, 2, 20), node(4, 1, 30)):
         tree.add(1, 1, entry)
     assert path_tokens(tree) == [10, 30]
@@ -31,7 +32,7 @@ def test_a_commit_inside_the_tree_keeps_what_lies_below_it():
 
 def test_a_commit_outside_empties_the_tree_and_kills_its_names():
     """Claim: nodes below a path that was not committed are never offered, even when they arrive later."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     tree.add(1, 1, node(1, 0, 10))
     assert not tree.commit([12])
     assert path_tokens(tree) == []
@@ -42,7 +43,7 @@ def test_a_commit_outside_empties_the_tree_and_kills_its_names():
 def test_a_dead_tree_is_free_without_the_garbage_collector():
     """Claim: nodes that a commit left are in no cycle, so they are free when the last holder lets go: the collector
     took a tenth of a coordinator's time. Conclusive: it counts what it finds after the tree was dropped."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     for entry in (node(1, 0, 10), node(2, 0, 11, proposal=False), node(3, 2, 20), node(4, 1, 30)):
         tree.add(1, 1, entry)
     gc.collect()
@@ -57,7 +58,7 @@ def test_a_dead_tree_is_free_without_the_garbage_collector():
 
 def test_a_late_node_whose_path_was_committed_is_used():
     """Claim: lateness alone does not make a node useless; agreement of its path decides."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     tree.add(1, 1, node(1, 0, 10))
     tree.commit([10, 20, 30])
     assert tree.add(1, 1, node(2, 1, 20)) is not None
@@ -69,7 +70,7 @@ def test_a_late_node_whose_path_was_committed_is_used():
 
 def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
     """Claim: a node below a dropped one has no parent, for any token of its own."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     tree.commit([10, 20])
     assert tree.add(1, 1, node(1, 0, 11)) is None
     assert tree.add(1, 1, node(2, 1, 20)) is None
@@ -78,7 +79,7 @@ def test_a_late_node_that_disagrees_is_dropped_with_all_below_it():
 
 def test_of_two_proposal_children_for_one_place_the_first_stays():
     """Claim: the choice between two draws after one path is by arrival, not by token."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     tree.add(1, 1, node(1, 0, 10))
     tree.add(2, 1, node(1, 0, 11))
     assert path_tokens(tree) == [10]
@@ -86,7 +87,7 @@ def test_of_two_proposal_children_for_one_place_the_first_stays():
 
 def test_names_of_one_epoch_do_not_meet_those_of_another():
     """Claim: node numbers begin again in each epoch, so a name needs both."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     tree.add(1, 1, node(1, 0, 10))
     tree.commit([12])
     tree.add(2, 2, node(1, 0, 20))
@@ -96,7 +97,7 @@ def test_names_of_one_epoch_do_not_meet_those_of_another():
 
 def test_a_node_rooted_beyond_the_committed_tokens_is_dropped():
     """A draft cannot know tokens the coordinator has not committed: such a node is forged or broken."""
-    tree = DraftTree([7])
+    tree = OwnTree([7])
     assert tree.add(1, 5, node(1, 0, 10)) is None
 
 
@@ -105,7 +106,7 @@ def test_random_trees_agree_with_the_definition():
     agrees with the committed tokens. Conclusive: the check recomputes every path from scratch."""
     for seed in range(300):
         rng = random.Random(seed)
-        tree = DraftTree([1])
+        tree = OwnTree([1])
         paths: dict[int, list[int]] = {0: []}
         for number in range(1, 40):
             if rng.random() < 0.25:

@@ -10,6 +10,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from specdec.engine.table_model import write_table_model
+from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import MODELS, Client, Outcome, fixed, running
 
@@ -63,6 +65,33 @@ def test_a_cache_for_eight_and_64_requests(table_models: tuple[Path, Path]) -> N
         described = client.stub.Describe(types_pb.DescribeRequest())
         assert described.target.cache.block_count == block_count - 1
         assert described.target.cache.block_size == BLOCK_SIZE
+
+
+def test_long_requests_share_the_draft(tmp_path: Path) -> None:
+    """Claim: six requests with a large `max_tokens` all draft at the same time on a draft whose cache holds two of that
+    length. Source: each reserved the cache of its whole length, so later ones never drafted though it was hardly used.
+
+    Conclusive: in every text draft tokens are accepted among the first 200, and no text is near its end then.
+    """
+    max_tokens = 4000
+    cache = {"kv_cache_bytes": 2 * (max_tokens + 100) * TABLE_BYTES_PER_POSITION, "block_size": BLOCK_SIZE}
+    asked = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "speculative": fixed(4)}
+    folders = [tmp_path / "target", tmp_path / "draft"]
+    for seed, folder in enumerate(folders):
+        write_table_model(folder, 7, positions_max=2 * max_tokens, seed=seed)
+    with running(*folders, threads=1, draft=cache) as services:
+        client = services.client
+        requests = [client.request([1, 2], seed=seed, **asked) for seed in range(6)]
+        calls = [client.stub.Generate(request, timeout=60) for request in requests]
+        outcomes = [Outcome() for _ in calls]
+        while any(len(outcome.token_ids) < 200 for outcome in outcomes):
+            for call, outcome in zip(calls, outcomes):
+                client.take(outcome, next(call))
+        for call in calls:
+            call.cancel()
+    assert all(len(outcome.token_ids) < max_tokens // 2 for outcome in outcomes)
+    accepted = [outcome.kinds[:200].count(pb.TOKEN_KIND_ACCEPTED) for outcome in outcomes]
+    assert min(accepted) > 20, accepted
 
 
 def test_a_request_that_could_never_fit_is_invalid(table_models: tuple[Path, Path]) -> None:
