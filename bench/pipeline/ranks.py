@@ -33,11 +33,13 @@ BRANCH_COUNT = 2
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Shares over positions. `branches`: that the second, third guess is right, where the first is wrong.
-    `bonus_match`: that the first is right where it was not offered."""
+    `bonus_match`: that the first is right where it was not offered. `texts`: which guess came true at each position of
+    each text, None for none."""
 
     acceptance: float
     branches: tuple[float, ...]
     bonus_match: float
+    texts: tuple[tuple[int | None, ...], ...] = ()
 
 
 def measure_ranks(
@@ -54,13 +56,12 @@ def measure_ranks(
     texts = written(target, folder, about, dict.fromkeys(prompts, EVERYTHING), Console(stderr=True))
     longest = max(len(text.token_ids) for text in texts)
     readers = Reader(target, longest), Reader(draft, longest)
-    outcomes: dict[str, list[tuple[int | None, bool]]] = {rule: [] for rule in rules}
+    outcomes: dict[str, list[list[tuple[int | None, bool]]]] = {rule: [] for rule in rules}
     for text in texts:
         logits, guessed = (torch.cat(list(reader.read(text.token_ids[:-1], text.first))) for reader in readers)
         for rule in (rule for rule in rules if temperatures[rule] == text.params.temperature):
-            outcomes[rule] += outcomes_along(
-                text, logits, guessed, replace(text.params, rule=rule_of(rule)[0]), with_siblings
-            )
+            params = replace(text.params, rule=rule_of(rule)[0])
+            outcomes[rule].append(outcomes_along(text, logits, guessed, params, with_siblings))
     return {rule: shares(found) for rule, found in outcomes.items()}
 
 
@@ -111,8 +112,10 @@ def token_by_rejection(
     return offered[verdict.accepted[0]] if verdict.accepted else answer.recovered_token_ids[0]
 
 
-def shares(found: Sequence[tuple[int | None, bool]]) -> Ranks:
-    """Counts put into ratios."""
+def shares(texts: Sequence[Sequence[tuple[int | None, bool]]]) -> Ranks:
+    """Counts put into ratios, over all positions of all texts."""
+    found = [outcome for text in texts for outcome in text]
     missed = [rank for rank, _ in found if rank != 0]
     branches = tuple(missed.count(rank) / max(1, len(missed)) for rank in range(1, BRANCH_COUNT + 1))
-    return Ranks(1 - len(missed) / len(found), branches, sum(match for _, match in found) / len(found))
+    came = tuple(tuple(rank for rank, _ in text) for text in texts)
+    return Ranks(1 - len(missed) / len(found), branches, sum(match for _, match in found) / len(found), came)
