@@ -223,10 +223,14 @@ def wait_usable(address: str, text: Text) -> None:
 
 
 def is_expected(strike: str, loss: Loss) -> bool:
-    """Whether the struck rank ended by SIGKILL, and each other one with the code of a lost rank, or with rank 0."""
+    """Whether the struck rank ended by SIGKILL, and each other one with the code of a lost rank, or with rank 0.
+
+    Of the struck one the code may be unknown: rank 0 may have read it first, and a stopped process ends by nothing
+    else."""
     struck, _ = STRIKES[strike]
     lost = {RANK_LOST_EXIT_CODE, -signal.SIGKILL} if struck == 0 else {RANK_LOST_EXIT_CODE}
-    return all(code in ({-signal.SIGKILL} if rank == struck else lost) for rank, code in enumerate(loss.codes))
+    ended = {-signal.SIGKILL, None}
+    return all(code in (ended if rank == struck else lost) for rank, code in enumerate(loss.codes))
 
 
 def bars_of(losses: dict[str, Sequence[Loss]] | dict[str, list[Loss]]) -> list[Bar]:
