@@ -143,7 +143,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pairs-max", type=int, default=60, help="where auto is below 0.98 of off (%(default)s)")
     parser.add_argument("--jump", action="store_true", help="also a load that jumps from 1 stream to the most")
     parser.add_argument("--coordinators", action="store_true", help="also two coordinators beside one, most streams")
-    parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of a generation (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of a generation (%(default)s)")
     parser.add_argument("--extra-layers", type=int, default=EXTRA_LAYERS_DEFAULT, help="of the target (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of the target (%(default)s)")
     parser.add_argument("--draft-dtype", default="float32", help="of the draft (%(default)s)")

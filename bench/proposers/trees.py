@@ -123,7 +123,7 @@ def best_static_tree(guesses: Ranks, rows: int) -> dict[tuple[int, ...], float]:
     Sequoia)."""
     missed = 1 - guesses.acceptance
     own = [guesses.acceptance, *(missed * share for share in guesses.branches)]
-    heap = [(-probability, (rank,)) for rank, probability in enumerate(own)]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-probability, (rank,)) for rank, probability in enumerate(own)]
     heapq.heapify(heap)
     tree: dict[tuple[int, ...], float] = {}
     while len(tree) < rows:
