@@ -29,6 +29,7 @@ from specdec.protocol.noise import Lane
 from specdec.protocol.offer import Limits, make_offer
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
+from tests.support.trees import OwnTree
 
 BASE_TWO = 1 / math.log(2)  # the temperature at which a logit difference of 1 is a factor of 2
 PROMPT = (0,)
@@ -194,7 +195,7 @@ def sampled_distribution_as_fractions(
 
 def grown_tree(path: Path, chain: tuple[Child, ...], vocabulary_size: int) -> DraftTree:
     """The coordinator's tree after the chain arrived, read up to the first malformed token as on the wire."""
-    tree = DraftTree(list(path))
+    tree = OwnTree(path)
     for node, child in enumerate(chain, start=1):
         try:
             child.draft_probs.check_proposal(child.token_id, vocabulary_size)
