@@ -33,7 +33,7 @@ from specdec.protocol.items import (
     VerificationResult,
     within,
 )
-from specdec.protocol.report import Delta, Event, Finished, Started
+from specdec.protocol.report import Delta, Event, Finished, RoundRecord, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -230,7 +230,11 @@ class Generation:
         if ending is not None:
             self._finish(ending)
             return
-        session.policy.on_round(record)  # while the target runs the next round: this call may take a moment
+        self._loop.call_soon(self._learn, record)  # after the task of the link has written the next verification
+
+    def _learn(self, record: RoundRecord) -> None:
+        """Hands a round to the policy, which may take a moment: the target runs the next round meanwhile."""
+        self._session.policy.on_round(record)
         if self._draft is not None and not record.is_speculating and self._draft.is_up:
             self._speculation.on_network(self._draft.link.stamps.network_s)
 

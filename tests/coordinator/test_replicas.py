@@ -369,7 +369,40 @@ async def test_an_ended_generation_is_held_by_no_timer() -> None:
     generation.on_item(target, VerificationResult(1, 1, 1, SamplerOutput((8, 8, 8))), 0)
     assert generation._session.waiting and generation._wait_timer is not first
     generation.close()
+    await asyncio.sleep(0)  # the turn of the policy, after each round
     gone = weakref.ref(generation)
     del generation
     gc.collect()
     assert gone() is None
+
+
+async def test_a_verification_leaves_before_the_policy_learns_of_the_last_round() -> None:
+    """Claim: the task that writes what a link has queued runs before the policy's update, so that the time of this is
+    none of the round's. Conclusive: the writer here waits for its event as a link's does; before, the policy came
+    first."""
+    order: list[str] = []
+    queued = asyncio.Event()
+
+    class Queueing(Recorder):
+        def send(self, item: Any) -> int:
+            queued.set()
+            return super().send(item)
+
+    async def write() -> None:
+        while True:
+            await queued.wait()
+            queued.clear()
+            order.append("written")
+
+    target = Queueing()
+    generation = generation_of(target, None)
+    generation.begin()
+    writer = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    order.clear()
+    generation._session.policy.on_round = lambda record: order.append("learned")
+    for round_index in range(2):
+        generation.on_item(target, VerificationResult(1, 1, round_index, SamplerOutput((8,))), 0)
+        await asyncio.sleep(0.01)
+    writer.cancel()
+    assert order == ["written", "learned"] * 2
