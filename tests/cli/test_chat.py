@@ -46,6 +46,7 @@ def run_chat(lines: str, *flags: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CHAT, *map(str, flags)], input=lines, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.more
 def test_a_conversation_is_its_rendered_prompts(talker):
     """Claim: each answer is what Generate gives for the template rendered over the whole conversation so far, answers
     included; /new forgets it; an empty line asks nothing; a message that the server refuses is reported and forgotten,

@@ -107,6 +107,7 @@ def check_texts(load: Load, expected: list[Outcome]) -> None:
     assert [one.comparable for one in load.outcomes] == [one.comparable for one in expected]
 
 
+@pytest.mark.more
 def test_a_target_finishes_its_sessions(table_models: tuple[Path, Path], expected: list[Outcome]):
     """Claim: a stopping target reports NOT_SERVING at once, finishes every session it has, takes no new one, and exits
     with 0 when the last ends, long before its grace. Meanwhile the coordinator is NOT_SERVING and refuses requests

@@ -201,6 +201,7 @@ def test_a_round_sent_again_has_its_proposals_again(with_heads: Stream) -> None:
     assert isinstance(refused, Failure) and refused.field == "round_index"
 
 
+@pytest.mark.more
 def test_heads_of_another_target_and_no_heads_are_refused_before_serving(
     model: Path, heads: Path, table_models: tuple[Path, Path], tmp_path: Path
 ) -> None:

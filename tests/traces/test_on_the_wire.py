@@ -310,6 +310,7 @@ def test_a_followed_caller_decides(table_models, receiver: Receiver):
     assert attributes(roots[0])["specdec.request_id"] == outcome.started.request_id
 
 
+@pytest.mark.more
 def test_a_caller_does_not_override_the_ratio(services: Services, table_models, receiver: Receiver):
     """Claim: without --trace-parent-sampling the operator's sampler decides: at a ratio of 0.001 no sampled flag and no
     chosen trace id records a trace, at a ratio of 1 no cleared flag prevents it, and the caller's span is the parent.
