@@ -13,6 +13,7 @@ from tests.chaos.tables import table_texts, tables
 from tests.chaos.texts import Readers, references_of
 
 LONG_S = 120.0  # on a machine that others use
+TEXT_PAIRS_MAX = 20
 
 
 def has_read(readers: Readers, count: int) -> bool:
@@ -26,7 +27,7 @@ def test_no_lie_of_a_draft_changes_a_token_or_fails_a_request() -> None:
     no request fails.
 
     Conclusive: the references come from the same services without speculation; each behaviour lasts until several
-    texts met it, and the draft counts the items it sent.
+    texts met it and the draft has sent an item.
     """
     with tables(has_draft=False) as place:
         readers = Readers(references_of(place.coordinator.address, table_texts(6, 200)), (0.0, 0.0), seed=1)
@@ -37,8 +38,12 @@ def test_no_lie_of_a_draft_changes_a_token_or_fails_a_request() -> None:
             for name in random.Random(1).sample(list(BEHAVIOURS), len(BEHAVIOURS)):
                 until(lambda: place.has_draft, LONG_S)
                 liar.behave(name)
-                until(partial(has_read, readers, readers.text_count + 2), LONG_S)
-                assert liar.behave("silence") or name == "silence", f"no item was sent: {name}"
+                for _ in range(TEXT_PAIRS_MAX):  # a policy that has learned to do without the draft asks it seldom
+                    until(partial(has_read, readers, readers.text_count + 2), LONG_S)
+                    if liar.behave(name) or name == "silence":
+                        break
+                else:
+                    pytest.fail(f"no item was sent: {name}")
         finally:
             readers.stop()
             liar.stop()
