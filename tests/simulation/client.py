@@ -130,6 +130,10 @@ class Loop:
         self.clock.call_later(delay_s, timer.run, wait_index)
         return timer
 
+    def call_soon(self, function: Callable[..., None], *values: Any) -> None:
+        """As an event loop's: after all that is due at this moment."""
+        self.clock.call_later(0.0, function, *values)
+
     def time(self) -> float:
         """As an event loop's."""
         return self.clock.now_s
