@@ -70,8 +70,8 @@ class FreedMemory:
     once in GIVE_BACK_S all of it goes back to the kernel. Make it after loading.
 
     By default glibc gives the end of its heap back when twice the largest freed tensor is free there, and the kernel
-    zeroes each page of the next: measured, two thirds of the time of a step of prompts. Kept without end, the gaps
-    between what lives long add up: measured, 3 MB an hour. Other libraries have no such options.
+    zeroes each page of the next: measured, two thirds of the time of a step of prompts. Kept without end, gaps between
+    what lives long would add up. Other libraries have no such options.
     """
 
     def __init__(self) -> None:

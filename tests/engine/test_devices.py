@@ -90,8 +90,7 @@ print(kept, still, used_mb() - before)
 
 def test_gaps_between_lasting_memory_go_back_once_a_minute() -> None:
     """Claim: freed tensors of 60 MB with lasting ones between them stay with the process until it is due, and are gone
-    then. Source: kept without end, a target grew by 3 MB an hour. Conclusive with glibc: it is the resident memory as
-    the kernel tells it."""
+    then. Conclusive with glibc: it is the resident memory as the kernel tells it."""
     done = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, text=True, timeout=120, check=True)
     kept, still, left = map(float, done.stdout.split())
     assert kept > 40 and still > 40 and left < 10
