@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from tests.chaos.byzantine import BEHAVIOURS, ByzantineDraft
-from tests.chaos.proofs.draft import until
 from tests.chaos.tables import table_texts, tables
 from tests.chaos.texts import Readers, references_of
+from tests.support.waiting import until
 
 LONG_S = 120.0  # on a machine that others use
 TEXT_PAIRS_MAX = 20

@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -15,6 +13,7 @@ import pytest
 
 from tests.support.pages import Page, Watched, read_text, watched
 from tests.support.services import Outcome, fixed
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
@@ -67,14 +66,6 @@ def check_sums(page: Page, outcomes: list[Outcome]) -> None:
     assert page.value("specdec_prompt_tokens_total") == sum(
         outcome.finished.usage.prompt_tokens for outcome in outcomes
     )
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Returns when `condition` holds; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.02)
 
 
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):

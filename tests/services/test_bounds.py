@@ -7,8 +7,7 @@ import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tests.chaos.processes import anonymous_mb
 from tests.support.pages import free_address, read_page
 from tests.support.planted_pair import AGES, AGES_S, EPOCH_MAX, FAST_LINE, SLOW, SLOW_LINE
 from tests.support.services import Client, Outcome, fixed
+from tests.support.waiting import until
 
 VOCABULARY_SIZE, POSITIONS_MAX = 24, 5000
 LONG = fixed(16, proposers=["PROPOSER_NGRAM"])
@@ -155,7 +155,7 @@ def test_a_reader_that_pauses_gets_its_whole_text(planted: Planted) -> None:
         request = planted.client.request([1, 2], LONG, **sampling)
         paused = pb_grpc.CoordinatorServiceStub(channel).Generate(request, timeout=60)
         read = planted.client.generate([1, 2], speculative=LONG, **sampling)
-        wait_until(lambda: read_page(planted.page).value(counter) == end)
+        until(lambda: read_page(planted.page).value(counter) == end)
         for message in paused:
             planted.client.take(text, message)
             sizes.append((len(message.delta.token_ids), message.ByteSize()))
@@ -204,11 +204,3 @@ def test_a_flood_waits_while_the_engine_works(planted: Planted) -> None:
     assert answered_count == MESSAGE_COUNT * ITEM_COUNT
     alone = planted.client.generate(SLOW, resume=beside.token_ids[:1], **asked)  # another prompt for the slow step
     assert beside.token_ids[1:] == alone.token_ids
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Returns when `condition` holds; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.05)

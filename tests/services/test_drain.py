@@ -4,8 +4,7 @@ unfinished one says how to resume; texts are those of an undisturbed run, byte b
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from specdec.cli.processes import start
 from specdec.config import TargetSettings
 from specdec.protocol.types import TokenKind
 from tests.support.services import Client, Outcome, Services, fixed, running
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 ASKED = {"max_tokens": 450, "temperature": 1, "ignore_eos": True, "speculative": fixed(2)}
@@ -62,14 +62,6 @@ class Load:
         found = [future.result(100) for future in self.futures]
         self.pool.shutdown()
         return found
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Returns when `condition` holds; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def health(address: str) -> int:

@@ -19,6 +19,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import Client, Outcome, Services, running
+from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
 ASKED = {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
@@ -43,14 +44,6 @@ def stream(client: Client, at_token: int, act: Callable[[], None], **asked) -> O
     return outcome
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Returns when `condition` holds; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.02)
-
-
 @pytest.mark.more
 def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services, table_models: tuple[Path, Path]):
     """Claim: SIGKILL of the draft at many points changes no token; a draft that is back on its port is used again."""
@@ -70,7 +63,7 @@ def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services
             outcome = client.generate(PROMPT, **{**ASKED, "max_tokens": 40})
             return outcome.finished.statistics.num_draft_tokens > 0
 
-        wait_until(drafts_again)
+        until(drafts_again)
     draft.stop()
 
 
@@ -79,7 +72,7 @@ def test_drafting_resumes_within_a_running_generation(services: Services, table_
     client = services.client
     port = int(services.draft.address.rpartition(":")[2])
     services.draft.stop()
-    wait_until(lambda: client.generate(PROMPT, max_tokens=30).finished.statistics.num_draft_tokens == 0)
+    until(lambda: client.generate(PROMPT, max_tokens=30).finished.statistics.num_draft_tokens == 0)
     drafts = []
 
     def revive() -> None:
@@ -89,7 +82,7 @@ def test_drafting_resumes_within_a_running_generation(services: Services, table_
     asked = {**ASKED, "max_tokens": 100}
     outcome = stream(client, 1, revive, max_tokens=100)
     drafts[0].wait_ready()
-    wait_until(lambda: client.generate(PROMPT, **asked).finished.statistics.num_draft_tokens > 0)
+    until(lambda: client.generate(PROMPT, **asked).finished.statistics.num_draft_tokens > 0)
     long = {**ASKED, "max_tokens": 450}
     whole = client.generate(PROMPT, **long)
     assert whole.token_ids[:100] == outcome.token_ids
@@ -104,7 +97,7 @@ def test_a_frozen_draft_costs_a_moment_and_no_token(services: Services):
     assert outcome.comparable == expected.comparable
     assert outcome.finished.statistics.draft_waits_expired <= 3
     services.draft.signal(signal.SIGCONT)
-    wait_until(lambda: client.generate(PROMPT, **ASKED).finished.statistics.num_draft_tokens > 0)
+    until(lambda: client.generate(PROMPT, **ASKED).finished.statistics.num_draft_tokens > 0)
 
 
 def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
@@ -141,7 +134,7 @@ def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
         assert outcome.text + rest.text == expected.text
         return True
 
-    wait_until(resumed)
+    until(resumed)
     target.stop()
 
 
@@ -189,7 +182,7 @@ def test_a_reader_that_takes_nothing_loses_its_place(table_models: tuple[Path, P
                 return False
 
         assert not is_free()
-        wait_until(is_free, timeout_s=60)
+        until(is_free, timeout_s=60)
         with pytest.raises(grpc.RpcError) as caught:
             list(stalled)
         assert caught.value.code() is grpc.StatusCode.ABORTED
@@ -212,7 +205,7 @@ def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
             return False
         return all(len(outcome.token_ids) == 40 for outcome in outcomes)
 
-    wait_until(all_slots_are_free)
+    until(all_slots_are_free)
     assert all_slots_are_free()
 
 

@@ -29,10 +29,10 @@ from specdec.bench.processes import cpu_seconds
 from specdec.bench.trace_counts import collector, variables
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Restartable
-from tests.chaos.proofs.draft import until
 from tests.chaos.tables import Tables, table_texts, tables
 from tests.chaos.texts import Content, Text, open_channel, read, references_of
 from tests.support.services import fixed
+from tests.support.waiting import until
 
 ALL_SAMPLED = {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}
 UNROUTABLE = "http://192.0.2.1:4317"  # RFC 5737: for documentation, no host has it

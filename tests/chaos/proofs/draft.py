@@ -30,23 +30,14 @@ from tests.chaos.processes import Restartable
 from tests.chaos.tables import COMMON, REPLICA, Tables, table_texts, tables
 from tests.chaos.texts import Readers, Text, open_channel, read, references_of
 from tests.support.services import fixed
+from tests.support.waiting import until
 
 STREAM_COUNT = 16
 TEXT_TOKENS = 400
 BEAT_S = 0.1
-UP_S = 20.0
 NORMAL_SHARE = 0.9
 SPEED_SHARE = 0.95  # of plain decoding, while trouble lasts
 AUTO = {"policy": "POLICY_AUTO", "proposers": ["PROPOSER_DRAFT"]}  # another would hide a draft's trouble
-
-
-def until(condition: Callable[[], bool], timeout_s: float = UP_S) -> None:
-    """Returns when it holds. Raises TimeoutError."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError("the condition did not come true")
-        time.sleep(0.02)
 
 
 Points = set[tuple[Text, int]]
