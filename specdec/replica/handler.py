@@ -25,6 +25,7 @@ from specdec.telemetry.logs import get_logger
 
 STOPPING = "the replica stops and takes no more sessions"
 IDLE_S = 10.0  # a session at work pauses for milliseconds; opened again after a longer pause it costs its cache only
+HELD_S = 60.0  # then a place beyond its stream's share goes to another stream that asks: the text there can be resumed
 ASKING_S = 2.0  # from a refusal on: twice the pause after which a coordinator's client tries again
 
 Reply = Callable[[object], None]
@@ -34,14 +35,15 @@ Reply = Callable[[object], None]
 class ReplicaSession:
     """A session of any replica: its Open item, its table of cache blocks, its committed tokens.
 
-    `active_s`: when its last item with tokens arrived, or its last work ended; a session that never had any may be
-    ended for another at once.
+    `opened_s`: when it took its place. `active_s`: when its last item with tokens arrived, or its last work ended; a
+    session that never had any may be ended for another at once.
     """
 
     opened: Open
     table: BlockTable
     reply: Reply
     tokens: list[int] = field(default_factory=list, init=False)
+    opened_s: float = field(default=0.0, init=False)
     active_s: float = field(default=-math.inf, init=False)
 
     @property
@@ -201,24 +203,29 @@ class ItemHandler:
         is_known = (stream, item.session) in self.sessions
         if not is_known and self._emptied is not None:
             raise ReplicaUnavailable(STOPPING)
+        opened_s = self.sessions[stream, item.session].opened_s if is_known else now_s
         if not self._end(stream, item) and is_known:
             return
         if not is_known:
             self._admit(stream, now_s)
-        self.sessions[stream, item.session] = self.service.open(item, reply)
+        session = self.service.open(item, reply)
+        session.opened_s = opened_s
+        self.sessions[stream, item.session] = session
 
     def _admit(self, stream: object, now_s: float) -> None:
         """Makes sure that there is a place for a new session of a stream. Raises CacheExhausted."""
-        most = self.session_count_max
+        most, is_full = self.session_count_max, len(self.sessions) >= self.session_count_max
         self._refused_s = {one: at_s for one, at_s in self._refused_s.items() if now_s - at_s < ASKING_S}
-        if others := self._refused_s.keys() - {stream}:
+        others = self._refused_s.keys() - {stream}
+        if others or is_full:
             counts = Counter(holder for holder, _ in self.sessions)
             share = max(1, most // len({*counts, *others, stream}))
             if counts[stream] >= share and any(counts[other] < share for other in others):
                 raise CacheExhausted(f"{counts[stream]} of {most} session slots are taken, and other coordinators wait")
-        if len(self.sessions) >= most and not self._end_idle(now_s):
-            self._refused_s[stream] = now_s
-            raise CacheExhausted(f"all {most} session slots are taken; raise --max-num-seqs")
+            beyond = [key for key in self.sessions if counts[stream] < share < counts[key[0]]]
+            if is_full and not self._end_idle(now_s) and not self._end_held(beyond, now_s):
+                self._refused_s[stream] = now_s
+                raise CacheExhausted(f"all {most} session slots are taken; raise --max-num-seqs")
         self._refused_s.pop(stream, None)
 
     def _end_idle(self, now_s: float) -> bool:
@@ -227,10 +234,24 @@ class ItemHandler:
         key = min(idle, key=lambda one: self.sessions[one].active_s, default=None)
         if key is None or now_s - self.sessions[key].active_s < IDLE_S:
             return False
-        session = self.sessions.pop(key)
-        get_logger().info("idle session ended", **log_names(session.opened))
-        self.service.close(session)
+        self._end_for_another(key, "idle session ended")
         return True
+
+    def _end_held(self, keys: Sequence[tuple[object, int]], now_s: float) -> bool:
+        """Ends the oldest of some sessions, and says so to its coordinator; False if none is HELD_S old."""
+        key = min(keys, key=lambda one: self.sessions[one].opened_s, default=None)
+        if key is None or now_s - self.sessions[key].opened_s < HELD_S:
+            return False
+        session = self._end_for_another(key, "session of a stream beyond its share ended")
+        opened = session.opened
+        session.reply(MissingTokens(opened.session, opened.incarnation, 0, unknown=True))
+        return True
+
+    def _end_for_another(self, key: tuple[object, int], event: str) -> Any:
+        session = self.sessions.pop(key)
+        get_logger().info(event, **log_names(session.opened))
+        self.service.close(session)
+        return session
 
     def _log_names(self, stream: object, item: Any) -> dict[str, object]:
         """Returns the log fields of an item: those of its session, if it is open."""

@@ -17,7 +17,14 @@ from google.protobuf.message import Message
 
 from specdec.errors import InvalidRequest
 from specdec.protocol.limits import LIMITS, Limit
-from specdec.rpc.limits import MESSAGE_BYTES_SOFT, PACKED_BYTES_MAX, REQUEST_FIELD_COUNT_MAX, STAMP_BYTES_MAX
+from specdec.rpc.limits import (
+    BYTES_PER_PART_MIN,
+    MESSAGE_BYTES_SOFT,
+    PACKED_BYTES_MAX,
+    PART_COUNT_FREE,
+    REQUEST_FIELD_COUNT_MAX,
+    STAMP_BYTES_MAX,
+)
 
 _FIXED_SIZES = {1: 8, 5: 4}
 _LENGTH_DELIMITED = 2
@@ -25,19 +32,21 @@ _SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _SIZES = {name: limit for limit in LIMITS for name in limit.field_names()}
 _UNLIMITED = Limit("", math.inf, "of another protocol", "", is_bytes=True)
 _CHARACTER_BYTES = 4  # at most, in UTF-8
+_ZERO_COUNT_MAX = 256  # of a message that is not walked: an empty part is two bytes, its tag and a zero
 
 
 def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, float] | None = None) -> None:
     """Raises InvalidRequest, naming a field, if a message and its parts have more than REQUEST_FIELD_COUNT_MAX fields
-    on the wire, more than PACKED_BYTES_MAX bytes of packed numbers, or a string far beyond its limit in the table, or
-    beyond that of `bytes_max` (by `Message.field`). Malformed bytes are left to the parser."""
+    on the wire, more parts than PART_COUNT_FREE and its size allow, more than PACKED_BYTES_MAX bytes of packed numbers,
+    or a string far beyond its limit in the table, or beyond that of `bytes_max` (by `Message.field`). Malformed bytes
+    are left to the parser."""
     _Walk(data, bytes_max or {}).count(_fields(message), 0, len(data), "")
 
 
 def check_large(message_class: type[Message], data: bytes) -> None:
-    """Raises InvalidRequest for a message of a stream that is larger than several items together may be and has more
-    fields than the largest single item."""
-    if len(data) > MESSAGE_BYTES_SOFT + STAMP_BYTES_MAX:
+    """Raises InvalidRequest, as `check_field_count` does, for a message of a stream that is larger than several items
+    together may be, or may have more empty parts than its size allows; others are not worth the walk."""
+    if len(data) > MESSAGE_BYTES_SOFT + STAMP_BYTES_MAX or data.count(0) > _ZERO_COUNT_MAX:
         check_field_count(message_class.DESCRIPTOR, data)
 
 
@@ -73,11 +82,13 @@ def _field(message: Descriptor, field: FieldDescriptor) -> _Field:
 
 
 class _Walk:
-    """One walk over the fields of a message. `fields_left`, `bytes_left`: how many more fields and packed bytes."""
+    """One walk over the fields of a message. `fields_left`, `parts_left`, `bytes_left`: how many more fields, parts and
+    packed bytes."""
 
     def __init__(self, data: bytes, bytes_max: Mapping[str, float]) -> None:
         self._data, self._bytes_max = data, bytes_max
         self._fields_left, self._bytes_left = REQUEST_FIELD_COUNT_MAX, PACKED_BYTES_MAX
+        self._parts_left = PART_COUNT_FREE + len(data) // BYTES_PER_PART_MIN
 
     def count(self, fields: dict[int, _Field], at: int, end: int, path: str) -> None:
         """Counts the fields in data[at:end]; stops at malformed bytes."""
@@ -95,8 +106,13 @@ class _Walk:
                     pass
                 elif field.part is None:
                     self._check_size(field, size, path)
-                elif size:
-                    self.count(_fields(field.part), at, min(end, at + size), f"{path}{field.name}.")
+                else:
+                    self._parts_left -= 1
+                    if self._parts_left < 0:
+                        limit = f"one of {PART_COUNT_FREE} parts, or of one for each {BYTES_PER_PART_MIN} bytes more"
+                        raise InvalidRequest(path + field.name, "one part too many", limit)
+                    if size:
+                        self.count(_fields(field.part), at, min(end, at + size), f"{path}{field.name}.")
                 at += size
             elif wire_type == 0:
                 _, at = _varint(data, at, end)

@@ -3,7 +3,8 @@ of what it sends. `LIMITS` is the one table of everything that comes over the wi
 
 The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
-`request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`, `untaken_items`.
+`request_parts`, `request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`,
+`untaken_items`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ STREAM_RESPONSE_BYTES_MAX = 352 << 10
 REQUEST_FIELD_COUNT_MAX = 4096
 PACKED_BYTES_MAX = 1 << 20
 MESSAGE_BYTES_SOFT = 16 << 10
+PART_COUNT_FREE, BYTES_PER_PART_MIN = 1024, 5
 STAMP_BYTES_MAX = 64  # of the stamp that a message of items may have too
 UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN = 2 << 20, 4 << 10  # of a replica; of one message, however short
 UNTAKEN_ITEM_COUNT_MAX = 1 << 16
@@ -84,6 +86,13 @@ CALLS = (
         f"CoordinatorService/Generate,{STREAMS}.request_fields",
     ),
     Limit(
+        "PART_COUNT_FREE",
+        PART_COUNT_FREE,
+        "as many biases as a request may have, and one for each BYTES_PER_PART_MIN bytes: the parser makes up to 90 "
+        "bytes of a part, so of a message at most 20 times its size, or 50 kB",
+        f"CoordinatorService/Generate,{STREAMS}.request_parts",
+    ),
+    Limit(
         "PACKED_BYTES_MAX",
         PACKED_BYTES_MAX,
         "262,144 token ids of four bytes, in all lists of numbers together",
@@ -93,8 +102,7 @@ CALLS = (
     Limit(
         "MESSAGE_BYTES_SOFT",
         MESSAGE_BYTES_SOFT,
-        "a larger message is a single item, whose fields are counted before it is parsed; the parser makes 43 bytes of "
-        "one at most, 0.7 MB of a message that is not counted",
+        "a larger message is a single item, whose fields are counted before it is parsed",
         f"{STREAMS}.items_bytes",
         is_bytes=True,
     ),

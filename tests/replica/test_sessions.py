@@ -20,7 +20,7 @@ from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, Spec
 from specdec.protocol.items import ITEM_COUNT_MAX, Close, Failure, MissingTokens, Nodes, Open, Verification
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.replica import stream as stream_module
-from specdec.replica.handler import ASKING_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
+from specdec.replica.handler import ASKING_S, HELD_S, IDLE_S, ItemHandler, ReplicaService, ReplicaSession
 from specdec.replica.stream import ReplicaStream
 from specdec.rpc.convert_items import item_to_bytes
 from specdec.rpc.limits import UNHANDLED_BYTES_MAX, UNHANDLED_BYTES_MIN
@@ -108,6 +108,30 @@ def test_a_stream_takes_no_more_than_its_share_while_another_asks() -> None:
     assert not both.open("c", 1)
     both.tell("a", Close(6, 1))
     assert not both.open("a", 21) and both.open("a", 21, at_s=ASKING_S), "the other asks no more"
+
+
+def test_a_stream_keeps_no_more_than_its_share_by_working() -> None:
+    """Claim: places beyond a stream's share that it holds by working on and on, or by opening its sessions again, go to
+    another that asks, the oldest first and only HELD_S after they were taken, until that one has its share; the first
+    is told, and gets no place back meanwhile.
+
+    Source: a token every few seconds in each session kept all places from others for ever. Conclusive: every session
+    worked at this moment.
+    """
+    both = Coordinators()
+    for session in range(1, 9):
+        assert both.open("a", session, at_s=float(session))
+    both.tell("a", Open(1, 2, PARAMS, 9, 9), Verification(1, 2, 0, 1, (1,)), at_s=20.0)
+    for session in both.handler.sessions.values():
+        session.active_s, session.is_busy = HELD_S, True
+    assert not both.open("b", 1, at_s=HELD_S)
+    told: list[Any] = []
+    both.handler.sessions["a", 1].reply = told.append
+    assert both.open("b", 1, at_s=HELD_S + 1) and both.held("a") == [2, 3, 4, 5, 6, 7, 8]
+    assert isinstance(told[0], MissingTokens) and told[0].unknown and told[0].incarnation == 2
+    assert not both.open("b", 2, at_s=HELD_S + 1) and not both.open("a", 1, at_s=HELD_S + 1)
+    assert all(both.open("b", session, at_s=HELD_S + session) for session in (2, 3, 4))
+    assert both.held("a") == [5, 6, 7, 8] and not both.open("b", 5, at_s=HELD_S + 9), "each has its share"
 
 
 class Stream:

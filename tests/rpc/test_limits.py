@@ -97,7 +97,7 @@ def limited_calls() -> Iterator[str]:
                     continue
                 yield f"{name}.silence_s"
                 if file is not health_pb2:
-                    yield from (f"{name}.{what}" for what in ("response_bytes", "request_fields"))
+                    yield from (f"{name}.{what}" for what in ("response_bytes", "request_fields", "request_parts"))
                 if method.client_streaming:
                     yield from (f"{name}.{what}" for what in ("items_bytes", "unhandled_bytes", "untaken_items"))
 
