@@ -7,7 +7,7 @@ runs without stable tile sizes: products of any width, and the library's attenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from specdec.engine.tile_sizes import TileSizes
 from specdec.engine.tiled_modules import FREE_WIDTHS, OutputLayer, TiledLinear, Weight, replace_modules
 from specdec.engine.tree_attention import TreePlanner
 from specdec.errors import ConfigError
+
+OUTPUT_ROWS_MAX = 128  # for which kernels of an output layer are made at loading; steps with more logits are rare
 
 
 class CpuBackend:
@@ -84,6 +86,7 @@ class CpuBackend:
         self._freed_memory = FreedMemory()
         shape = self._shape
         if not self.has_stable_rows:
+            make_kernels(self._linears, FREE_WIDTHS)
             sizes = (shape.layer_count, block_count, block_size, shape.kv_head_count, shape.head_size)
             self._storage = DeviceStorage(*sizes, torch.float32, self.device)
             self._planner = TreePlanner(self._storage, shape.windows)
@@ -133,13 +136,25 @@ class CpuBackend:
         self._planner = None
 
     def _planner_in_force(self) -> StepPlanner:
-        """Sets the stable tile sizes of the current thread count, by which the library picks kernels."""
+        """Sets the stable tile sizes of the current thread count, by which the library picks kernels, and has them
+        made."""
         if not isinstance(self._storage, PagedStorage):
             raise RuntimeError("forward was called before allocate")
         widths, query_tiles = self.stable_tiles
         for linear in self._linears:
             linear.set_widths(widths)
+        make_kernels(self._linears, widths)
         return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows)
+
+
+def make_kernels(linears: Iterable[TiledLinear], widths: TileSizes) -> None:
+    """Multiplies once at every width by one weight of each layout. The library makes a kernel for each, in 1 to 16 ms,
+    and keeps 0.6 MB of it: at loading, so that no later step is slow for it, or makes the process grow."""
+    by_layout = {(linear.weight.layout, type(linear)): linear for linear in linears if linear.weight.has_kernels}
+    for linear in by_layout.values():
+        for width in widths.widths:
+            if width <= OUTPUT_ROWS_MAX or not isinstance(linear, OutputLayer):
+                linear.tile(torch.zeros(width, linear.weight.in_size, dtype=linear.weight.dtype))
 
 
 def of_any_width(output: nn.Module) -> nn.Module:
