@@ -38,6 +38,7 @@ STALLED_S = 45.0  # a stalled reader loses its generation after 30 s
 SETTLE_S = 40.0
 FAULT_SHARE = 0.9  # of those due: a fault and its repair may take longer than the time between two
 PROMPT_CHARACTERS = 300
+BURST = 48  # requests at a time, so that pools of threads have all that they ever start
 
 
 @dataclass(slots=True)
@@ -231,6 +232,16 @@ def texts_of(count: int) -> list[Text]:
     ]
 
 
+def fill_pools(address: str, texts: list[Text]) -> None:
+    """Sends a burst of requests and reads their answers."""
+    with open_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        calls = [stub.Generate(texts[number % len(texts)].request({}), timeout=300) for number in range(BURST)]
+        for call in calls:
+            for _ in call:
+                pass
+
+
 def left_over(made: World) -> dict[str, float]:
     """Requests, sessions and cache blocks that the steady services still hold."""
     names = {
@@ -300,6 +311,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         references = references_of(made.steady["coordinator"].address, texts)
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
+        fill_pools(made.steady["coordinator"].address, texts)
         readers = Readers(references, (0.2, asked.pause), asked.seed)
         faults = Faults(made, texts, random.Random(asked.seed), asked.faults)
         series = {name: Series(service.pid) for name, service in made.steady.items()}
