@@ -4,7 +4,8 @@ of what it sends. `LIMITS` is the one table of everything that comes over the wi
 The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
 `request_parts`, `request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`,
-`untaken_items`.
+`untaken_items`; those of connections are `Server.pings_per_s` of every port, and `Probes.what` of the port of the
+probes: `calls`, `connection_s`, `request_bytes`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ WATCH_COUNT_MAX = 256
 STREAMS_PER_CONNECTION_MAX = 1024
 READER_STALL_S_MAX = 30.0
 SILENCE_S_MAX = 10.0
+PINGS_PER_S_MAX = 2
+PROBE_COUNT_MAX, PROBE_CONNECTION_S_MAX, PROBE_REQUEST_BYTES_MAX = 16, 10, 4096
 
 # The port of the probes demands no certificate. A probe is one short call, mostly on a connection of its own; a call
 # that a client holds open, or does not read, ends with its connection.
 PROBE_CONNECTION_OPTIONS = (
-    ("grpc.max_concurrent_streams", 16),
-    ("grpc.max_connection_age_ms", 10_000),
+    ("grpc.max_concurrent_streams", PROBE_COUNT_MAX),
+    ("grpc.max_connection_age_ms", 1000 * PROBE_CONNECTION_S_MAX),
     ("grpc.max_connection_age_grace_ms", 1000),
-    ("grpc.max_receive_message_length", 4096),  # so much more than a valid one that its field is named in the refusal
+    ("grpc.max_receive_message_length", PROBE_REQUEST_BYTES_MAX),
 )
+PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
 
 STREAMS = "TargetService/Verify,DraftService/Draft"
 HELPERS = "CoordinatorService/Describe,TargetService/Describe,DraftService/Describe,Health/Check"
@@ -152,6 +156,26 @@ CALLS = (
         "ten pings of an idle link: a frozen coordinator is noticed earlier, by its connection; this is for one whose "
         "event loop stands still while gRPC's own threads keep the connection. A shorter stall costs its users no text",
         f"{STREAMS}.silence_s",
+    ),
+    Limit(
+        "PINGS_PER_S_MAX",
+        PINGS_PER_S_MAX,
+        "twice the rate of our own keepalive; a connection that pings oftener is closed",
+        "Server.pings_per_s",
+    ),
+    Limit("PROBE_COUNT_MAX", PROBE_COUNT_MAX, "of one connection: probes are one call each", "Probes.calls"),
+    Limit(
+        "PROBE_CONNECTION_S_MAX",
+        PROBE_CONNECTION_S_MAX,
+        "a call that is held open, or not read, ends with its connection",
+        "Probes.connection_s",
+    ),
+    Limit(
+        "PROBE_REQUEST_BYTES_MAX",
+        PROBE_REQUEST_BYTES_MAX,
+        "so much more than a valid one has that the field is named in a refusal",
+        "Probes.request_bytes",
+        is_bytes=True,
     ),
 )
 LIMITS = (*fields.LIMITS, *CALLS)

@@ -26,6 +26,7 @@ from specdec.rpc.limits import (
     HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
+    PING_OPTIONS,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
@@ -37,7 +38,7 @@ MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's t
 
 _SERVER_OPTIONS = (
     *KEEPALIVE_OPTIONS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    *PING_OPTIONS,
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections without an error
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
 )
