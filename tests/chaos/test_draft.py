@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from tests.chaos.byzantine import BEHAVIOURS, ByzantineDraft
+from tests.chaos.proofs.draft import struck
 from tests.chaos.tables import table_texts, tables
 from tests.chaos.texts import Readers, references_of
 from tests.support.waiting import until
@@ -19,6 +20,19 @@ TEXT_PAIRS_MAX = 20
 def has_read(readers: Readers, count: int) -> bool:
     """Whether this number of texts was read."""
     return readers.text_count >= count
+
+
+@pytest.mark.more
+def test_a_draft_that_dies_freezes_or_crawls_changes_no_token() -> None:
+    """Claim: texts whose draft is killed, frozen or a hundred times slower are those without it, and no request fails.
+    Conclusive: each strikes at four points, in the midst of texts."""
+    with tables(has_draft=True) as place:
+        readers = Readers(references_of(place.coordinator.address, table_texts(6, 200)), (0.0, 0.0), seed=1)
+        readers.start([place.coordinator.address] * 4)
+        points = struck(place, readers, 4, random.Random(1))
+        readers.stop()
+    assert not readers.wrong and not readers.codes
+    assert len(points) == 3 and all(len(own) >= 4 for own in points.values())
 
 
 @pytest.mark.more

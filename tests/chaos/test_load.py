@@ -66,13 +66,6 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
 
 
 @pytest.mark.more
-def test_a_draft_in_trouble_changes_no_text() -> None:
-    """Claim: whether their draft is killed, frozen, a hundred times slower or lies, in each of its ways, no request
-    fails and every text is that without speculation. Conclusive: trouble strikes each in its midst, at 16 points."""
-    assert not missed("draft", "--points", "16", "--pairs", "0", "--restarts", "1")
-
-
-@pytest.mark.more
 def test_texts_survive_half_a_minute_of_faults() -> None:
     """Claim: with a fault every 2 s every text ends as its reference, malformed input is refused, and nothing is held
     at the end. Conclusive: as in the hour, without what only time shows: the growth of memory."""
