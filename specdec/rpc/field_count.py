@@ -44,10 +44,13 @@ def check_field_count(message: Descriptor, data: bytes, bytes_max: Mapping[str, 
 
 
 def check_large(message_class: type[Message], data: bytes) -> None:
-    """Raises InvalidRequest, as `check_field_count` does, for a message of a stream that is larger than several items
-    together may be, or may have more empty parts than its size allows; others are not worth the walk."""
-    if len(data) > MESSAGE_BYTES_SOFT + STAMP_BYTES_MAX or data.count(0) > _ZERO_COUNT_MAX:
+    """Raises InvalidRequest for a message of a stream that is larger than several items together may be, as
+    `check_field_count` does, and for another that has more parts than its size allows. All else in it concerns one item
+    only; few zeros are few empty parts, so most are not walked."""
+    if len(data) > MESSAGE_BYTES_SOFT + STAMP_BYTES_MAX:
         check_field_count(message_class.DESCRIPTOR, data)
+    elif data.count(0) > _ZERO_COUNT_MAX:
+        _Walk(data, None).count(_fields(message_class.DESCRIPTOR), 0, len(data), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,13 @@ def _field(message: Descriptor, field: FieldDescriptor) -> _Field:
 
 
 class _Walk:
-    """One walk over the fields of a message. `fields_left`, `parts_left`, `bytes_left`: how many more fields, parts and
-    packed bytes."""
+    """One walk over the fields of a message; with `bytes_max` None it counts parts only. `fields_left`, `parts_left`,
+    `bytes_left`: how many more fields, parts and packed bytes."""
 
-    def __init__(self, data: bytes, bytes_max: Mapping[str, float]) -> None:
+    def __init__(self, data: bytes, bytes_max: Mapping[str, float] | None) -> None:
         self._data, self._bytes_max = data, bytes_max
-        self._fields_left, self._bytes_left = REQUEST_FIELD_COUNT_MAX, PACKED_BYTES_MAX
+        self._fields_left = REQUEST_FIELD_COUNT_MAX if bytes_max is not None else len(data)
+        self._bytes_left = PACKED_BYTES_MAX
         self._parts_left = PART_COUNT_FREE + len(data) // BYTES_PER_PART_MIN
 
     def count(self, fields: dict[int, _Field], at: int, end: int, path: str) -> None:
@@ -121,6 +125,8 @@ class _Walk:
 
     def _check_size(self, field: _Field, size: int, path: str) -> None:
         """Checks the size of a string, or counts one of packed numbers."""
+        if self._bytes_max is None:
+            return
         if field.bytes_max is not None:
             high, limit = field.bytes_max, field.limit
             if field.key in self._bytes_max:
