@@ -113,7 +113,8 @@ class _Walk:
                 else:
                     self._parts_left -= 1
                     if self._parts_left < 0:
-                        limit = f"one of {PART_COUNT_FREE} parts, or of one for each {BYTES_PER_PART_MIN} bytes more"
+                        most = PART_COUNT_FREE + len(data) // BYTES_PER_PART_MIN
+                        limit = f"at most {most} parts in a message of {len(data)} bytes"
                         raise InvalidRequest(path + field.name, "one part too many", limit)
                     if size:
                         self.count(_fields(field.part), at, min(end, at + size), f"{path}{field.name}.")

@@ -6,6 +6,7 @@ readers of the page and nothing else. The metrics are an argument.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from prometheus_client.registry import Collector
 from specdec.config import split_address
 from specdec.errors import ConfigError
 from specdec.telemetry.logs import get_logger
+from specdec.telemetry.metrics import gauge
 
 PATH = "/metrics"
 REQUEST_TIMEOUT_S = 5.0  # for a reader that sends or reads nothing
@@ -35,16 +37,21 @@ class MetricsPage(Collector):
         self._metrics = metrics
         self._process = ProcessCollector(registry=None)
         self._server: TCPServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def collect(self) -> Iterable[Metric]:
         """Returns the current metrics."""
         yield from self._metrics()
+        if self._loop is not None:
+            yield gauge("specdec_tasks", "Tasks of the event loop.", len(asyncio.all_tasks(self._loop)))
         yield from self._process.collect()
 
     def open(self, address: str | None) -> None:
-        """Serves on HOST:PORT and logs the address; None: not at all. Raises ConfigError if it cannot be bound."""
+        """Serves on HOST:PORT and logs the address; None: not at all. Raises ConfigError if it cannot be bound. Call it
+        in the event loop of the process."""
         if address is None:
             return
+        self._loop = asyncio.get_running_loop()
         host, port = split_address(address, port_min=0)
         try:
             version, _, _, _, listen = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

@@ -22,6 +22,7 @@ from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.folders import EMBEDDED_MODELS
 from tests.support.services import Client, Outcome
+from tests.support.waiting import until
 
 # Flags of a coordinator that starts and waits for a target that does not exist.
 UNREADY = ["--target", "127.0.0.1:1", "--tokenizer", str(EMBEDDED_MODELS / "target"), "--port", "0"]
@@ -318,6 +319,7 @@ def test_nothing_is_left_when_the_parent_is_killed():
     code += "print(child.process.pid, child.check_ready(1.0), flush=True)\nimport time\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline().split()[0])
+        until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 5, 60.0)  # gRPC's: it has asked for the signal long before
         os.kill(pid, signal.SIGSTOP)
         assert is_alive(pid)
         parent.kill()

@@ -308,12 +308,13 @@ def test_the_draft_answers_bad_items(table_services: Services):
 
 @pytest.mark.parametrize("service, method", [("TargetService", "Verify"), ("DraftService", "Draft")])
 def test_a_message_of_many_items_ends_its_stream(table_services: Services, service: str, method: str):
-    """Claim: empty items in one message are refused by count and limit, and cost that stream only: 8,000 by their
-    number, 100,000 before they are parsed, 300,000 by the size that a legal message cannot have. Source: they silenced
-    a replica for seconds."""
+    """Claim: empty items in one message are refused by count and limit, and cost that stream only: 1,400 by their
+    number, 8,000 and 100,000 before they are parsed, 300,000 by the size that a legal message cannot have. Source: they
+    silenced a replica for seconds."""
     address = (table_services.target if service == "TargetService" else table_services.draft).address
     answers = {
-        8_000: ("INVALID_ARGUMENT", "items is 8000; it must be at most"),
+        1_400: ("INVALID_ARGUMENT", "items is 1400; it must be at most"),
+        8_000: ("INVALID_ARGUMENT", "items is 'one part too many'; it must be at most 4224 parts"),
         100_000: ("INVALID_ARGUMENT", "items is 'one field too many'"),
         300_000: ("RESOURCE_EXHAUSTED", f"vs. {STREAM_REQUEST_BYTES_MAX}"),
     }

@@ -258,11 +258,18 @@ def left_over(made: World) -> dict[str, float]:
     return found
 
 
+def tasks_of(made: World) -> dict[str, float]:
+    """Tasks of the event loops of the steady services."""
+    addresses = {role: service.metrics_address for role, service in made.steady.items()}
+    return {role: metric_values(address, "specdec_tasks") for role, address in addresses.items() if address}
+
+
 def bars_of(
     readers: Readers,
     faults: Faults,
     series: dict[str, Series],
     left: dict[str, float],
+    more_tasks: dict[str, float],
     warm_up_h: float,
     fault_count_min: float,
 ) -> list[Bar]:
@@ -284,6 +291,7 @@ def bars_of(
         Bar("malformed input not refused", 0, len(faults.unexpected), "; ".join(faults.unexpected[:3]), is_limit=True),
         *grown,
         worst_of("requests, sessions and cache share held at the end", 0, left, is_limit=True),
+        worst_of("tasks at rest, more than before", 0, more_tasks, is_limit=True),
         Bar("draft tokens accepted", 1, readers.draft_tokens_accepted),
         Bar("faults", fault_count_min, sum(faults.counts.values())),
     ]
@@ -313,6 +321,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
         fill_pools(made.steady["coordinator"].address, texts)
+        time.sleep(2.0)
+        tasks = tasks_of(made)
         readers = Readers(references, (0.2, asked.pause), asked.seed)
         faults = Faults(made, texts, random.Random(asked.seed), asked.faults)
         series = {name: Series(service.pid) for name, service in made.steady.items()}
@@ -338,4 +348,6 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             say(line)
         say(f"errors by code: {dict(readers.codes)}")
         due_count = 60 * asked.minutes / asked.fault_every
-        return bars_of(readers, faults, series, left_over(made), asked.warm_up / 60, max(1.0, FAULT_SHARE * due_count))
+        more_tasks = {role: count - tasks[role] for role, count in tasks_of(made).items()}
+        counted = left_over(made), more_tasks, asked.warm_up / 60, max(1.0, FAULT_SHARE * due_count)
+        return bars_of(readers, faults, series, *counted)
