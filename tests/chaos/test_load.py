@@ -14,7 +14,7 @@ from rich.console import Console
 from specdec.bench.bars import Bar
 from tests.chaos.__main__ import modules
 
-TIMED = ("seconds", "ms", "ms,", "goodput,", "throughput", "CPU", "memory", "times", "rates", "steps")
+TIMED = ("seconds", "ms", "ms,", "goodput,", "throughput", "CPU", "memory", "times", "rates", "steps", "faults")
 
 
 def missed(proof: str, *arguments: str) -> list[Bar]:
