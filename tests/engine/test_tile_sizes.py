@@ -195,7 +195,7 @@ def test_no_later_step_of_a_target_makes_a_kernel(multiplied: set[tuple[Layout, 
     for count in range(1, 140):
         driver.cache.truncate(table, 3)
         driver.feed(table, [1] * count, min(count, OUTPUT_ROWS_MAX))
-    assert len(first) > 40 and multiplied == first, sorted({rows for _, rows in multiplied - first})
+    assert multiplied == first, sorted({rows for _, rows in multiplied - first})
 
 
 def test_no_step_of_a_draft_makes_a_kernel(multiplied: set[tuple[Layout, int]]) -> None:
