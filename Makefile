@@ -50,8 +50,8 @@ test: install  ## Run the tests (10 minutes on two cores).
 
 test-more: install  ## Run the longer tests that make test leaves out (20 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m more $(COMPUTING)
-	@$(BIN)/python -m pytest -q -m more $(addprefix --ignore=,$(COMPUTING))
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'more and not slow' $(COMPUTING)
+	@$(BIN)/python -m pytest -q -m 'more and not slow' $(addprefix --ignore=,$(COMPUTING))
 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc

@@ -14,7 +14,7 @@ from torch import nn
 
 from specdec.engine.attention import KEY_SPLIT, AttentionShape
 from specdec.engine.backend import Compute, StepInput, chunk_flags, finite_rows
-from specdec.engine.devices import FreedMemory
+from specdec.engine.devices import keep_freed_memory
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.step_plan import StepPlanner
 from specdec.engine.storage import DeviceStorage, PagedStorage
@@ -83,7 +83,7 @@ class CpuBackend:
         return 2 * item_bytes * shape.layer_count * shape.kv_head_count * shape.head_size  # keys and values
 
     def allocate(self, block_count: int, block_size: int) -> PagedStorage | DeviceStorage:
-        self._freed_memory = FreedMemory()
+        keep_freed_memory()
         shape = self._shape
         if not self.has_stable_rows:
             make_kernels(self._linears, FREE_WIDTHS)
@@ -110,7 +110,6 @@ class CpuBackend:
         result = compute(plan)
         flags = chunk_flags(batch, result.is_finite.tolist(), plan.input_ids.shape[1])
         hidden = None if result.hidden is None else result.hidden[: batch.logit_count]
-        self._freed_memory.after_step()
         return StepOutput(result.logits[: batch.logit_count], flags, hidden)
 
     def finite(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import time
 
 import torch
 
@@ -17,7 +16,6 @@ SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
 MAPPED_BYTES_MIN = 32 << 20  # the most it takes; larger allocations are mapped anew
 FREED_BYTES_MAX = 64 << 20  # some eight of the largest tensors of a step
-GIVE_BACK_S = 60.0  # a page fault is 0.5 us: those of all freed memory are a thousandth of that time
 DEVICE_NAME = re.compile(r"cuda(:\d{1,3})?")
 
 
@@ -65,27 +63,15 @@ def prepare_libraries(threads: int | None) -> None:
     torch.set_num_threads(threads or os.cpu_count() or 1)
 
 
-class FreedMemory:
-    """What the C library does with memory that steps have freed: up to FREED_BYTES_MAX is kept for the next one, and
-    once in GIVE_BACK_S all of it goes back to the kernel. Make it after loading.
+def keep_freed_memory() -> None:
+    """Tells the C library to keep up to FREED_BYTES_MAX of the memory that a step frees for the next one. Call it after
+    loading.
 
     By default glibc gives the end of its heap back when twice the largest freed tensor is free there, and the kernel
-    zeroes each page of the next: measured, two thirds of the time of a step of prompts. Kept without end, gaps between
-    what lives long would add up. Other libraries have no such options.
+    zeroes each page of the next: measured, two thirds of the time of a step of prompts. Other libraries have no such
+    options.
     """
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self._trim = getattr(library, "malloc_trim", None)
-        self._due_s = time.monotonic() + GIVE_BACK_S
-        mallopt = getattr(library, "mallopt", None)
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
-            mallopt(M_TRIM_THRESHOLD, FREED_BYTES_MAX)
-
-    def after_step(self) -> None:
-        """Gives the freed memory back if it is due: some milliseconds, and page faults in the next step."""
-        now_s = time.monotonic()
-        if self._trim is not None and now_s >= self._due_s:
-            self._due_s = now_s + GIVE_BACK_S
-            self._trim(0)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES_MIN)
+        mallopt(M_TRIM_THRESHOLD, FREED_BYTES_MAX)

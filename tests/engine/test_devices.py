@@ -34,7 +34,7 @@ def test_the_memory_of_the_cpu_library_is_bounded() -> None:
 STEPS = """
 import resource
 import torch
-from specdec.engine.devices import FreedMemory, prepare_libraries
+from specdec.engine.devices import keep_freed_memory, prepare_libraries
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -43,12 +43,11 @@ def step():
     tensors = [torch.ones(1 << 21, dtype=torch.uint8) for _ in range(12)]
 
 prepare_libraries(1)
-memory = FreedMemory()
+keep_freed_memory()
 step()
 begin = faults()
 for _ in range(10):
     step()
-    memory.after_step()
 print(faults() - begin)
 """
 
@@ -60,37 +59,3 @@ def test_a_step_takes_no_memory_anew() -> None:
     may cause one step's again."""
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) < 12_300
-
-
-GAPS = """
-import os
-import torch
-from specdec.engine import devices
-
-def used_mb():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-devices.prepare_libraries(1)
-memory = devices.FreedMemory()
-before = used_mb()
-tensors = []
-for _ in range(60):
-    tensors.append((torch.ones(1 << 20, dtype=torch.uint8), torch.ones(1 << 12, dtype=torch.uint8)))
-lasting = [small for _, small in tensors]
-tensors.clear()
-kept = used_mb() - before
-memory.after_step()
-still = used_mb() - before
-memory._due_s = 0.0
-memory.after_step()
-print(kept, still, used_mb() - before)
-"""
-
-
-def test_gaps_between_lasting_memory_go_back_once_a_minute() -> None:
-    """Claim: freed tensors of 60 MB with lasting ones between them stay with the process until it is due, and are gone
-    then. Conclusive with glibc: it is the resident memory as the kernel tells it."""
-    done = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, text=True, timeout=120, check=True)
-    kept, still, left = map(float, done.stdout.split())
-    assert kept > 40 and still > 40 and left < 10

@@ -3,10 +3,12 @@ Real processes and sockets; target and draft are those of tests/support/planted_
 
 from __future__ import annotations
 
+import queue
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,9 +24,10 @@ from specdec.engine.table_model import write_table_model
 from specdec.protocol.items import UINT32_MAX
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import target_service_pb2 as target_pb
+from specdec.v1 import types_pb2 as types_pb
 from tests.chaos.processes import anonymous_mb
 from tests.support.pages import free_address, read_page
-from tests.support.planted_pair import AGES, AGES_S, EPOCH_MAX, FAST_LINE, SLOW, SLOW_LINE
+from tests.support.planted_pair import AGES, AGES_S, EPOCH_MAX, FAST_LINE, HELD_S, SLOW, SLOW_LINE
 from tests.support.services import Client, Outcome, fixed
 from tests.support.waiting import until
 
@@ -32,6 +35,7 @@ VOCABULARY_SIZE, POSITIONS_MAX = 24, 5000
 LONG = fixed(16, proposers=["PROPOSER_NGRAM"])
 ASKED = {"temperature": 1, "ignore_eos": True}
 STREAMS = 8
+PLACES = 64  # of a replica
 READER_BYTES_MAX = 1 << 17  # a client's own limit of a message
 ITEM_COUNT, MESSAGE_COUNT = 14, 1200  # of a flood: 17 MB, 9 times as much as values
 HELD_MB_MAX = 40.0  # UNHANDLED_BYTES_MAX as values, and what is on the way
@@ -204,3 +208,71 @@ def test_a_flood_waits_while_the_engine_works(planted: Planted) -> None:
     assert answered_count == MESSAGE_COUNT * ITEM_COUNT
     alone = planted.client.generate(SLOW, resume=beside.token_ids[:1], **asked)  # another prompt for the slow step
     assert beside.token_ids[1:] == alone.token_ids
+
+
+class Occupier:
+    """A stream that holds every place of a target and works in each, in rounds, until it is `over`."""
+
+    def __init__(self) -> None:
+        self.held, self.lost = set(range(1, PLACES + 1)), set[int]()
+        self.round_count = 0
+        self.over = threading.Event()
+
+    def message(self, incarnation: int) -> bytes:
+        params = {"rule": types_pb.RULE_COUPLED, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
+        fields = {"params": {"prompt_length": 1, **params}, "length_max": 9, "vocabulary_size": VOCABULARY_SIZE}
+        items = []
+        for session in self.held:
+            name = {"session": session, "incarnation": incarnation}
+            items += [{"open": {**name, **fields}}, {"verify": {**name, "base_position": 1, "suffix_token_ids": [1]}}]
+        return target_pb.VerifyRequest(items=items).SerializeToString()
+
+    def run(self, address: str) -> None:
+        """Every session that it holds must answer every round, or be named as lost."""
+        requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        with grpc.insecure_channel(address) as channel:
+            answers = channel.stream_stream("/specdec.v1.TargetService/Verify")(iter(requests.get, None), timeout=60)
+            while not self.over.is_set():
+                self.round_count += 1
+                requests.put(self.message(self.round_count))
+                waiting = set(self.held)
+                while waiting:
+                    for item in target_pb.VerifyResponse.FromString(next(answers)).items:
+                        if item.HasField("result"):
+                            waiting.remove(item.result.session)
+                            continue
+                        if item.HasField("missing_tokens"):  # or an error: a place that is asked for again is refused
+                            assert item.missing_tokens.unknown
+                            self.lost.add(item.missing_tokens.session)
+                            self.held -= self.lost
+                            waiting -= self.lost
+            requests.put(None)
+
+
+def test_a_stream_that_works_in_every_place_gives_up_those_beyond_its_share(planted: Planted) -> None:
+    """Claim: a stream that holds all places of a target, and works in each without a pause, keeps a user out until its
+    sessions are HELD_S old and no longer; it is told which of them ended, and works on in the others.
+
+    Source: a stream could keep all places of a replica from others for ever. Conclusive: the user is refused before,
+    and every session of the stream answers every round until the stream is told of its end.
+    """
+    occupier, refused_s = Occupier(), [0.0]
+
+    def is_served() -> bool:
+        try:
+            planted.client.generate([1], max_tokens=3, speculative={"enabled": False}, **ASKED)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "64 session slots" in error.details()
+            refused_s.append(time.monotonic() - begun_s)
+            return False
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(occupier.run, planted.target_address)
+        begun_s = time.monotonic()
+        until(lambda: occupier.round_count > 1 or working.done())
+        until(is_served)
+        occupier.over.set()
+        working.result(60)
+    assert 0 < refused_s[-1] < HELD_S + 2 and occupier.round_count > 5
+    assert 0 < len(occupier.lost) < PLACES / 2

@@ -1,5 +1,5 @@
 """A target and a draft on table models with planted faults that else take months, hours or a large model: a clock that
-leaps, a long step, a row's price, a narrow field. For tests of what bounds them.
+leaps, a long step, a row's price, a narrow field, a short minute. For tests of what bounds them.
 
 Run as `python -m tests.support.planted_pair target FLAGS`, or `draft FLAGS`, as `specdec` is; a target prints SLOW_LINE
 when a slow step begins, and FAST_LINE when it ends.
@@ -17,13 +17,14 @@ from specdec.engine import runner
 from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.engine.table_model import TableModel
 from specdec.protocol.items import Nodes
-from specdec.replica import stream
+from specdec.replica import handler, stream
 
 AGES, SLOW = [7, 1, 7], [7, 2, 7]  # prompts
 AGES_S = 5000.0  # beyond 32 bits of microseconds
 SLOW_S, SLOW_LINE, FAST_LINE = 1.5, "slow", "fast"
 ROW_S = 0.0002  # a target's price of a row: a step grows with its rows, as on a machine that computes
 EPOCH_MAX = 60  # in place of 2^32 - 1
+HELD_S = 1.5  # in place of a minute
 
 forward, item_to_bytes = TableModel.forward, stream.item_to_bytes
 leapt_s = 0.0  # of the clock that measures forwards
@@ -53,6 +54,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "draft":
         stream.item_to_bytes = narrow
     else:
-        TableModel.forward = dear
+        TableModel.forward, handler.HELD_S = dear, HELD_S
         runner.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + leapt_s)
     main()

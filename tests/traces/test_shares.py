@@ -98,16 +98,18 @@ def machines(receiver: Receiver) -> Iterator[Machines]:
             far.close()
 
 
-def in_make_test(draft: str, rule: str, token_count: int) -> bool:
-    """Whether a case runs with make test; the others are slower, or differ from one of these in the rule only."""
+def marks(draft: str, rule: str, token_count: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Make test runs those that differ by more than their rule; make test-more every short one, and two long ones."""
     cases = (("near", "COUPLED", 120), ("off", "GREEDY", FEW), ("far", "COUPLED", FEW), ("far", "REJECTION", FEW))
-    return (draft, rule, token_count) in cases
+    if (draft, rule, token_count) in cases:
+        return ()
+    return (pytest.mark.slow if token_count == 120 else pytest.mark.more,)
 
 
 @pytest.mark.parametrize(
     ("draft", "rule", "token_count"),
     [
-        pytest.param(*case, marks=() if in_make_test(*case) else pytest.mark.more)
+        pytest.param(*case, marks=marks(*case))
         for case in [
             *((draft, rule, count) for draft in DRAFTS for rule in RULES for count in (FEW, 120)),
             ("off", "GREEDY", LONG),
