@@ -7,6 +7,7 @@ the request again with the tokens it has (`GenerateRequest.resume`) after every 
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.support.services import fixed
 
 RESUME_WAIT_S = 0.1
+BURST = 48  # requests at a time
 PATIENCE_S = 300.0  # beyond two services that start one after the other on a busy machine
 RESUMED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 CHANNEL_OPTIONS = (
@@ -216,3 +218,15 @@ def references_of(address: str, texts: Sequence[Text]) -> dict[Text, Content]:
             assert reading.is_complete, f"no reference: {reading.errors}"
             found[text] = reading.content
     return found
+
+
+def fill_pools(address: str, texts: list[Text]) -> None:
+    """Sends a burst of requests, so that the services' pools of threads have all that they ever start, and reads the
+    answers, of which some may be refused."""
+    with open_channel(address) as channel:
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        calls = [stub.Generate(texts[number % len(texts)].request({}), timeout=300) for number in range(BURST)]
+        for call in calls:
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call:
+                    pass

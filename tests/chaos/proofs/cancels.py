@@ -21,10 +21,10 @@ from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import percentile, with_stub
 from tests.chaos.processes import descriptor_count, free_port, metric_values, thread_count
-from tests.chaos.texts import Text
+from tests.chaos.texts import Text, fill_pools
 from tests.support.services import SHAPES
 
-WARM_UP = 1000  # until every pool has its threads
+WARM_UP = 1000
 CANCEL_S_MAX = 0.05
 SETTLE_S = 10.0
 HELD = re.compile(r'specdec_kv_cache_blocks\{[^}]*state="held"[^}]*\} (\S+)')
@@ -132,6 +132,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                         return found
                     time.sleep(0.1)
 
+            fill_pools(address, [Text((1, 2, 3), 1.0, 0, 4, True)])
             cancel(address, WARM_UP, asked.width, -1)
             time.sleep(1.0)
             before = counts()

@@ -28,7 +28,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.gauges import Series, by_name
 from tests.chaos.processes import Link, Restartable, free_port, metric_values
-from tests.chaos.texts import SPECULATIVE, Readers, Text, open_channel, references_of
+from tests.chaos.texts import SPECULATIVE, Readers, Text, fill_pools, open_channel, references_of
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
 INTERNAL_STREAMS = {"target": "/specdec.v1.TargetService/Verify", "draft": "/specdec.v1.DraftService/Draft"}
@@ -38,7 +38,6 @@ STALLED_S = 45.0  # a stalled reader loses its generation after 30 s
 SETTLE_S = 40.0
 FAULT_SHARE = 0.9  # of those due: a fault and its repair may take longer than the time between two
 PROMPT_CHARACTERS = 300
-BURST = 48  # requests at a time, so that pools of threads have all that they ever start
 
 
 @dataclass(slots=True)
@@ -230,17 +229,6 @@ def texts_of(count: int) -> list[Text]:
         Text(prompts[number % len(prompts)], float(number % 2), 1000 + number, 40 + 8 * (number % 10))
         for number in range(count)
     ]
-
-
-def fill_pools(address: str, texts: list[Text]) -> None:
-    """Sends a burst of requests and reads their answers, of which some may be refused: the caches are small."""
-    with open_channel(address) as channel:
-        stub = pb_grpc.CoordinatorServiceStub(channel)
-        calls = [stub.Generate(texts[number % len(texts)].request({}), timeout=300) for number in range(BURST)]
-        for call in calls:
-            with contextlib.suppress(grpc.RpcError):
-                for _ in call:
-                    pass
 
 
 def left_over(made: World) -> dict[str, float]:
