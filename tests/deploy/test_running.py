@@ -67,7 +67,7 @@ def lay_out(role: str, folder: Path) -> Path:
             path = root / destination / Path(source).name if destination.endswith("/") else root / destination
             path.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, path, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / source, path, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / source, path)
     return root
@@ -113,6 +113,22 @@ def started(command_of: Callable[[str], Command], folder: Path) -> Iterator[dict
         yield children
     finally:
         stop_all(reversed(children.values()))
+
+
+@pytest.mark.more
+def test_a_draft_with_another_tokenizer_starts_from_its_image(tmp_path: Path) -> None:
+    """Claim: the draft's image serves a mounted draft whose vocabulary is not the target's. Source: to tell the share
+    of a sample text that such a draft knows it read files that no image had, and ended. Conclusive: it imports specdec
+    and reads its models from the image's files only, links as links."""
+    root = lay_out("draft", tmp_path)
+    models = ROOT / "models"
+    arguments = [f"--model={models / 'smollm2-draft'}", f"--target-tokenizer={models / 'target'}", "--port=0"]
+    environment = {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    child = Child("draft", [*arguments, "--device=cpu", "--threads=1"], environment=environment)
+    try:
+        assert child.wait_ready()
+    finally:
+        assert child.stop(20.0) == 0
 
 
 def wait_for_draft(client: Client) -> None:
