@@ -32,7 +32,6 @@ from specdec.policy.table import Table
 
 TARGET_S, OVERHEAD_S, LENGTH_CAP = 0.018, 0.0012, 16
 OF_OFF, OF_BEST = 0.98, 0.97
-REACTION_S = 2.0
 WAIT_S = 0.5  # of fixed plans that wait
 
 

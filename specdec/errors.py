@@ -5,7 +5,7 @@
     │   └── ModelRefused       the model folder's: the file or architecture, and the reason
     ├── InvalidRequest         the sender's: names field, value and limit; nothing was allocated
     ├── CacheExhausted         the load's: too few free blocks now; retry later
-    ├── SessionUnknown         the sender's view is old: open the session again
+    ├── SessionUnknown         the name of what is asked for is not known
     ├── Mismatch               two services do not fit together (tokenizer, protocol version)
     ├── ReplicaUnavailable     a replica is lost; generated tokens are not
     ├── DeliveryStalled        the client's: it read nothing, or a link sent nothing, for too long
@@ -64,7 +64,7 @@ class CacheExhausted(SpecdecError):
 
 
 class SessionUnknown(SpecdecError):
-    """A session name that is not open."""
+    """A name, of a trace or a session, that is not known."""
 
     reason = "SESSION_UNKNOWN"
 

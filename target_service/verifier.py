@@ -1,6 +1,6 @@
 """Turns verifications into feeds of the engine and its sampler outputs into verification results.
 
-Fences (design section 4): a round below the last is dropped, the same round with equal content is answered from memory,
+Fences (docs/protocol.md): a round below the last is dropped, the same round with equal content is answered from memory,
 with other content it is refused. Runs on the engine thread and makes no decision about acceptance.
 """
 

@@ -41,7 +41,9 @@ class ChatSettings(TlsSettings):
     temperature: float = setting(0.7, SAMPLING, "0 selects the likeliest token; otherwise 0.01 to 100.")
     top_p: float = setting(1.0, SAMPLING, "Cumulative probability of the tokens to sample from; above 0, at most 1.")
     seed: int | None = setting(None, SAMPLING, "Makes the answers reproducible.", ge=0, le=(1 << 64) - 1)
-    speculative: bool = setting(True, SPECULATION, "Use the draft; the answers have the same distribution without.")
+    speculative: bool = setting(
+        True, SPECULATION, "Use every proposer; the answers have the same distribution without."
+    )
 
     def reach(self) -> None:
         """Raises ConfigError for an address beyond this machine with neither TLS nor --insecure."""

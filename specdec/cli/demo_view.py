@@ -86,7 +86,7 @@ def sentence(texts: Sequence[DemoText]) -> str:
     return (
         f"The same texts came {values['ratio']:.2f} times as fast with speculation, {values['on_tokens_per_s']:.0f} "
         f"tokens/s instead of {values['off_tokens_per_s']:.0f}: the target accepted "
-        f"{values['acceptance']:.0%} of the draft's tokens, so each pass that had any to verify gave "
+        f"{values['acceptance']:.0%} of the draft tokens, so each pass that had any to verify gave "
         f"{values['mean_acceptance_length']:.2f} tokens instead of 1."
     )
 

@@ -18,7 +18,7 @@ STEADY_S = 300.0  # a service that ran for so long may be restarted as often aga
 
 EFFECTS = {  # of the loss of a service, while it is away
     "target": "texts under way end and say how to resume",
-    "draft": "texts go on without speculation",
+    "draft": "texts go on without its guesses",
     "coordinator": "texts under way are lost, and their clients may resume them",
 }
 

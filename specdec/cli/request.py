@@ -91,7 +91,7 @@ class GenerateSettings(ClientSettings):
         le=UINT32_MAX,
     )
     speculative: bool | None = option(
-        SPECULATION, "Use the draft; the distribution of the text is the same without it."
+        SPECULATION, "Use the draft and every other proposer; the distribution of the text is the same without."
     )
     num_speculative_tokens: int | None = option(
         SPECULATION, "Maximum draft tokens per verification; absent: the server's setting.", ge=0, le=UINT32_MAX

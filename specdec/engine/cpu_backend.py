@@ -147,8 +147,9 @@ class CpuBackend:
 
 
 def make_kernels(linears: Iterable[TiledLinear], widths: TileSizes) -> None:
-    """Multiplies once at every width by one weight of each layout. The library makes a kernel for each, in 1 to 16 ms,
-    and keeps 0.6 MB of it: at loading, so that no later step is slow for it, or makes the process grow."""
+    """Multiplies once at every width by one weight of each layout, by output layers up to OUTPUT_ROWS_MAX. The
+    library makes a kernel for each, in 1 to 16 ms, and keeps 0.6 MB of it: at loading, so that no later step is slow
+    for it, or makes the process grow."""
     by_layout = {(linear.weight.layout, type(linear)): linear for linear in linears if linear.weight.has_kernels}
     for linear in by_layout.values():
         for width in widths.widths:

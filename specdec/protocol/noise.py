@@ -24,7 +24,7 @@ class Lane(enum.IntEnum):
     """The purpose of a draw. Draws of different lanes are independent, whatever the rest of their keys."""
 
     DRAFT = 1  # seed: the draft's own secret of a session's incarnation; a: epoch; b: node
-    ACCEPT = 2  # a: round_index; b: position
+    ACCEPT = 2  # a: round_index; b: position, and the rank among siblings above 32 bits
     NEXT = 3  # a: round_index; b: position
     GUMBEL = 4  # a: position; b: token id
 

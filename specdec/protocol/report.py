@@ -211,7 +211,7 @@ class Statistics:
     )
     num_evaluated_nodes: int = traced(
         "specdec_draft_tokens_received",
-        "Draft tokens received: proposal (may be offered) or branch (used after a rejection).",
+        "Draft tokens received: proposal (a path goes on there, or drawn) or branch (a guess beside it).",
         ("kind", "proposal"),
     )
     num_branch_nodes: int = summed("specdec_draft_tokens_received", label=("kind", "branch"))
@@ -274,7 +274,7 @@ class Statistics:
     follows_branch_hit: bool = False
 
     def on_nodes(self, nodes: Nodes) -> int:
-        """Counts the nodes of one draft step; returns the number of evaluated ones: each has one proposal child."""
+        """Counts the nodes of one draft step; returns the number of proposal children."""
         evaluated_count = sum(node.proposal for node in nodes.nodes)
         self.num_evaluated_nodes += evaluated_count
         self.num_branch_nodes += len(nodes.nodes) - evaluated_count

@@ -21,7 +21,7 @@ NAME_COUNT_KEPT = 256  # old names are removed when there are more, not at every
 class NodeBase:
     """One token after one path, in the tree of either side; `length`: of the path that ends with it.
 
-    `proposal`: the one child that may be offered. `alive`: until a commit takes another path.
+    `proposal`: a child that is offered first, or was drawn. `alive`: until a commit takes another path.
     """
 
     length: int

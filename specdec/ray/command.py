@@ -101,7 +101,7 @@ def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float)
     model = deployment.target.served_model_name or deployment.target.model
     print(f"specdec serves {model} on {report.address} after {took_s:.1f} s", flush=True)
     if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
-        print("the draft does not serve yet; until then texts go on without speculation", flush=True)
+        print("the draft does not serve yet; until then texts go on without its guesses", flush=True)
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
     print(f'next: specdec generate "def main():" --address {report.address}{flags}')
     print(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}", flush=True)

@@ -79,7 +79,7 @@ class RaySettings(TlsSettings):
     drain_grace_s: float = setting(30.0, PROCESS, "Seconds for running generations to finish.", ge=0, le=86400)
     otlp_traces_endpoint: Endpoint | None = setting(None, PROCESS, "Endpoint of traces (OTLP over gRPC).")
     target: TargetSettings = setting(..., MODEL, "Settings of `specdec target`.")
-    draft: DraftSettings | None = setting(None, MODEL, "Settings of `specdec draft`; absent: plain decoding.")
+    draft: DraftSettings | None = setting(None, MODEL, "Settings of `specdec draft`; absent: only the other proposers.")
     coordinator: CoordinatorSettings = setting(..., CONNECTION, "Settings of `specdec coordinator`.")
     placement: Placement = setting(Placement(), PLACEMENT, "Placement of the services.")
 

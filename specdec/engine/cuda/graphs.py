@@ -22,7 +22,7 @@ logger = logging.getLogger("specdec.engine")
 GRAPHS_MAX = 64
 GRAPH_BYTES_MAX = 2 << 30  # of device memory for captured kernel nodes and the pool of temporaries
 SEQUENCE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-# Rows of verifications for each number of sequences: up to 16 each where there are few, 4 where there are many.
+# Rows of verifications for each number of sequences: up to 32 for one, 16 each for a few, 4 where there are many.
 VERIFIED_ROWS = {
     1: (2, 4, 8, 16, 32),
     2: (4, 8, 16, 32),
