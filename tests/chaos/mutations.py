@@ -65,6 +65,9 @@ class Mutator:
         self._message = message
         self._donors = donors
         self._random = random.Random(seed)
+        self._repeated: set[int] = (
+            set()
+        )  # ids of nodes that a message has many times: made longer too it were gigabytes
         self._kinds: tuple[tuple[str, Callable[[list[Node], Descriptor], str]], ...] = (
             ("drop", self._drop),
             ("duplicate", self._duplicate),
@@ -85,6 +88,7 @@ class Mutator:
     def mutate(self, message: Sequence[Node]) -> bytes:
         """The bytes of a message after one to `changes_max` changes of its fields, or after a change of its bytes."""
         nodes = [node.copy() for node in message]
+        self._repeated.clear()
         if self._random.random() < 0.06:
             return self._damaged(write(nodes))
         for _ in range(1 + self._random.randrange(self._changes_max)):
@@ -105,6 +109,7 @@ class Mutator:
     def _part(self, nodes: list[Node], descriptor: Descriptor) -> tuple[list[Node], Descriptor]:
         """A message inside, or the message itself; the deeper of both half of the times."""
         inner = [node for node in nodes if isinstance(node.value, list) and node.known and node.known.message_type]
+        inner = [node for node in inner if id(node) not in self._repeated]
         if not inner or self._random.random() < 0.25:
             return nodes, descriptor
         node = self._random.choice(inner)
@@ -176,10 +181,11 @@ class Mutator:
         is_long = self._random.random() < LONG_SHARE
         size = self._random.choice(SIZES_LONG if is_long else SIZES)
         count = self._random.choice(COUNTS_LONG if is_long else COUNTS)
-        if len(written(node)) > LONG_BYTES:
+        if len(written(node)) > LONG_BYTES or id(node) in self._repeated:
             return ""
         if not isinstance(node.value, bytes):
             nodes.extend([node] * count)
+            self._repeated.add(id(node))
         elif self._is_list(node):
             node.value = (node.value or b"\x01") * count
         else:

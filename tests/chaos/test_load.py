@@ -110,3 +110,10 @@ def test_a_silent_collector_fails_no_request() -> None:
     every end have one root span each, with this end. Conclusive: every text of every set is compared, and what clients
     saw is counted beside the spans."""
     assert not missed("collector", "--blocks", "1", "--texts", "1", "--tokens", "40", "--requests", "40")
+
+
+def test_what_checks_cost_is_measured() -> None:
+    """Claim: the cost of a round's checks is measured under each rule. Conclusive: what the measurement leaves out is
+    patched by its name, which fails where the name is gone."""
+    (bar,) = bars_of("checks", "--rounds", "2", "--turns", "3")
+    assert bar.reached is not None and "REJECTION" in bar.shown

@@ -67,7 +67,7 @@ def unchecked() -> Iterator[None]:
         for owner, name in ((field_count, "check_large"), (link, "check_item_count")):
             stack.enter_context(mock.patch.object(owner, name, lambda *_: None))
         stack.enter_context(mock.patch.object(convert_items, "bounded", lambda _, value, __: value))
-        for kind in (items.Verification, items.Commit, items.DraftNode):
+        for kind in (items.Verification, items.Commit):
             stack.enter_context(mock.patch.object(kind, "checked", lambda self: self))
         stack.enter_context(mock.patch.object(DraftProbs, "__post_init__", lambda self: None))
         yield
