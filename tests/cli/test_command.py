@@ -252,7 +252,7 @@ def test_serve_starts_a_lost_draft_again_and_stops_all_it_started(serving):
     assert len(children) == 3
     os.kill(serving.pid_of("draft"), signal.SIGKILL)
     wait_for_line(
-        serving, "draft service ended with code -9; texts go on without speculation; it is started again in 1 s"
+        serving, "draft service ended with code -9; texts go on without its guesses; it is started again in 1 s"
     )
     assert specdec("generate", "<1>", "--max-tokens", "3", "--address", serving.address).returncode == 0
     wait_for_line(serving, "the draft service is back")
