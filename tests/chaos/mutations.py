@@ -65,9 +65,7 @@ class Mutator:
         self._message = message
         self._donors = donors
         self._random = random.Random(seed)
-        self._repeated: set[int] = (
-            set()
-        )  # ids of nodes that a message has many times: made longer too it were gigabytes
+        self._repeated: set[int] = set()  # ids of nodes that are there many times: longer too, they were gigabytes
         self._kinds: tuple[tuple[str, Callable[[list[Node], Descriptor], str]], ...] = (
             ("drop", self._drop),
             ("duplicate", self._duplicate),

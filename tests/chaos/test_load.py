@@ -14,20 +14,7 @@ from rich.console import Console
 from specdec.bench.bars import Bar
 from tests.chaos.__main__ import modules
 
-TIMED = (
-    "seconds",
-    "ms",
-    "ms,",
-    "goodput,",
-    "throughput",
-    "CPU",
-    "memory",
-    "times",
-    "rates",
-    "steps",
-    "faults",
-    "round,",
-)
+TIMED = {*"seconds ms ms, goodput, throughput CPU memory times rates steps faults round,".split()}
 
 
 def bars_of(proof: str, *arguments: str) -> list[Bar]:
