@@ -11,7 +11,7 @@ step's plan. A layer with an unknown parameter is refused then, when the model i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from specdec.engine.interface import StepAbandoned
 from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import ROW_MULTIPLE, aligned, probe
 from specdec.errors import ModelRefused
@@ -92,6 +93,7 @@ class AttentionPlan:
     groups: Mapping[int | None, tuple[QueryGroup, ...]]
     output_rows: torch.Tensor
     sources: torch.Tensor | None = None
+    should_abandon: Callable[[], bool] | None = None
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
@@ -99,8 +101,10 @@ class AttentionPlan:
         """Writes the step's keys and values to the cache of a layer, then attends to it.
 
         queries [rows, heads, head size], keys and values [rows, kv heads, head size], of one type; returns the
-        queries' shape and type.
+        queries' shape and type. Raises StepAbandoned before it writes.
         """
+        if self.should_abandon is not None and self.should_abandon():
+            raise StepAbandoned
         storage = self.storage
         rows, head_count, size = queries.shape
         if self.sources is None:

@@ -4,7 +4,7 @@ Decodes and verifications come first, prompts fill the rest of a step. Four guar
 
 1. A decode never waits behind a prompt, and a step that may delay a decode has one chunk of prompts at most: prompts
    delay a decode by one chunk in the step that runs when it arrives, and by one in its own.
-2. The oldest prompt advances in every step, and so does the oldest decode.
+2. The oldest prompt advances in every step, and so does the oldest decode; few steps are abandoned (`scheduler`).
 3. Half of the rows of prompts go by age, so that none waits for more than twice the rows of older ones; the other
    half by length, shortest first, so that a short prompt does not wait for long ones.
 4. A step has at most `rows_max` rows. A verification with more rows than prompts leave to it still runs, as the
@@ -133,6 +133,13 @@ def choose(
     left = min(rows_max - row_count, chunk_size if is_decoding or chosen else prompt_rows_max or rows_max)
     counts = divide(max(left, share), prompts, chunk_size)
     return chosen + [(feed, feed.piece(count)) for feed, count in counts.items() if count]
+
+
+def rows_beside_short(feeds: Sequence[Feed[Payload, Answer]], chunk_size: int) -> int:
+    """Returns the rows of prompts in the next step, if it shall be a quick one because short feeds, of one chunk at
+    most, wait: half of its rows suffice for these; 0 if none waits."""
+    rows = sum(feed.row_count for feed in feeds if feed.fed_count + feed.row_count <= chunk_size)
+    return rows and max(chunk_size, 2 * rows)
 
 
 def divide(

@@ -80,11 +80,19 @@ class SequenceChunk:
         return TreeRows(own.tolist(), own.tolist(), places[None] <= own[:, None], places)
 
 
+class StepAbandoned(Exception):
+    """A forward ended between two layers because `RaggedBatch.should_abandon` said so; its positions are not written
+    in all layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The chunks of one step; no sequence twice, except one with several paths."""
+    """The chunks of one step; no sequence twice, except one with several paths. `should_abandon` is asked before each
+    layer, by models on one CPU; others run the
+    step to its end."""
 
     chunks: tuple[SequenceChunk, ...]
+    should_abandon: Callable[[], bool] | None = None
 
     @property
     def row_count(self) -> int:
@@ -141,7 +149,8 @@ class CausalModel(Protocol):
         """Returns zeroed storage of `block_count` blocks for later batches. Called once, before any forward."""
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
-        """Runs the batch and writes its positions to the cache. A second run writes the same values."""
+        """Runs the batch and writes its positions to the cache. A second run writes the same values. Raises
+        StepAbandoned if the batch says so."""
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar, overload
 
 import torch
 
-from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, StepAbandoned, TreeRows
 from specdec.engine.kv_cache import BlockTable, BranchBlocks, KVCache
 from specdec.errors import NumericsError, SpecdecError
 
@@ -149,10 +149,16 @@ class StepRunner(Generic[Payload, Answer]):
         self._hidden_s = 0.0  # of the step that runs
 
     @torch.inference_mode()
-    def run(self, pieces: list[Piece[Payload]]) -> StepReport[Answer]:
-        """Runs every piece once. An error of a piece is its outcome and is never raised."""
+    def run(self, pieces: list[Piece[Payload]], should_abandon: Callable[[], bool] | None = None) -> StepReport[Answer]:
+        """Runs every piece once. An error of a piece is its outcome and is never raised. Raises StepAbandoned, with no
+        piece run, if `should_abandon` says so between two layers."""
         started_s, self._hidden_s = time.perf_counter(), 0.0
-        computed = self._forward(pieces)
+        try:
+            computed = self._forward(pieces, should_abandon)
+        except StepAbandoned:
+            for piece in pieces:
+                self._scrub(piece)
+            raise
         forward_s = time.perf_counter() - started_s
         outcomes = self._judge(pieces, computed)
         sampling_s = time.perf_counter() - started_s - forward_s
@@ -174,10 +180,12 @@ class StepRunner(Generic[Payload, Answer]):
         finally:
             self._cache.release(table)
 
-    def _forward(self, pieces: list[Piece[Payload]]) -> Computed:
+    def _forward(self, pieces: list[Piece[Payload]], should_abandon: Callable[[], bool] | None = None) -> Computed:
         """Runs all pieces in one forward, or each alone if that forward raised."""
         try:
-            return self._forward_together(pieces)
+            return self._forward_together(pieces, should_abandon)
+        except StepAbandoned:
+            raise
         except Exception as error:
             if len(pieces) == 1:
                 logger.exception("the forward of one request failed")
@@ -190,14 +198,14 @@ class StepRunner(Generic[Payload, Answer]):
         )
         return Computed(outcomes, logits, hidden, flags, None)
 
-    def _forward_together(self, pieces: list[Piece[Payload]]) -> Computed:
+    def _forward_together(self, pieces: list[Piece[Payload]], should_abandon: Callable[[], bool] | None) -> Computed:
         for piece in pieces:
             if piece.tree is None:
                 self._cache.prepare_write(piece.table, piece.end)
             if piece.branches:
                 self._cache.begin_branches(piece.table, [branch.blocks for branch in piece.branches])
         chunks = tuple(chunk for piece in pieces for chunk in piece.chunks(self._cache.block_size))
-        output = self._model.forward(RaggedBatch(chunks))
+        output = self._model.forward(RaggedBatch(chunks, should_abandon))
         is_finite = output.is_finite
         if len(chunks) > len(pieces):
             is_finite = PieceFlags(is_finite, [1 + len(piece.branches) for piece in pieces])

@@ -15,15 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.feed import Feed, choose
+from specdec.engine.feed import Feed, choose, rows_beside_short
 from specdec.engine.heartbeat import Heartbeat
-from specdec.engine.interface import CausalModel
+from specdec.engine.interface import CausalModel, StepAbandoned
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.runner import Answer, HiddenReader, Payload, Piece, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
+SMALL_STEPS_FACTOR = 30.0  # after an abandoned step, for this times its time: at most 1/30 of the time is wasted
 POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
@@ -53,9 +54,11 @@ class Engine(Generic[Payload, Answer]):
 
     `post` may be called from any thread, `submit` and `cache` only on the engine thread. `sampler(payloads,
     row_counts, logits)` turns the logits of a step into one result per payload, in order. `prompt_rows_max`: most rows
-    of prompts in a step without decodes; None: all rows. `stepped(rows, feeds, seconds)` is called after every step, on
-    the engine thread. `read_hidden(payloads, hidden states, results)` adds to the results what hidden states say, for a
-    model that returns them.
+    of prompts in a step without decodes; None: all rows. `abandons_steps`: that is for steps while a short feed waits,
+    and for a while after an abandoned one; others have all rows, and an urgent post ends them between two layers. Their
+    rows run again. `stepped(rows, feeds, seconds)` is called after every step, on the engine thread.
+    `read_hidden(payloads, hidden states, results)` adds to the results what hidden states say, for a model that returns
+    them.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine(Generic[Payload, Answer]):
         chunk_size: int = 64,
         rows_max: int = 512,
         prompt_rows_max: int | None = None,
+        abandons_steps: bool = False,
         stepped: Stepped = lambda row_count, feed_count, step_s: None,
         read_hidden: HiddenReader[Payload, Answer] | None = None,
     ):
@@ -77,6 +81,10 @@ class Engine(Generic[Payload, Answer]):
         self.chunk_size = chunk_size
         self.rows_max = rows_max
         self._prompt_rows_max = prompt_rows_max
+        self._abandons_steps = abandons_steps and prompt_rows_max is not None
+        self._small_until_s = 0.0  # no step is made to be abandoned before
+        self._has_urgent_posts = False  # written by those who post, and by the engine thread
+        self.abandoned_count = 0
         self.heartbeat = Heartbeat()
         self._stepped = stepped
         self._runner = StepRunner(model, self.cache, sampler, read_hidden)
@@ -113,13 +121,16 @@ class Engine(Generic[Payload, Answer]):
         self.post(run)
         return outcome.result()
 
-    def run(self, pieces: Sequence[Piece[Payload]]) -> StepReport[Answer]:
-        """Runs one step of these pieces at once. Engine thread only. Never raises an error of a piece."""
+    def run(
+        self, pieces: Sequence[Piece[Payload]], should_abandon: Callable[[], bool] | None = None
+    ) -> StepReport[Answer]:
+        """Runs one step of these pieces at once. Engine thread only. Never raises an error of a piece. Raises
+        StepAbandoned: see `StepRunner.run`."""
         row_count = sum(piece.row_count for piece in pieces)
         block_count = sum(len(piece.table.block_ids) for piece in pieces)
         self.heartbeat.begins_step(row_count, block_count)
         started_s = time.perf_counter()
-        report = self._runner.run(list(pieces))
+        report = self._runner.run(list(pieces), should_abandon)
         self.heartbeat.ends_step(row_count, block_count, time.perf_counter() - started_s)
         return report
 
@@ -133,14 +144,17 @@ class Engine(Generic[Payload, Answer]):
             self._inbox.put(end)
             self._thread.join()
 
-    def post(self, function: Callable[[], None]) -> None:
-        """Runs `function` on the engine thread, in order, POSTS_PER_TURN at most before a step.
+    def post(self, function: Callable[[], None], is_urgent: bool = False) -> None:
+        """Runs `function` on the engine thread, in order, POSTS_PER_TURN at most before a step. `is_urgent`: it brings
+        work for a step, which may be needed sooner than the rest of the current one.
 
         Raises ReplicaUnavailable once stopped. An exception in it is only logged: functions handle their own errors.
         """
         if self._is_stopping:
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
+        if is_urgent:
+            self._has_urgent_posts = True
 
     def submit(self, feed: Feed[Payload, Answer]) -> None:
         """Queues a feed for the next step with free rows. Engine thread only."""
@@ -187,6 +201,7 @@ class Engine(Generic[Payload, Answer]):
 
     def _drain(self) -> None:
         """Runs the posted functions, POSTS_PER_TURN at most."""
+        self._has_urgent_posts = False
         for _ in range(POSTS_PER_TURN):
             if not self._run_post(timeout_s=0.0):
                 return
@@ -210,11 +225,16 @@ class Engine(Generic[Payload, Answer]):
 
     def _step(self) -> None:
         """Chooses feeds, runs them in one step and returns their results."""
-        is_decoding = self.cache.is_decoding
-        chosen = choose(self._ready(), self.chunk_size, self.rows_max, is_decoding, self._prompt_rows_max)
+        feeds, is_decoding = self._ready(), self.cache.is_decoding
+        prompt_rows_max, is_large = self._prompt_rows(feeds, is_decoding)
+        chosen = choose(feeds, self.chunk_size, self.rows_max, is_decoding, prompt_rows_max)
         if not chosen:
             return
-        report, started_s, ended_s = self._timed([piece for _, piece in chosen])
+        pieces = [piece for _, piece in chosen]
+        try:
+            report, started_s, ended_s = self._timed(pieces, self._is_work_posted if is_large else None)
+        except StepAbandoned:
+            return
         for (feed, piece), outcome in zip(chosen, report.outcomes):
             timing = feed.timing
             if not timing.step_count:
@@ -232,11 +252,31 @@ class Engine(Generic[Payload, Answer]):
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
 
-    def _timed(self, pieces: Sequence[Piece[Payload]]) -> tuple[StepReport[Answer], float, float]:
-        """Runs one step; returns its report, its start and its end."""
+    def _is_work_posted(self) -> bool:
+        return self._has_urgent_posts
+
+    def _prompt_rows(self, feeds: Sequence[Feed[Payload, Answer]], is_decoding: bool) -> tuple[int | None, bool]:
+        """Returns the most rows of prompts in the next step, None for all, and whether it may be abandoned."""
+        small = self._prompt_rows_max
+        if small is None:
+            return None, False
+        if rows := rows_beside_short(feeds, self.chunk_size):
+            return min(small, rows), False
+        is_large = self._abandons_steps and not is_decoding and time.perf_counter() >= self._small_until_s
+        return None if is_large else small, is_large
+
+    def _timed(
+        self, pieces: Sequence[Piece[Payload]], should_abandon: Callable[[], bool] | None = None
+    ) -> tuple[StepReport[Answer], float, float]:
+        """Runs one step; returns its report, its start and its end. Raises StepAbandoned."""
         started_s = time.perf_counter()
         try:
-            report = self.run(pieces)
+            report = self.run(pieces, should_abandon)
+        except StepAbandoned:
+            now_s = time.perf_counter()
+            self._small_until_s = now_s + SMALL_STEPS_FACTOR * (now_s - started_s)
+            self.abandoned_count += 1
+            raise
         except Exception as error:  # the runner catches errors of pieces; others are errors of the engine
             logger.exception("a step failed")
             failure = SpecdecError(f"{type(error).__name__}: {error}")

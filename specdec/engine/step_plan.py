@@ -121,7 +121,9 @@ class StepPlanner:
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.from_numpy(positions)[None],
             logit_rows=self._padded_logit_rows(logit_rows),
-            attention=AttentionPlan(self._storage, row_count, written, groups, output_rows, sources),
+            attention=AttentionPlan(
+                self._storage, row_count, written, groups, output_rows, sources, batch.should_abandon
+            ),
         )
 
     def _shared_splits(self, paths: Sequence[SequenceChunk]) -> int:

@@ -46,7 +46,7 @@ from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
 
 SWITCH_INTERVAL_S = 0.0005  # a forward in one thread must not keep the event loop in another from answering
-CPU_PROMPT_ROWS_MAX = 128  # two chunks: more rows cost as much each, and a new prompt waits for the step
+CPU_PROMPT_ROWS_MAX: int | None = 128  # two chunks: a new prompt waits for the step, unless it can be abandoned
 LOST_GRACE_S = 0.7  # from the loss of a rank to the end of this process; streams are notified in half of it
 
 OnReady = Callable[[str], None]
@@ -249,6 +249,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             self._kind.sampler,
             rows_max=settings.max_num_batched_tokens,
             prompt_rows_max=CPU_PROMPT_ROWS_MAX if description.device == "cpu" else None,
+            abandons_steps=self._place is None,  # ranks are in the same layer only while they compute
             stepped=self._metrics.stepped,
             read_hidden=read_hidden,
         )

@@ -67,6 +67,8 @@ def page_metrics(
     yield histogram("specdec_step_time_seconds", "One step: forward pass and sampler.", metrics.step_time, labels)
     yield histogram("specdec_step_rows", "Rows of a step, all sessions together.", metrics.step_rows, labels)
     yield histogram("specdec_step_sessions", "Sequences a step served.", metrics.step_sessions, labels)
+    help = "Steps of prompts that were abandoned for newer work; they run again."
+    yield counter("specdec_steps_abandoned", help, engine.abandoned_count, labels)
     waiting_count, most = handler.service.waiting_count, handler.session_count_max
     yield gauge("specdec_sessions", "Sessions open.", len(handler.sessions), labels)
     yield gauge("specdec_sessions_waiting", "Sessions that wait for cache blocks.", waiting_count, labels)

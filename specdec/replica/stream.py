@@ -187,7 +187,7 @@ class ReplicaStream:
                     with contextlib.suppress(RuntimeError):  # as in `reply`
                         self._loop.call_soon_threadsafe(self._has_space.set)
 
-        self._engine.post(handle)
+        self._engine.post(handle, is_urgent=any(isinstance(item, Verification) for item in items))
         self._posted_bytes += byte_count
 
     def _message(self) -> bytes:

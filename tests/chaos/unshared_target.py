@@ -30,6 +30,6 @@ def by_age(row_count: int, prompts: Sequence[Feed[Any, Any]], chunk_size: int) -
 
 if __name__ == "__main__":
     feed_module.divide = by_age
-    app_module.CPU_PROMPT_ROWS_MAX = sys.maxsize
+    app_module.CPU_PROMPT_ROWS_MAX = None
     settings = TargetSettings(model=sys.argv[1], port=0, threads=1, kv_cache_bytes=int(sys.argv[2]))
     asyncio.run(run(settings, lambda address: print(address, flush=True)))

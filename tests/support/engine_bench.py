@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 import torch
 
@@ -16,13 +18,15 @@ VOCABULARY_SIZE = 6
 
 
 class RecordingModel:
-    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk."""
+    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk. In a step that
+    may be abandoned, it calls `before_layer` with the number of each layer."""
 
     def __init__(self, model: CausalModel):
         self.model = model
         self.description = model.description
         self.batches: list[list[tuple[int, int, int]]] = []
         self.fault: Callable[[RaggedBatch], None] = lambda batch: None
+        self.before_layer: Callable[[int], None] = lambda layer: None
 
     def allocate(self, block_count: int, block_size: int) -> object:
         return self.model.allocate(block_count, block_size)
@@ -30,6 +34,14 @@ class RecordingModel:
     def forward(self, batch: RaggedBatch) -> StepOutput:
         self.batches.append([(s.start, len(s.token_ids), s.logit_count) for s in batch.chunks])
         self.fault(batch)
+        if (should_abandon := batch.should_abandon) is not None:
+            layers = count()
+
+            def asked() -> bool:
+                self.before_layer(next(layers))
+                return should_abandon()
+
+            batch = RaggedBatch(batch.chunks, asked)
         return self.model.forward(batch)
 
 
@@ -43,9 +55,9 @@ def argmaxes(payloads: list[object], row_counts: list[int], logits: torch.Tensor
 class Bench:
     """An engine with a recording table model, and feeds whose outcomes are collected."""
 
-    def __init__(self, model: CausalModel, **limits: int):
+    def __init__(self, model: CausalModel, sampler: Callable[..., Any] = argmaxes, **limits: int):
         self.model = RecordingModel(model)
-        self.engine = Engine(self.model, 256, 8, argmaxes, **limits)
+        self.engine = Engine(self.model, 256, 8, sampler, **limits)
         self.outcomes: dict[object, object] = {}
         self.timings: dict[object, StepTiming] = {}
 

@@ -27,6 +27,7 @@ from tests.support.services import fixed
 OFF = {"enabled": False}
 WIDE = fixed(16, draft_window=32, draft_nodes_per_step=8, draft_wait_ms=0)
 SHORT_LENGTH, SHORT_COUNT = 3, 8
+LATER_COUNT, LATER_S = 4, 8.0  # short prompts while long ones are far, and the time before each
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1990, help="of a long prompt (%(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=1_200_000_000, help="of the target (%(default)s)")
     parser.add_argument("--streams", type=int, default=12, help="half of them wide (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=200, help="of a stream (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=600, help="of a stream (%(default)s)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Queue:
 
 
 async def queue(stub: Any, asked: argparse.Namespace) -> Queue:
-    """Sends all long prompts at once, and short ones one after another while they run."""
-    shorts = [Text(p, 0.0, 0, 1, True) for p in prompts(2 * SHORT_COUNT, SHORT_LENGTH, asked.vocabulary)]
+    """Sends all long prompts at once, and short ones while they run: one after another, later at times."""
+    shorts = [Text(p, 0.0, 0, 1, True) for p in prompts(2 * SHORT_COUNT + LATER_COUNT, SHORT_LENGTH, asked.vocabulary)]
     longs = [Text(p, 0.0, 0, 1, True) for p in prompts(asked.prompts, asked.prompt_tokens, asked.vocabulary)]
     alone = [await first_token_s(stub, text) for text in shorts[:SHORT_COUNT]]
     began_s = time.monotonic()
@@ -72,7 +73,9 @@ async def queue(stub: Any, asked: argparse.Namespace) -> Queue:
     ]
     await asyncio.gather(*(has_started.wait() for has_started in have_started))
     behind, first_s = [], 0.0
-    for text in shorts[SHORT_COUNT:]:
+    for index, text in enumerate(shorts[SHORT_COUNT:]):
+        if index >= SHORT_COUNT:
+            await asyncio.wait(tasks, timeout=LATER_S)
         if all(task.done() for task in tasks):
             break
         behind.append(await first_token_s(stub, text))

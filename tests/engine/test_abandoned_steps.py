@@ -1,0 +1,134 @@
+"""Large steps of prompts, abandoned between two layers for newer work, on a real model of three layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine import scheduler
+from specdec.engine.feed import StepTiming
+from specdec.engine.model import load_model
+from tests.support.engine_bench import Bench
+
+PROMPTS = {name: [1 + (7 * place + len(name)) % 50 for place in range(100)] for name in ("a", "bb", "ccc")}
+SHORT = [3, 4, 5]
+CHUNK, SMALL, LARGE = 8, 16, 24  # rows
+LAYER_COUNT = 3
+
+
+def all_logits(payloads: list[object], row_counts: list[int], logits: torch.Tensor) -> list[torch.Tensor]:
+    return [rows.clone() for rows in logits.split(row_counts)]
+
+
+@pytest.fixture
+def large(folder_of: Callable[[str], Path]) -> Iterator[Bench]:
+    """A running engine with large steps, whose results are logits; its cache is sound at the end."""
+    limits = {"chunk_size": CHUNK, "rows_max": LARGE, "prompt_rows_max": SMALL, "abandons_steps": True}
+    bench = Bench(load_model(str(folder_of("llama")), "float32"), all_logits, **limits)
+    bench.engine.start()
+    bench.model.batches.clear()
+    yield bench
+    bench.engine.stop()
+    bench.engine.cache.check_integrity()
+
+
+def submit(bench: Bench, name: str, token_ids: list[int]) -> None:
+    """Submits a feed whose sequence ends with it, so that nothing decodes."""
+    feed = bench.feed(name, token_ids)
+    settle = feed.done
+
+    def done(logits: torch.Tensor, timing: StepTiming) -> None:
+        bench.engine.cache.release(feed.table)
+        settle(logits, timing)
+
+    feed.done = done
+
+
+def submit_prompts(bench: Bench) -> None:
+    for name, token_ids in PROMPTS.items():
+        submit(bench, name, token_ids)
+
+
+def step_sizes(bench: Bench) -> list[int]:
+    return [sum(rows for _, rows, _ in batch) for batch in bench.model.batches]
+
+
+def post_short(bench: Bench, in_steps: set[int], layer: int, is_urgent: bool = True) -> None:
+    """Posts short prompts in the steps of these numbers, counted from 1, before that layer."""
+
+    def before_layer(at: int) -> None:
+        number = len(bench.model.batches)
+        if number in in_steps and at == layer:
+            bench.engine.post(lambda: submit(bench, f"short {number}", SHORT), is_urgent)
+
+    bench.model.before_layer = before_layer
+
+
+@pytest.mark.parametrize("layer", range(LAYER_COUNT))
+def test_newer_work_is_in_the_next_step_and_the_abandoned_one_runs_again(large: Bench, layer: int) -> None:
+    """Claim: an urgent post ends a large step of prompts before its next layer; its feed is in the step after it, with
+    one chunk of rows; the prompts go on where they were, and every answer has the bits of a run without it.
+
+    Source: a prompt of 3 tokens waits for the step that runs when it arrives. Conclusive: at each layer, also where
+    earlier ones have written their positions already; steps are compared by their rows, answers bit for bit.
+    """
+    expected = large.run(lambda: [submit_prompts(large), submit(large, "short 2", SHORT)], 4)
+    large.model.batches.clear()
+    post_short(large, {2}, layer)
+    outcomes = large.run(lambda: submit_prompts(large), 4)
+    sizes = step_sizes(large)
+    assert sizes[:2] == [LARGE, LARGE] and large.engine.abandoned_count == 1
+    assert sum(rows for _, rows, _ in large.model.batches[2]) <= CHUNK and (0, 3, 1) in large.model.batches[2]
+    first, second = (sorted({start for start, _, _ in large.model.batches[step]}) for step in (0, 1))
+    assert (first, second) == ([0], [8]) and (8, 5, 0) in large.model.batches[2], "the oldest goes on where it was"
+    assert all(torch.equal(outcomes[name], expected[name]) for name in expected) and len(outcomes) == len(expected)
+
+
+def test_an_abandoned_step_leaves_zeros(large: Bench) -> None:
+    """Claim: positions that an abandoned step wrote in some layers are zero in all of them afterwards.
+
+    Source: a masked position counts with weight zero, and zero times not-a-number is not-a-number, for the next owner
+    of a block. Conclusive: not-a-number is planted at all positions of the step, in every layer, while it runs.
+    """
+    layers = large.engine.cache._storage.layers
+    seen: list[bool] = []
+
+    def before_layer(at: int) -> None:
+        tables = [feed.table for feed in large.engine._waiting]
+        if len(large.model.batches) == 1 and at == LAYER_COUNT - 1:
+            for layer in layers:
+                layer[:, [table.block_ids[0] for table in tables]] = torch.nan
+            large.engine.post(lambda: seen.extend(bool(layer.isfinite().all()) for layer in layers), is_urgent=True)
+
+    large.model.before_layer = before_layer
+    large.run(lambda: submit_prompts(large), 3)
+    assert seen == [True] * LAYER_COUNT
+
+
+def test_few_steps_are_abandoned(large: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: after an abandoned step, steps are small and run to their end, for 30 times the time that was wasted; and
+    posts that bring no work abandon none.
+
+    Source: prompts must end whatever arrives. Conclusive: each step would be abandoned by a post of its own if it
+    might; with a factor of 0 each large one is, so the factor is what keeps the steps.
+    """
+    assert scheduler.SMALL_STEPS_FACTOR == 30
+    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTOR", 1e9)
+    post_short(large, {1, 2, 3, 4, 5}, layer=1)
+    large.run(lambda: submit_prompts(large), 3 + 1)
+    assert large.engine.abandoned_count == 1 and max(step_sizes(large)[1:]) <= SMALL
+
+    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTOR", 0.0)
+    large.engine._small_until_s = 0.0
+    large.model.batches.clear()
+    post_short(large, {1, 3, 5}, layer=1, is_urgent=False)
+    large.run(lambda: submit_prompts(large), 3 + 3)
+    assert large.engine.abandoned_count == 1
+
+    large.model.batches.clear()
+    post_short(large, {1, 3, 5}, layer=1)
+    large.run(lambda: submit_prompts(large), 3 + 3)
+    assert large.engine.abandoned_count == 4
