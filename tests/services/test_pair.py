@@ -51,9 +51,8 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 @pytest.mark.parametrize(
     ("services", "temperature"),
     [
-        *(pytest.param("float32", temperature, marks=pytest.mark.more) for temperature in (0, 0.7)),
-        pytest.param("bfloat16", 0, marks=pytest.mark.more),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("float32", 1), ("bfloat16", 0.7), ("bfloat16", 1))),
+        *(pytest.param(dtype, 0, marks=pytest.mark.more) for dtype in ("float32", "bfloat16")),
+        *(pytest.param(dtype, each, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16") for each in (0.7, 1)),
     ],
     indirect=["services"],
 )

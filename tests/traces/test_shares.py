@@ -99,11 +99,11 @@ def machines(receiver: Receiver) -> Iterator[Machines]:
 
 
 def marks(draft: str, rule: str, token_count: int) -> tuple[pytest.MarkDecorator, ...]:
-    """Make test runs those that differ by more than their rule; make test-more every short one, and two long ones."""
+    """Make test runs those that differ by more than their rule; make test-more every short one."""
     cases = (("near", "COUPLED", 120), ("off", "GREEDY", FEW), ("far", "COUPLED", FEW), ("far", "REJECTION", FEW))
     if (draft, rule, token_count) in cases:
         return ()
-    return (pytest.mark.slow if token_count == 120 else pytest.mark.more,)
+    return (pytest.mark.more if token_count == FEW else pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
