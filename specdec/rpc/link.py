@@ -11,6 +11,7 @@ before the next connection doubles unless the last one was up for HEALTHY_S, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -145,28 +146,38 @@ class Link:
         self._silent_ticks = self._idle_ticks = 0
         channel = self._channel = self._connect()
         call = channel.stream_stream(self._method)()
-        parts = [asyncio.create_task(part(call)) for part in (self._read, self._write, self._watch)]
+        reading, *others = [asyncio.create_task(part(call)) for part in (self._read, self._write, self._watch)]
         try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait((reading, *others), return_when=asyncio.FIRST_EXCEPTION)
             for part in done:
                 part.result()
             raise LinkDown(f"{self.peer} ended the stream")
         finally:
-            for part in parts:
+            for part in others:
                 part.cancel()
             call.cancel()
             self._channel = None
-            await asyncio.gather(*parts, return_exceptions=True)
+            await asyncio.wait((reading,), timeout=TICK_S)
+            reading.cancel()
+            await asyncio.gather(reading, *others, return_exceptions=True)
             await channel.close()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Takes all messages, also after a write failed: then gRPC ends the call, and its task, no sooner than it is
+        read to its end. By iteration, as `read` refuses to go on after a failed write."""
         try:
-            while (data := await call.read()) is not grpc.aio.EOF:
+            async for data in call:
                 self._silent_ticks = 0
                 self.bytes_received += len(data)
                 self._take(data)
         except grpc.aio.AioRpcError as error:
             raise LinkDown(f"{self.peer}: {error_from_rpc(error)}") from error
+        except LinkDown:
+            call.cancel()
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                async for _ in call:
+                    pass
+            raise
         raise LinkDown(f"{self.peer} ended the stream")
 
     def _take(self, data: bytes) -> None:
