@@ -87,9 +87,8 @@ class StepAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The chunks of one step; no sequence twice, except one with several paths. `should_abandon` is asked before each
-    layer, by models on one CPU; others run the
-    step to its end."""
+    """The chunks of one step; no sequence twice, except one with several paths. `should_abandon` is asked in each
+    layer, before its keys are written, by models on one CPU; others run the step to its end."""
 
     chunks: tuple[SequenceChunk, ...]
     should_abandon: Callable[[], bool] | None = None

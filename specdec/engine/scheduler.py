@@ -153,7 +153,7 @@ class Engine(Generic[Payload, Answer]):
         if self._is_stopping:
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
-        if is_urgent:
+        if is_urgent:  # a step that begins between these lines is abandoned before its first layer, in vain
             self._has_urgent_posts = True
 
     def submit(self, feed: Feed[Payload, Answer]) -> None:
@@ -205,6 +205,7 @@ class Engine(Generic[Payload, Answer]):
         for _ in range(POSTS_PER_TURN):
             if not self._run_post(timeout_s=0.0):
                 return
+        self._has_urgent_posts = True  # those that are left may be
 
     def _run_post(self, timeout_s: float | None) -> bool:
         """Runs the next posted function, after a sleep of `timeout_s` at most (None: no limit); False if none came."""

@@ -11,7 +11,6 @@ before the next connection doubles unless the last one was up for HEALTHY_S, so 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -146,38 +145,44 @@ class Link:
         self._silent_ticks = self._idle_ticks = 0
         channel = self._channel = self._connect()
         call = channel.stream_stream(self._method)()
-        reading, *others = [asyncio.create_task(part(call)) for part in (self._read, self._write, self._watch)]
+        is_lost = asyncio.get_running_loop().create_future()
+        reading = asyncio.create_task(self._read(call, is_lost))
+        others = [asyncio.create_task(part(call)) for part in (self._write, self._watch)]
         try:
-            done, _ = await asyncio.wait((reading, *others), return_when=asyncio.FIRST_EXCEPTION)
-            for part in done:
-                part.result()
+            parts = is_lost, reading, *others
+            await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            for part in parts:
+                if part.done():
+                    part.result()
             raise LinkDown(f"{self.peer} ended the stream")
         finally:
             for part in others:
                 part.cancel()
             call.cancel()
             self._channel = None
-            await asyncio.wait((reading,), timeout=TICK_S)
-            reading.cancel()
-            await asyncio.gather(reading, *others, return_exceptions=True)
-            await channel.close()
+            is_lost.cancel()
+            try:
+                await asyncio.wait((reading,), timeout=TICK_S)
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, is_lost, *others, return_exceptions=True)
+                await channel.close()
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Takes all messages, also after a write failed: then gRPC ends the call, and its task, no sooner than it is
-        read to its end. By iteration, as `read` refuses to go on after a failed write."""
+    async def _read(self, call: grpc.aio.StreamStreamCall, is_lost: asyncio.Future[None]) -> None:
+        """Takes messages until one is malformed, which `is_lost` then says, and reads on to the end: after a failed
+        write gRPC ends a call, and its own task, no sooner. By iteration, as `read` refuses to go on then."""
         try:
             async for data in call:
+                if is_lost.done():
+                    continue
                 self._silent_ticks = 0
                 self.bytes_received += len(data)
-                self._take(data)
+                try:
+                    self._take(data)
+                except LinkDown as down:
+                    is_lost.set_exception(down)
         except grpc.aio.AioRpcError as error:
             raise LinkDown(f"{self.peer}: {error_from_rpc(error)}") from error
-        except LinkDown:
-            call.cancel()
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                async for _ in call:
-                    pass
-            raise
         raise LinkDown(f"{self.peer} ended the stream")
 
     def _take(self, data: bytes) -> None:

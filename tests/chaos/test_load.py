@@ -6,13 +6,18 @@ Bars about counts must hold; those about times and rates are left to the command
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from specdec.bench import harness
 from specdec.bench.bars import Bar
 from tests.chaos.__main__ import modules
+from tests.chaos.clients import prompts
+from tests.chaos.texts import Text, references_of
+from tests.support.pages import watched
 
 TIMED = {*"seconds ms ms, goodput, throughput CPU memory times rates steps faults round,".split()}
 
@@ -73,6 +78,24 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
         if bar.claim == "long prompts that ended before it"
     ]
     assert ended_before is not None and ended_before <= 3
+
+
+@pytest.mark.more
+def test_a_step_of_long_prompts_is_abandoned_for_a_short_one() -> None:
+    """Claim: a short prompt that arrives in a large step of long ones has it abandoned, and has the text it has alone;
+    the long ones end. Conclusive: the target counts abandoned steps, over real sockets; short prompts come as long as
+    the long ones run, which takes many steps."""
+    longs = [Text(prompt, 0.0, 0, 1, True) for prompt in prompts(6, 1500, 4000)]
+    short = Text(prompts(1, 3, 4000)[0], 0.0, 0, 4, True)
+    with watched((harness.TARGET_MODEL, harness.DRAFT_MODEL), target={"kv_cache_bytes": 200 << 20}) as own:
+        address = own.services.coordinator.address
+        alone = references_of(address, [short])
+        with ThreadPoolExecutor(len(longs)) as pool:
+            running = [pool.submit(references_of, address, [text]) for text in longs]
+            while not all(each.done() for each in running):
+                assert references_of(address, [short]) == alone
+            assert all(each.result() for each in running)
+        assert own.page("target").value("specdec_steps_abandoned_total") > 0
 
 
 @pytest.mark.more

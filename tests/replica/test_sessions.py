@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +138,8 @@ class Stream:
     """A replica's stream of the draft's messages, without sockets and engine: `sent` are the items it answered."""
 
     def __init__(self, handler: Any = None, streams: list[ReplicaStream] | None = None) -> None:
-        engine: Any = SimpleNamespace(post=lambda function: function())
+        engine: Any = SimpleNamespace(post=self.post)
+        self.are_urgent: list[bool] = []
         self.failures: list[Failure] = []
         self.sent: list[draft_pb.DraftResponseItem] = []
         messages = draft_pb.DraftRequest, draft_pb.DraftResponse
@@ -146,6 +147,10 @@ class Stream:
         streams = [] if streams is None else streams
         self.stream = ReplicaStream(engine, handler, messages, self.failures.append, streams)
         streams.append(self.stream)
+
+    def post(self, function: Callable[[], None], is_urgent: bool = False) -> None:
+        self.are_urgent.append(is_urgent)
+        function()
 
     async def write(self, data: bytes) -> None:
         self.sent += draft_pb.DraftResponse.FromString(data).items
@@ -254,6 +259,17 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
     own.stream._answers.extend([Nodes(1, 1, 1, 1, ())] * (ITEM_COUNT_MAX + 1))
     sizes = [len(draft_pb.DraftResponse.FromString(own.stream._message()).items) for _ in range(2)]
     assert sizes == [ITEM_COUNT_MAX, 1]
+
+
+async def test_a_verification_is_urgent_and_nothing_else() -> None:
+    """Claim: a message with a verification is posted to the engine as work that a large step of prompts is abandoned
+    for; one that opens and closes sessions is not. Conclusive: both messages of one stream, as bytes."""
+    own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None))
+    others = Open(1, 1, PARAMS, 9, 9), Close(1, 1)
+    for items in (others, (*others, Verification(1, 1, 1, 0, (5,)))):
+        data = b"".join(item_to_bytes(target_pb.VerifyRequest, item) for item in items)
+        own.stream._post(target_pb.VerifyRequest.FromString(data).items, 0.0, len(data))
+    assert own.are_urgent == [False, True] and not own.failures
 
 
 async def test_who_leaves_answers_unread_ends_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
