@@ -20,6 +20,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
+from specdec.errors import InvalidRequest
+from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -286,14 +288,16 @@ class StreamFlood:
             call.cancel()
 
     def _batch(self, items: Iterator[tuple[bytes, bool]]) -> tuple[bytes, int]:
-        """A message of items that parse, and the number of mutated ones; those that do not parse are set aside."""
+        """A message of items that parse, and the number of mutated ones. Set aside are those that do not parse, and those
+        with which all would be refused for their parts."""
         parts: list[bytes] = []
         size = item_count = count = 0
         while item_count < BATCH_ITEM_COUNT:
             data, is_mutated = next(items)
             try:
                 own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]  # a generated class
-            except DecodeError:
+                check_large(self.kind.request, b"".join((*parts, data)))
+            except (DecodeError, InvalidRequest):
                 own_count = -1
             if not (0 <= own_count <= BATCH_ITEM_COUNT // 4 and len(data) < BATCH_BYTES_MAX):
                 if self._random.random() < BROKEN_SHARE:

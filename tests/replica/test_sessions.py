@@ -266,7 +266,7 @@ async def test_a_verification_is_urgent_and_nothing_else() -> None:
     for; one that opens and closes sessions is not. Conclusive: both messages of one stream, as bytes."""
     own = Stream(SimpleNamespace(close_stream=lambda _: None, handle=lambda *_: None))
     others = Open(1, 1, PARAMS, 9, 9), Close(1, 1)
-    for items in (others, (*others, Verification(1, 1, 1, 0, (5,)))):
+    for items in (others, (*others, Verification(1, 1, 1, 1, (5,)))):
         data = b"".join(item_to_bytes(target_pb.VerifyRequest, item) for item in items)
         own.stream._post(target_pb.VerifyRequest.FromString(data).items, 0.0, len(data))
     assert own.are_urgent == [False, True] and not own.failures

@@ -1,4 +1,4 @@
-"""Cancels at random points: requests, sessions, blocks, threads and descriptors are back at their baseline."""
+"""Cancels at random points: requests, sessions, blocks, threads, tasks and descriptors are back at their baseline."""
 
 from __future__ import annotations
 
@@ -117,6 +117,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             def counts() -> dict[str, float]:
                 found = {f"{role} descriptors": float(descriptor_count(pid)) for role, pid in pids.items()}
                 found |= {f"{role} threads": float(thread_count(pid)) for role, pid in pids.items()}
+                found |= {f"{role} tasks": metric_values(page, "specdec_tasks") for role, page in pages.items()}
                 for role in ("target", "draft"):
                     found[f"{role} sessions"] = metric_values(pages[role], "specdec_sessions")
                     found[f"{role} held blocks"] = held_blocks(pages[role])
@@ -146,6 +147,6 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     held = sum(after[key] for key in after if key.endswith(("sessions", "blocks", "requests")))
     return [
         Bar("requests, sessions and held blocks after the cancels", 0, held, is_limit=True),
-        Bar("growth of threads and descriptors", 0, sum(grown.values()), str(grown or ""), is_limit=True),
+        Bar("growth of threads, tasks and descriptors", 0, sum(grown.values()), str(grown or ""), is_limit=True),
         Bar("seconds until blocks are free, p99", 0.1, percentile(free_s, 0.99), is_limit=True),
     ]

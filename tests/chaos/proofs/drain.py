@@ -1,4 +1,5 @@
-"""SIGTERM under load with stalled readers: what fits the grace finishes, the rest says how to resume, exit code 0."""
+"""SIGTERM under load with stalled readers, of texts and of health: what fits the grace finishes, the rest says how to
+resume, and the process ends with code 0 while those readers stay."""
 
 from __future__ import annotations
 
@@ -63,11 +64,12 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         with harness.running(folder / "target", folder / "draft", own, threads=1) as services:
             coordinator = services.coordinator
 
-            async def work(stub: Any) -> tuple[list[Stream], list[Stream], list[Stream], float]:
+            async def work(stub: Any) -> tuple[list[Stream], list[Stream], list[Stream], float, float, int]:
                 expected = await asyncio.gather(*(read(stub, text.request({"enabled": False})) for text in shorts))
                 async with grpc.aio.insecure_channel(coordinator.address, options=STALLED_OPTIONS) as channel:
                     stalled_stub = pb_grpc.CoordinatorServiceStub(channel)
                     stalled = [stalled_stub.Generate(text.request(SPECULATIVE)) for text in longs[asked.long :]]
+                    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
                     late = [asyncio.create_task(read(stub, t.request(SPECULATIVE))) for t in longs[: asked.long]]
                     await asyncio.sleep(0.5)
                     soon = [asyncio.create_task(read(stub, text.request(SPECULATIVE))) for text in shorts]
@@ -80,14 +82,14 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                     await watching
                     flip_s = time.monotonic() - signalled_s
                     found = await asyncio.gather(*soon), await asyncio.gather(*late)
-                    for call in stalled:
+                    ended_s = time.monotonic()
+                    code = await asyncio.to_thread(coordinator.process.wait, asked.grace_s + 10)
+                    exit_s = time.monotonic() - ended_s
+                    for call in (*stalled, health):
                         call.cancel()
-                return expected, *found, flip_s
+                return expected, *found, flip_s, exit_s, code
 
-            expected, soon, late, flip_s = with_stub(coordinator.address, work)
-            began_s = time.monotonic()
-            code = coordinator.process.wait(asked.grace_s + 10)
-            exit_s = time.monotonic() - began_s
+            expected, soon, late, flip_s, exit_s, code = with_stub(coordinator.address, work)
     errors = [one.error for one in late if one.error is not None]
     resumable = sum(
         error.code() is grpc.StatusCode.UNAVAILABLE

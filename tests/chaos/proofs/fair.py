@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, default=harness.TARGET_MODEL, help="target model (%(default)s)")
     parser.add_argument("--draft", type=Path, default=harness.DRAFT_MODEL, help="draft model (%(default)s)")
     parser.add_argument("--vocabulary", type=int, default=4000, help="of the prompts (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="of the long prompts; the fastest counts (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs with and without sharing (%(default)s)")
     parser.add_argument("--shared-only", action="store_true", help="no comparison with prompts by age")
     parser.add_argument("--prompts", type=int, default=40, help="long prompts (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1990, help="of a long prompt (%(default)s)")
@@ -137,7 +137,7 @@ def steps_per_s(streams: list[Stream]) -> float:
 def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
     """Prompts with and without sharing in turns, each time on services of their own; then streams."""
     target = {"kv_cache_bytes": asked.cache_bytes}
-    by_age, shared = [], []
+    by_age, shared, beside_each = [], [], []
     for _ in range(asked.repeats):
         if not asked.shared_only:
             with unshared(asked) as address:
@@ -145,20 +145,22 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
             console.print(f"by age: {by_age[-1]}")
         with harness.running(asked.target, asked.draft, threads=1, target=target) as services:
             shared.append(with_stub(services.coordinator.address, lambda stub: queue(stub, asked)))
-            wide, narrow = with_stub(services.coordinator.address, lambda stub: beside(stub, asked))
+            beside_each.append(with_stub(services.coordinator.address, lambda stub: beside(stub, asked)))
         console.print(f"shared: {shared[-1]}")
     alone_s = statistics.median(one_s for one in shared for one_s in one.alone_s)
     behind_s = max(one_s for one in shared for one_s in one.behind_s)
-    total_s, by_age_s = (min((one.total_s for one in queues), default=0.0) for queues in (shared, by_age))
-    share = steps_per_s(wide) / steps_per_s(narrow)
+    share = max(steps_per_s(wide) / steps_per_s(narrow) for wide, narrow in beside_each)
+    same_wide, same_narrow = (min(map(same_kind, kind)) for kind in zip(*beside_each))
     ended_before_count = max(one.ended_before_count for one in shared)
-    compared = [Bar("throughput of all prompts, share of that by age", 0.95, by_age_s / total_s)]
+    shares = [other.total_s / own.total_s for other, own in zip(by_age, shared)]
+    claim, each = "throughput of all prompts, share of that by age", ", ".join(f"{one:.3f}" for one in shares)
+    compared = [Bar(claim, 0.95, statistics.median(shares), f"median of {each}")] if shares else []
     return [
         Bar("first token behind long prompts, times alone", 10, behind_s / alone_s, is_limit=True),
         Bar("long prompts that ended before it", 0, ended_before_count, is_limit=True),
-        *([] if asked.shared_only else compared),
-        Bar("rates of wide streams, least over highest", 0.95, same_kind(wide)),
-        Bar("rates of narrow streams, least over highest", 0.95, same_kind(narrow)),
+        *compared,
+        Bar("rates of wide streams, least over highest", 0.95, same_wide),
+        Bar("rates of narrow streams, least over highest", 0.95, same_narrow),
         Bar(
             "steps of a wide stream, share of a narrow one's",
             1.05,

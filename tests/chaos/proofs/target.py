@@ -6,6 +6,7 @@ Table models, GREEDY and COUPLED. A client sends its request again with the toke
 from __future__ import annotations
 
 import argparse
+import math
 import threading
 import time
 
@@ -28,7 +29,7 @@ class Streams:
     def __init__(self, address: str, texts: list[Text]) -> None:
         self.readings: dict[Text, Reading] = {}
         self.problems: list[str] = []
-        self.lost_s: list[float] = []  # when each stream that a kill ended received its error
+        self.lost_s: list[float] = []  # when each stream that a kill ended received its first error
         self.codes: set[str] = set()
         self._address = address
         self._started = threading.Semaphore(0)
@@ -38,7 +39,7 @@ class Streams:
             thread.start()
 
     def _run(self, number: int, text: Text) -> None:
-        is_counted = False
+        is_counted = is_lost = False
 
         def on_message(reading: Reading) -> None:
             nonlocal is_counted
@@ -48,7 +49,10 @@ class Streams:
                 self._may_go_on.wait(60)
 
         def on_error(error: grpc.RpcError) -> None:
-            self.lost_s.append(time.monotonic())
+            nonlocal is_lost
+            if not is_lost:
+                is_lost = True
+                self.lost_s.append(time.monotonic())
             self.codes.add(error.code().name)
 
         try:
@@ -93,7 +97,7 @@ def strike(place: Tables, service: Restartable, references: dict[Text, Content])
     streams.go_on()
     while len(streams.lost_s) < len(references) and time.monotonic() < killed_s + 2 * NOTICED_S_MAX:
         time.sleep(0.01)
-    noticed_s = max(streams.lost_s[: len(references)], default=float("inf")) - killed_s
+    noticed_s = (max(streams.lost_s) if len(streams.lost_s) == len(references) else math.inf) - killed_s
     service.restart()
     streams.join()
     return streams, noticed_s, sum(1 for reading in streams.readings.values() if reading.errors)
