@@ -288,8 +288,8 @@ class StreamFlood:
             call.cancel()
 
     def _batch(self, items: Iterator[tuple[bytes, bool]]) -> tuple[bytes, int]:
-        """A message of items that parse, and the number of mutated ones. Set aside are those that do not parse, and those
-        with which all would be refused for their parts."""
+        """A message of items that parse, and the number of mutated ones. Those that do not parse are set aside, and
+        those with which all would be refused for their parts."""
         parts: list[bytes] = []
         size = item_count = count = 0
         while item_count < BATCH_ITEM_COUNT:
