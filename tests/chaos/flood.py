@@ -288,16 +288,15 @@ class StreamFlood:
             call.cancel()
 
     def _batch(self, items: Iterator[tuple[bytes, bool]]) -> tuple[bytes, int]:
-        """A message of items that parse, and the number of mutated ones. Those that do not parse are set aside, and
-        those with which all would be refused for their parts."""
-        parts: list[bytes] = []
-        size = item_count = count = 0
+        """A message of items that parse, and the number of mutated ones; those that do not parse are set aside, as are
+        those with the most empty parts while their number would have the whole message refused."""
+        parts: list[tuple[bytes, bool]] = []
+        size = item_count = 0
         while item_count < BATCH_ITEM_COUNT:
             data, is_mutated = next(items)
             try:
                 own_count = len(self.kind.request.FromString(data).items)  # type: ignore[attr-defined]  # a generated class
-                check_large(self.kind.request, b"".join((*parts, data)))
-            except (DecodeError, InvalidRequest):
+            except DecodeError:
                 own_count = -1
             if not (0 <= own_count <= BATCH_ITEM_COUNT // 4 and len(data) < BATCH_BYTES_MAX):
                 if self._random.random() < BROKEN_SHARE:
@@ -305,9 +304,17 @@ class StreamFlood:
                 continue
             if size + len(data) > BATCH_BYTES_MAX:
                 break
-            parts.append(data)
-            size, item_count, count = size + len(data), item_count + own_count, count + is_mutated
-        return b"".join(parts), count
+            parts.append((data, is_mutated))
+            size, item_count = size + len(data), item_count + own_count
+        while True:
+            message = b"".join(data for data, _ in parts)
+            try:
+                check_large(self.kind.request, message)
+                return message, sum(is_mutated for _, is_mutated in parts)
+            except InvalidRequest:
+                emptiest = max(parts, key=lambda part: part[0].count(0))
+                parts.remove(emptiest)
+                self._broken.append(emptiest[0])
 
     def _answers(self, call: Any, number: int, counts: Counts) -> None:
         """Reads answers up to that of a batch's last item. Raises StopIteration at the stream's end."""
