@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine import feed as feeds_module
-from specdec.engine.feed import Feed, choose
+from specdec.engine.feed import Feed, choose, divide, rows_beside_short
 from specdec.engine.kv_cache import BlockTable
 from specdec.engine.runner import Piece
 from tests.chaos.unshared_target import by_age
@@ -141,6 +141,22 @@ def test_without_decodes_prompts_fill_the_step() -> None:
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=True)] == [64]
     steps.prompt_rows_max = 128
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 2
+
+
+def test_a_step_is_quick_while_short_prompts_wait() -> None:
+    """Claim: while prompts of at most one chunk wait, the next step has one chunk of rows, or twice theirs, so that all
+    of these end in it; the end of a long prompt makes no step quick.
+
+    Source: a short prompt waits for the step it is in, too. Conclusive: steps of each kind of queue, row by row.
+    """
+    long, end = feed_of(LONG - 1, 1), feed_of(LONG - 1, 1)
+    end.fed_count = LONG - 6
+    assert rows_beside_short([long, end], 64) == 0
+    assert rows_beside_short([long, feed_of(2, 1)], 64) == 64
+    shorts = [feed_of(29, 1), feed_of(19, 1), feed_of(63, 1)]
+    assert rows_beside_short([long, *shorts], 64) == 2 * (30 + 20 + 64)
+    rows = divide(2 * (30 + 20 + 64), [long, end, *shorts], 64)
+    assert all(rows[feed] == feed.row_count for feed in shorts) and rows[long] == 64
 
 
 LONG, LONG_COUNT = 1990, 40
