@@ -25,7 +25,7 @@ PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jso
 
 @pytest.mark.more
 @pytest.mark.parametrize("draft", ["draft", "smollm2-draft"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_served_rounds_are_the_predicted_ones(temperature, draft):
     """Claim: along a served text the predicted coins give the accepted draft tokens of every served generation, one by
     one: under GREEDY and, with the seed, under COUPLED, coins are 0 or 1 and rounds have no chance in them. Through

@@ -110,7 +110,9 @@ def test_a_run_that_ends_early_says_why(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.more
 @pytest.mark.lengthy
-@pytest.mark.parametrize("ways", [(), ("--ways", HEADS_WAY)], ids=["all", "heads"])
+@pytest.mark.parametrize(
+    "ways", [pytest.param((), id="all"), pytest.param(("--ways", HEADS_WAY), id="heads", marks=pytest.mark.slow)]
+)
 def test_the_command_runs(ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: a few prompts through real services, with a setting passed on to the target, differ nowhere.
 

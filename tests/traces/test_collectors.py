@@ -61,8 +61,8 @@ def reference(table_models) -> list[tuple]:
 @pytest.mark.parametrize(
     "collector",
     [
-        pytest.param(refusing, id="absent", marks=pytest.mark.more),
-        pytest.param(black_hole, id="black hole", marks=pytest.mark.more),
+        pytest.param(refusing, id="absent", marks=pytest.mark.slow),
+        pytest.param(black_hole, id="black hole", marks=pytest.mark.slow),
     ],
 )
 def test_a_collector_that_is_away_changes_nothing(table_models, reference: list[tuple], collector):
