@@ -153,7 +153,7 @@ class Engine(Generic[Payload, Answer]):
         if self._is_stopping:
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
-        if is_urgent:  # a step that begins between these lines is abandoned before its first layer, in vain
+        if is_urgent:  # a step that begins between these lines is abandoned before its first layer, without gain
             self._has_urgent_posts = True
 
     def submit(self, feed: Feed[Payload, Answer]) -> None:
