@@ -323,12 +323,13 @@ async def test_a_lost_connection_leaves_no_task_behind(message: bytes, monkeypat
         async with Owner(address).running() as owner:
             for _ in range(10):
                 await until(lambda: owner.link.is_up)
+                assert grpc_task_count() >= 1, "gRPC has a task for the stream, under this name"
                 owner.send(1)
                 await asyncio.sleep(0.001)
-                time.sleep(0.05)
+                time.sleep(0.05)  # the whole process: nothing is read meanwhile
                 owner.send(2)
                 await until(lambda: not owner.link.is_up)
-        await until(lambda: grpc_task_count() == 0)
+        await until(lambda: grpc_task_count() == 0)  # fails after five seconds
 
 
 async def test_a_malformed_answer_drops_the_connection():
