@@ -36,6 +36,8 @@ from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.logs import get_logger
 
+ITEMS_PER_TURN = 64  # half a millisecond
+
 
 class ReplicaStream:
     """The state of one stream. `reply` may be called from any thread; `run` is awaited once. `failed` is called with
@@ -136,7 +138,8 @@ class ReplicaStream:
                     raise InvalidRequest("stream", f"{len(self._answers)} answers untaken", "read as it is written")
                 check_item_count(len(message.items))
                 if message.items:
-                    self._post(message.items, arrived_ns / 1e9, max(len(data), UNHANDLED_BYTES_MIN))
+                    items = await self._items_of(message.items)
+                    self._post(items, arrived_ns / 1e9, max(len(data), UNHANDLED_BYTES_MIN))
                     await self._until_handled()
                 else:
                     self._is_pinged = True
@@ -161,9 +164,12 @@ class ReplicaStream:
     def _has_too_much(self) -> bool:
         return (self._posted_bytes - self._handled_bytes) * len(self._streams) > UNHANDLED_BYTES_MAX
 
-    def _post(self, messages: Iterable[Any], arrived_s: float, byte_count: int) -> None:
+    async def _items_of(self, messages: Iterable[Any]) -> list[TargetItem | DraftItem]:
+        """Returns the readable items and answers the others; the event loop has a turn every ITEMS_PER_TURN."""
         items: list[TargetItem | DraftItem] = []
-        for message in messages:
+        for number, message in enumerate(messages, 1):
+            if number % ITEMS_PER_TURN == 0:
+                await asyncio.sleep(0)
             try:
                 item: TargetItem | DraftItem = item_from_message(message)
             except InvalidRequest as error:
@@ -177,7 +183,9 @@ class ReplicaStream:
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time
+        return items
 
+    def _post(self, items: list[TargetItem | DraftItem], arrived_s: float, byte_count: int) -> None:
         def handle() -> None:
             try:
                 self._handler.handle(self, items, self.reply, arrived_s)

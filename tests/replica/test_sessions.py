@@ -261,6 +261,22 @@ async def test_a_message_with_too_many_items_ends_its_stream() -> None:
     assert sizes == [ITEM_COUNT_MAX, 1]
 
 
+async def test_the_event_loop_has_turns_while_a_message_is_read() -> None:
+    """Claim: others of the event loop have a turn after every ITEMS_PER_TURN items of a message, good or bad ones.
+
+    Source: 1,024 empty items held the loop for 23 ms on a loaded machine. Conclusive: turns are counted, not timed.
+    """
+    own = Stream(SimpleNamespace(close_stream=lambda stream: None, handle=lambda *_: None))
+    for one in (draft_pb.DraftRequestItem(), draft_pb.DraftRequestItem(close={"session": 1, "incarnation": 1})):
+        turns = 0
+        reading = asyncio.ensure_future(own.stream._items_of([one] * ITEM_COUNT_MAX))
+        while not reading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= ITEM_COUNT_MAX // stream_module.ITEMS_PER_TURN
+        assert len(reading.result()) in (0, ITEM_COUNT_MAX)
+
+
 async def test_a_verification_is_urgent_and_nothing_else() -> None:
     """Claim: a message with a verification is posted to the engine as work that a large step of prompts is abandoned
     for; one that opens and closes sessions is not. Conclusive: both messages of one stream, as bytes."""
@@ -268,7 +284,7 @@ async def test_a_verification_is_urgent_and_nothing_else() -> None:
     others = Open(1, 1, PARAMS, 9, 9), Close(1, 1)
     for items in (others, (*others, Verification(1, 1, 1, 1, (5,)))):
         data = b"".join(item_to_bytes(target_pb.VerifyRequest, item) for item in items)
-        own.stream._post(target_pb.VerifyRequest.FromString(data).items, 0.0, len(data))
+        own.stream._post(await own.stream._items_of(target_pb.VerifyRequest.FromString(data).items), 0.0, len(data))
     assert own.are_urgent == [False, True] and not own.failures
 
 

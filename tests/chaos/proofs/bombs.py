@@ -1,7 +1,8 @@
 """Bombs: messages that cost little to send, refused at once, at a bounded cost of memory and of the event loop.
 
-Each goes to a real process several times. Memory is the growth of its greatest resident size over the size before; the
-event loop's stall is the longest health check that another connection makes meanwhile, less a usual one.
+Each goes to a real process several times. The event loop's stall is the longest health check that another connection
+makes meanwhile, less a usual one. Memory is the growth of the greatest resident size over the size before, of services
+of their own, whose allocator returns at once everything that is freed: that makes them slower, so times are not theirs.
 """
 
 from __future__ import annotations
@@ -133,19 +134,21 @@ def explode(bomb: Bomb, channel: grpc.Channel, prober: Prober, pid: int, cost: C
     cost.held_bytes.append(held[0])
 
 
-def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
-    """Sends every bomb and compares its costs with the bounds."""
+def send_all(repeats: int, allocator: dict[str, str], console: Console) -> tuple[list[tuple[Bomb, Cost]], Witness]:
+    """Sends every bomb to services with these variables of their allocator."""
     costs: list[tuple[Bomb, Cost]] = []
-    with tempfile.TemporaryDirectory() as folder, environment(**RETURNED_AT_ONCE):
+    with tempfile.TemporaryDirectory() as folder, environment(**allocator):
         with watched(write_models(Path(folder))) as running:
             witness = Witness(running)
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-            channels = {name: grpc.insecure_channel(address, options) for name, address in witness.addresses.items()}
+            channels = {
+                name: grpc.insecure_channel(address, options=options) for name, address in witness.addresses.items()
+            }
             probers = {name: Prober(address) for name, address in witness.addresses.items()}
             with witness.watching_health():
                 for bomb in track(all_bombs(), "bombs", console=console):
                     cost = Cost()
-                    for _ in range(asked.repeats):
+                    for _ in range(repeats):
                         explode(bomb, channels[bomb.service], probers[bomb.service], witness.pids[bomb.service], cost)
                     costs.append((bomb, cost))
                 for prober in probers.values():
@@ -153,8 +156,17 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                 witness.check()
             for channel in channels.values():
                 channel.close()
-        console.print(table_of(costs))
-        return bars(costs, witness)
+    return costs, witness
+
+
+def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
+    """Sends every bomb and compares its costs with the bounds."""
+    costs, *witnesses = send_all(asked.repeats, {}, console)
+    again, *others = send_all(asked.repeats, RETURNED_AT_ONCE, console)
+    for (_, cost), (_, other) in zip(costs, again):
+        cost.held_bytes = other.held_bytes
+    console.print(table_of(costs))
+    return bars(costs, witnesses + others)
 
 
 def table_of(costs: list[tuple[Bomb, Cost]]) -> Table:
@@ -183,7 +195,7 @@ def held_per_byte(bomb: Bomb, cost: Cost) -> float:
     return max(0.0, statistics.median(cost.held_bytes) - NOISE_BYTES) / max(LARGE_BYTES, len(bomb.data))
 
 
-def bars(costs: list[tuple[Bomb, Cost]], witness: Witness) -> list[Bar]:
+def bars(costs: list[tuple[Bomb, Cost]], witnesses: list[Witness]) -> list[Bar]:
     """The conditions of the proof; the worst bomb counts."""
     refused = sum(is_refused(bomb, cost.code) for bomb, cost in costs)
     open_names = ", ".join(f"{bomb.name}: {cost.code}" for bomb, cost in costs if not is_refused(bomb, cost.code))
@@ -207,8 +219,19 @@ def bars(costs: list[tuple[Bomb, Cost]], witness: Witness) -> list[Bar]:
         worst("milliseconds on the event loop, median", 20, medians("stall_ms", costs)),
         worst("bytes held for a byte sent", 20, held),
         worst("microseconds of CPU for a byte sent", 1, cpu),
-        Bar("processes ended", 0, witness.ended_count, is_limit=True),
-        Bar("states of health other than SERVING", 0, len(witness.not_serving), is_limit=True),
-        Bar("texts that changed", 0, witness.differing_count, f"of {witness.text_count}", True),
-        Bar("sessions, blocks and generations left", 0, sum(witness.left_behind.values()), is_limit=True),
+        Bar("processes ended", 0, sum(one.ended_count for one in witnesses), is_limit=True),
+        Bar("states of health other than SERVING", 0, sum(len(one.not_serving) for one in witnesses), is_limit=True),
+        Bar(
+            "texts that changed",
+            0,
+            sum(one.differing_count for one in witnesses),
+            f"of {sum(one.text_count for one in witnesses)}",
+            is_limit=True,
+        ),
+        Bar(
+            "sessions, blocks and generations left",
+            0,
+            sum(sum(one.left_behind.values()) for one in witnesses),
+            is_limit=True,
+        ),
     ]

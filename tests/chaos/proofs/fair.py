@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1990, help="of a long prompt (%(default)s)")
     parser.add_argument("--cache-bytes", type=int, default=1_200_000_000, help="of the target (%(default)s)")
     parser.add_argument("--streams", type=int, default=12, help="half of them wide (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=600, help="of a stream (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=1900, help="of a stream (%(default)s)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ async def first_token_s(stub: Any, text: Text) -> float:
 
 
 async def beside(stub: Any, asked: argparse.Namespace) -> tuple[list[Stream], list[Stream]]:
-    """Wide and narrow streams together, all of one text, so that those of a kind have the same work."""
+    """Wide and narrow streams together, all of one text, so that those of a kind have the same work. A long one: the
+    chance which draft tokens are in time moves the rate of a wide one, by less the more rounds it has."""
     text = Text(prompts(1, 12, asked.vocabulary)[0], 0.0, 0, asked.tokens, True)
     kinds = [WIDE if number % 2 else OFF for number in range(asked.streams)]
     streams = await asyncio.gather(*(read(stub, text.request(kind)) for kind in kinds))
