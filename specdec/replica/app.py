@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from specdec.engine.runner import Answer, HiddenReader, Payload, Sampler
 from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
-from specdec.replica.handler import ItemHandler, ReplicaService
+from specdec.replica.handler import IDLE_S, ItemHandler, ReplicaService
 from specdec.replica.loading import SamplePiece, describe, measure_step_times
 from specdec.replica.metrics import ReplicaMetrics, page_metrics
 from specdec.replica.startup import StartupTimes
@@ -278,13 +279,23 @@ class ReplicaApp(Generic[Payload, Answer]):
         if self._description is None:
             raise ReplicaUnavailable("the model is still loading")
         if len(self._streams) >= STREAM_COUNT_MAX:
-            raise CacheExhausted(f"all {STREAM_COUNT_MAX} places for streams of coordinators are taken")
+            self._end_idle_stream()
         stream = ReplicaStream(self._engine, self._handler, self._kind.messages, self._metrics.failed, self._streams)
         self._streams.add(stream)
         try:
             await stream.run(requests, write)
         finally:
             self._streams.discard(stream)
+
+    def _end_idle_stream(self) -> None:
+        """Ends the oldest stream that has only opened sessions, or not even that. Raises CacheExhausted if there is
+        none, or none IDLE_S old: coordinators that have worked keep their places."""
+        idle = [stream for stream in self._streams if not stream.has_worked]
+        oldest = min(idle, key=lambda stream: stream.began_s, default=None)
+        if oldest is None or time.monotonic() - oldest.began_s < IDLE_S:
+            raise CacheExhausted(f"all {STREAM_COUNT_MAX} places for streams of coordinators are taken")
+        self._streams.discard(oldest)
+        oldest.give_place()
 
 
 def device(asked: str, local_rank: int = 0) -> str:

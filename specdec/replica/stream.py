@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
 from specdec.engine.scheduler import Engine
-from specdec.errors import DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
+from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.protocol.items import ITEM_COUNT_MAX, Close, Commit, DraftItem, Failure, Open, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.field_count import check_large
@@ -67,6 +67,9 @@ class ReplicaStream:
         self._posted_bytes = self._handled_bytes = 0  # written by the event loop, and by the engine thread
         self._has_space = asyncio.Event()
         self._is_held = False
+        self._is_replaced = False
+        self.began_s = time.monotonic()
+        self.has_worked = False  # an item that is neither Open nor Close has come
 
     def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
@@ -83,9 +86,13 @@ class ReplicaStream:
         self._answers.append(failure_from_error(ReplicaUnavailable(STOPPING), 0, 0))
         self._wake.set()
 
+    def give_place(self) -> None:
+        """Ends the stream, whose place another one takes."""
+        self._is_replaced = True
+
     async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
         """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes,
-        DeliveryStalled when nothing comes."""
+        DeliveryStalled when nothing comes, CacheExhausted when another took its place."""
         reading = asyncio.create_task(self._read(requests))
         ends = asyncio.create_task(self._write(reading, write)), asyncio.create_task(self._watch())
         try:
@@ -115,6 +122,8 @@ class ReplicaStream:
         are answered meanwhile."""
         while self._silence_s < SILENCE_S_MAX:
             await asyncio.sleep(TICK_S)
+            if self._is_replaced:
+                raise CacheExhausted("a stream without work: another coordinator took its place")
             self._stall_s += TICK_S if self._is_writing else 0.0
             if self._stall_s >= READER_STALL_S_MAX:
                 get_logger().warning("a coordinator does not read; its sessions end", stall_s=self._stall_s)
@@ -181,6 +190,7 @@ class ReplicaStream:
                 self.reply(failure_from_error(defect, *item_name(message)))
                 continue
             items.append(item)
+            self.has_worked = self.has_worked or not isinstance(item, (Open, Close))
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time
         return items

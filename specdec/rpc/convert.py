@@ -60,14 +60,17 @@ def numbers_to_bytes(code: FloatCode, values: Iterable[float]) -> bytes:
     return packed.tobytes()
 
 
-def numbers_from_bytes(code: FloatCode, data: bytes, field: str) -> array[float]:
-    """The inverse; InvalidRequest when the bytes are not a whole number of numbers."""
+def numbers_from_bytes(code: FloatCode, data: bytes, field: str, low: float, high: float) -> array[float]:
+    """The inverse; InvalidRequest when the bytes are not a whole number of numbers from `low` to `high`."""
     packed: array[float] = array(code)
     if len(data) % packed.itemsize:
         raise InvalidRequest(field, f"{len(data)} bytes", f"a multiple of {packed.itemsize} bytes")
     packed.frombytes(data)
     if sys.byteorder == "big":
         packed.byteswap()
+    for value in packed:
+        if not low <= value <= high:  # also of a not-a-number
+            raise InvalidRequest(field, value, f"from {low:g} to {high:g}")
     return packed
 
 

@@ -7,6 +7,7 @@ malformed one are valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -260,9 +261,9 @@ def _positions_from_message(
     """Returns (draft, recovered) logprobs of a verification with `count` positions."""
     for name, size_max in (("draft", 4 * count), ("recovered", 4 * count), ("top", 4 * LOGPROBS_MAX * count)):
         bounded(f"logprobs.{name}", getattr(message, name), size_max)
-    draft = numbers_from_bytes("f", message.draft, "logprobs.draft")
-    recovered = numbers_from_bytes("f", message.recovered, "logprobs.recovered")
-    top = numbers_from_bytes("f", message.top, "logprobs.top")
+    draft = numbers_from_bytes("f", message.draft, "logprobs.draft", -math.inf, 0.0)
+    recovered = numbers_from_bytes("f", message.recovered, "logprobs.recovered", -math.inf, 0.0)
+    top = numbers_from_bytes("f", message.top, "logprobs.top", -math.inf, 0.0)
     sizes = len(draft), len(recovered), len(top), len(message.top_token_ids)
     if len(draft) != count - 1 or len(recovered) != count or len(top) != sizes[3] or len(top) % count:
         raise InvalidRequest("logprobs", sizes, f"numbers for {count} positions")
@@ -314,7 +315,7 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         draft_logprobs, recovered_logprobs = _positions_from_message(message.logprobs, len(recovered))
     if message.target_probs:
         packed = bounded("target_probs", message.target_probs, 8 * DRAFT_LENGTH_LIMIT)
-        target_probs = tuple(numbers_from_bytes("d", packed, "target_probs"))
+        target_probs = tuple(numbers_from_bytes("d", packed, "target_probs", 0.0, 1.0))
         if len(target_probs) != len(recovered) - 1:
             raise InvalidRequest("target_probs", len(target_probs), f"one per draft token, {len(recovered) - 1}")
     return items.VerificationResult(

@@ -5,7 +5,10 @@ Messages are built from valid ones by enlarging one field, so a refusal can have
 
 from __future__ import annotations
 
+import itertools
+import math
 import tracemalloc
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,6 +162,33 @@ BAD_DESCRIPTIONS: tuple[dict[str, Any], ...] = (
     {"head_times": [{"rows": 0, "step_us": 1}]},
     {"head_times": [{"rows": 1, "step_us": 0}]},
 )
+
+
+@pytest.mark.parametrize(
+    "field, code, inside, outside",
+    [
+        ("target_probs", "d", 0.5, (math.nan, math.inf, 1.5, -0.5)),
+        *((name, "f", -0.5, (math.nan, math.inf, 0.5)) for name in ("draft", "recovered", "top")),
+    ],
+)
+def test_packed_numbers_have_a_range(field: str, code: str, inside: float, outside: tuple[float, ...]) -> None:
+    """Claim: a probability outside 0 to 1 and a log-probability above 0 are refused by field, value and limit, a
+    not-a-number among them, as the first or the last of several. Source: they are packed in bytes, so no limit of a
+    number's field sees them."""
+    valid = next(item for _, item in VALID if isinstance(item, items.VerificationResult))
+    message = target_pb.VerifyResponse.FromString(item_to_bytes(target_pb.VerifyResponse, valid)).items[0]
+    result = getattr(message, message.WhichOneof("item"))
+    part = result if field == "target_probs" else result.logprobs
+    count = len(getattr(part, field)) // array(code).itemsize
+    numbers = array(code, [inside] * count)
+    setattr(part, field, numbers.tobytes())
+    item_from_message(message)
+    for value, place in itertools.product(outside, {0, count - 1}):
+        changed = array(code, numbers)
+        changed[place] = value
+        setattr(part, field, changed.tobytes())
+        with pytest.raises(InvalidRequest, match=f"{field} is {value}; it must be from"):
+            item_from_message(message)
 
 
 def valid_messages() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
