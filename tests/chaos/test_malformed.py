@@ -54,6 +54,6 @@ def test_malformed_messages_cost_themselves_only() -> None:
 
     Conclusive: real processes, sockets and recorded messages, and every condition of the proof but full coverage.
     """
-    asked = argparse.Namespace(messages=1000, minutes=math.inf, services=list(malformed.SERVICES), seed=3)
+    asked = argparse.Namespace(messages=1000, answers=1000, minutes=math.inf, services=list(malformed.SERVICES), seed=3)
     bars = malformed.prove(asked, Console(quiet=True))
     assert [bar.claim for bar in bars if bar.state == "missed"] in ([], ["share of fields mutated"])

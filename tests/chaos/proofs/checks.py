@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import statistics
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from rich.console import Console
 from specdec.bench.bars import Bar
 from specdec.protocol import items
 from specdec.protocol.types import DraftProbs, SamplerOutput
-from specdec.rpc import convert_items, field_count, link
+from specdec.rpc import convert, convert_items, field_count, link
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
@@ -62,11 +63,17 @@ def read(received: list[tuple[type, bytes]]) -> None:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Meanwhile nothing is compared with its limit."""
+    """Meanwhile nothing is compared with its limit, but for the numbers of draft nodes, where reading and checking are
+    one."""
     with contextlib.ExitStack() as stack:
         for owner, name in ((field_count, "check_large"), (link, "check_item_count")):
             stack.enter_context(mock.patch.object(owner, name, lambda *_: None))
-        stack.enter_context(mock.patch.object(convert_items, "bounded", lambda _, value, __: value))
+        for owner in (convert, convert_items):
+            stack.enter_context(mock.patch.object(owner, "bounded", lambda _, value, __: value))
+        stack.enter_context(mock.patch.object(convert_items, "check_integer", lambda *_: None))
+        stack.enter_context(
+            mock.patch.object(convert_items, "numbers_from_bytes", lambda code, data, *_: array(code, data))
+        )
         for kind in (items.Verification, items.Commit):
             stack.enter_context(mock.patch.object(kind, "checked", lambda self: self))
         stack.enter_context(mock.patch.object(DraftProbs, "__post_init__", lambda self: None))
