@@ -42,6 +42,7 @@ COPIES_MAX = 64  # mutations of one real answer
 REPLACED_SHARE = 0.2  # of real answers: only mutations of them are sent
 REPLACED_S = 1.0  # before the end of a link, of a target: a text waits for its answer until then
 DESCRIBED_SHARE = 0.5  # of descriptions, mutated
+DESCRIBED_CHANGES_MAX = 16  # of one, for there are few: one for each link
 LINK_S = 0.5, 11.0  # from the start of a link to an answer that ends it; after a long one there is no pause
 REFUSAL_S_MAX = 10.0  # from such an answer to the end of the link
 MENDED_S_MAX = 15.0  # until texts are right again: a link's longest pause, and a busy machine
@@ -77,7 +78,7 @@ class Corrupter(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         self._donors: list[Node] = []
         descriptor: Any = self._kind.response
         self.mutator = Mutator(descriptor.DESCRIPTOR, self._donors, seed)
-        self._describer = Mutator(types_pb.DescribeResponse.DESCRIPTOR, self._donors, seed + 1)
+        self._describer = Mutator(types_pb.DescribeResponse.DESCRIPTOR, self._donors, seed + 1, DESCRIBED_CHANGES_MAX)
         self._describer.field_counts, self._describer.kind_counts = self.mutator.field_counts, self.mutator.kind_counts
         self.mutator.fields |= self._describer.fields
         self.told: set[tuple[str, str]] = set()  # code and beginning of each failure that a mutation tells of

@@ -172,7 +172,9 @@ async def test_a_burst_of_small_items_is_split_too():
     await server.stop(0)
 
 
-@pytest.mark.parametrize("healthy_s, expected", [(10.0, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), (0.0, [0.1] * 6)])
+@pytest.mark.parametrize(
+    "healthy_s, expected", [(link_module.HEALTHY_S, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]), (0.0, [0.1] * 6)]
+)
 async def test_the_pause_before_a_connection_is_short_again_after_health_only(monkeypatch, healthy_s, expected):
     """Claim: a peer that is lost after each connection is connected to ever more slowly, up to once in 2 s; only a
     connection of HEALTHY_S makes the next pause short again.

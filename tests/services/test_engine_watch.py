@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
 from specdec.engine.heartbeat import STEP_S_MIN
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from tests.support.planted_client import TIMEOUT_S, PlantedTarget
-from tests.support.planted_target import HANGS, LOCK_HELD_S_MAX, LOCKS, LOOP_HANGS, PLAIN, SLOW, SLOW_LINE
+from tests.support.planted_target import DIES, HANGS, LOCK_HELD_S_MAX, LOCKS, LOOP_HANGS, PLAIN, SLOW, SLOW_LINE
 
 NOTICED_S_MAX = 2.0  # twice the second after the bound
 PAUSE_S = 3.0  # longer than a step may take, and than the interpreter's lock may be held
@@ -53,6 +55,23 @@ def test_a_hang_ends_the_replica_and_a_pause_does_not(target: PlantedTarget) -> 
     assert STEP_S_MIN < time.monotonic() - began_s < STEP_S_MIN + NOTICED_S_MAX
     assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
     assert "the engine hangs: a step of 1 rows" in target.log.read_text(encoding="utf-8")
+
+
+@pytest.mark.more
+def test_a_dead_engine_ends_the_replica(target: PlantedTarget) -> None:
+    """Claim: a replica whose engine thread dies says NOT_SERVING within a second, or is gone by then, and ends with the
+    exit code of a lost engine. Conclusive: the thread ends by an exception that nothing catches, in a real process."""
+    target.verify(PLAIN)
+    target.check_answered()
+    health = target.health()
+    assert next(health).status == STATES.SERVING
+    began_s = time.monotonic()
+    target.verify(DIES)
+    with contextlib.suppress(grpc.RpcError):
+        assert next(health).status == STATES.NOT_SERVING
+    assert time.monotonic() - began_s < NOTICED_S_MAX
+    assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
+    assert "the engine thread has died" in target.log.read_text(encoding="utf-8")
 
 
 @pytest.mark.more

@@ -21,7 +21,7 @@ from specdec.replica import stream
 from specdec.replica.stream import ReplicaStream
 from specdec.target_service.service import run
 
-PLAIN, SLOW, HANGS, LOST, LOCKS, LOOP_HANGS = 1, 2, 3, 4, 5, 6  # token ids
+PLAIN, SLOW, HANGS, LOST, LOCKS, LOOP_HANGS, DIES = 1, 2, 3, 4, 5, 6, 0  # token ids
 LOCK_HELD_S_MAX = 2.0
 SLOW_LINE = "slow"
 
@@ -33,7 +33,7 @@ streams: set[ReplicaStream] = set()  # that were answered
 def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
     """`TableModel.forward`; slow: a second in ten parts, so that a pause of the process ends in its middle.
     Lost: the answers of this step are not sent. Locks: a call that never returns the interpreter's lock. Loop hangs:
-    the event loop sleeps, other threads run."""
+    the event loop sleeps, other threads run. Dies: the engine thread ends, as no handler of errors knows this one."""
     global is_lost
     last = {chunk.token_ids[-1] for chunk in batch.chunks}
     if SLOW in last:
@@ -46,6 +46,8 @@ def planted(model: TableModel, batch: RaggedBatch) -> StepOutput:
             stream._loop.call_soon_threadsafe(time.sleep, 3600)
     if LOCKS in last:
         ctypes.PyDLL(None).sleep(3600)
+    if DIES in last and streams:  # the warm-up has this token too
+        raise SystemExit
     if HANGS in last:
         threading.Event().wait()
     return forward(model, batch)

@@ -204,7 +204,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                     worst[f"{name}, {end}"] = max(after_s, worst.get(f"{name}, {end}", 0.0))
         (whole := world.call(short)).wait()
         stalls = ended = differing = 0
-        for name, (strike, _) in strikes(world).items():
+        for strike, _ in strikes(world).values():
             call = world.call(short)
             strike(STALL_S)
             stalls += not call.ended_s
