@@ -159,6 +159,26 @@ def test_a_step_is_quick_while_short_prompts_wait() -> None:
     assert all(rows[feed] == feed.row_count for feed in shorts) and rows[long] == 64
 
 
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_short_prompts_that_keep_coming_take_half_the_rows(is_decoding: bool) -> None:
+    """Claim: a prompt that is neither the oldest nor the shortest ends within twice the steps that it takes by age,
+    although further short prompts fill the other half of every step without end.
+
+    Source: whoever sends short prompts without end must not stop others. Conclusive: with every step the queue gets as
+    many rows of short prompts as a step has.
+    """
+    steps = Steps(chunk_size=64, rows_max=512)
+    older = [steps.submit(feed_of(LONG - 1, 1)) for _ in range(3)]
+    middle = steps.submit(feed_of(699, 1))
+    step_rows = 64 if is_decoding else 512
+    by_age = -(-(sum(feed.row_count for feed in older) + middle.row_count) // step_rows)
+    while middle not in steps.ended:
+        for _ in range(step_rows // 32):
+            steps.submit(feed_of(31, 1))
+        steps.step(is_decoding)
+        assert steps.number <= 2 * by_age + 2
+
+
 LONG, LONG_COUNT = 1990, 40
 
 
