@@ -18,7 +18,7 @@ import transformers
 
 from specdec.bench.assisted import PAD_TOKEN_ID, Clock
 
-NUM_TOKENS = (3, 5, 10)
+NUM_TOKENS = (3, 5, 10, 20, 32)
 Model = Any  # a causal model of `transformers`, whose own types do not know that it generates
 
 

@@ -6,7 +6,9 @@ prompts ask for explanations, stories and advice. Settings are found on the tuni
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,18 +26,26 @@ class Prompt:
 
 
 def copying_prompts() -> list[Prompt]:
-    """The measured prompts whose answers copy."""
-    return read("copying_prompts.jsonl")
+    """The measured prompts whose answers copy, those of each kind in turns."""
+    return in_turns(read("copying_prompts.jsonl"))
 
 
 def copying_prompts_for_tuning() -> list[Prompt]:
-    """Prompts of the same kinds to find settings with."""
-    return read("copying_prompts_tuning.jsonl")
+    """Prompts of the same kinds to find settings with, in turns."""
+    return in_turns(read("copying_prompts_tuning.jsonl"))
 
 
 def prose_prompts() -> list[Prompt]:
     """The measured prompts whose answers do not copy."""
     return read("prose_prompts.jsonl")
+
+
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One prompt of each kind after the other, so that the first few are of all kinds."""
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.kind, []).append(prompt)
+    return [prompt for turn in itertools.zip_longest(*kinds.values()) for prompt in turn if prompt is not None]
 
 
 def read(file_name: str) -> list[Prompt]:

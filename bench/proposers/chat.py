@@ -59,8 +59,12 @@ def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Tabl
             for _ in range(2):  # the second time its own text is in the store
                 warm = generate(stub, chat_request(template, prompt, LOCAL_AUTO, asked.tokens), salt)
             found.add(WARM, prompt.name, warm)
-            answer = found.texts[OFF.name][prompt.name].token_ids
-            for name, tokens in (("90 % right", spoiled(answer, WRONG_EVERY)), ("wholly wrong", spoiled(answer, 1))):
+            answers = found.texts[OFF.name]
+            answer = answers[prompt.name].token_ids
+            others = [text.token_ids for name, text in answers.items() if name != prompt.name]
+            wrong = {"90 % right": spoiled(answer, WRONG_EVERY), "wholly wrong": spoiled(answer, 1)}
+            wrong["another answer"] = list(others[-1]) if others else wrong["wholly wrong"]
+            for name, tokens in wrong.items():
                 request = chat_request(template, prompt, PREDICTED, asked.tokens)
                 request.prediction.token_ids.ids.extend(tokens)
                 found.add(name, prompt.name, generate(stub, request))
@@ -98,6 +102,7 @@ def chat_results(
         ("prose", LOCAL_AUTO.name): 0.98,
         ("copying", "90 % right"): 2.5,
         ("copying", "wholly wrong"): 0.98,
+        ("copying", "another answer"): 0.98,
     }
     for kind, prompts in (("copying", copying), ("prose", prose)):
         names = [prompt.name for prompt in prompts]
@@ -115,7 +120,7 @@ def chat_results(
         if kind == "copying":
             sides = {"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]}
             both = Found({side: {name: texts[name] for name in names} for side, texts in sides.items()})
-            ratio = both.ratio("ours", "theirs", per_second, None)
+            ratio = both.ratio("ours", "theirs", per_second, False)
             bars.append(
                 Bar(
                     "copying: no draft / prompt lookup of transformers",

@@ -37,7 +37,7 @@ def advise(settings: AdviseSettings) -> int:
     advices, times, checks = [], [], []
     for name, folder, own in zip(settings.draft, drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
-        with served(settings.target, name) as pair:
+        with served(settings.target, name, device) as pair:
             its_times = times_of(settings, pair, own)
             advice = advice_of(folder.path.name, weight_bytes, own, its_times, prices)
             advices.append(advice)

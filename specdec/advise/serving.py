@@ -48,13 +48,14 @@ class Served:
 
 
 @contextmanager
-def served(target: str, draft: str) -> Iterator[Served]:
-    """Yields the pair, served by this machine with one thread a model. Raises SpecdecError."""
+def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
+    """Yields the pair, served by this machine on a device, with one thread a model. Raises SpecdecError."""
     from specdec.cli import serve
 
     settings = ServeSettings(
         model=target,
         draft_model=draft,
+        device=device,
         proposers="draft",
         port=0,
         threads=1,

@@ -16,6 +16,7 @@ from specdec.engine.model_folder import read_json
 from specdec.errors import ConfigError
 
 TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that `transformers` lets a template name
 Message = Mapping[str, str]  # role and content
 
 
@@ -36,7 +37,7 @@ class ChatTemplate:
             source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
         if (folder / TEMPLATE_FILE).is_file():
             source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-        tokens = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        tokens = {f"{name}_token": token_text(config.get(f"{name}_token")) for name in SPECIAL_TOKENS}
         return cls(folder, source, tokens) if isinstance(source, str) else None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:

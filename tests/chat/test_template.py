@@ -28,7 +28,9 @@ TURNS = """{{ bos_token }}{% for message in messages %}
 {% endfor %}"""
 OBJECTS = """{% set count = namespace(value=0) %}{% for message in messages %}{% set count.value = count.value + 1 %}
 {{ message | tojson(indent=2) }}{% endfor %}{{ count.value }}{% if tools is none %} no tools{% endif %}"""
-TEMPLATES = {"chatml": CHATML, "turns": TURNS, "objects": OBJECTS}
+SPECIAL = """{% for message in messages %}{{ cls_token }}{{ message.content }}{{ sep_token }}{{ pad_token }}
+{{ mask_token }}{{ unk_token }}{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "turns": TURNS, "objects": OBJECTS, "special": SPECIAL}
 CHATS = {
     "one question": [{"role": "user", "content": " What is 2 + 2? "}],
     "three turns": [
@@ -43,7 +45,8 @@ def folder_with(folder: Path, template: str, in_config: bool) -> Path:
     """A tokenizer with a template, in its own file or in tokenizer_config.json."""
     shutil.copytree(MODELS / "target", folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
+    config |= {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}, "pad_token": "<pad>"}
+    config |= {"sep_token": "<sep>", "cls_token": "<cls>"}  # without a mask
     if in_config:
         config["chat_template"] = template
     else:

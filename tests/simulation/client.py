@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,6 @@ from specdec.protocol.proposers import (
     NgramProposer,
     PredictionProposer,
     SuffixProposer,
-    SuffixStore,
 )
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams
@@ -42,8 +42,9 @@ from tests.simulation.wandering import WanderingPolicy
 
 RETRY_S = 0.15
 READ_S = 0.002
+EARLIER_LENGTH = 600
 SETTINGS = CoordinatorSettings(
-    target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=0
+    target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=1
 )
 
 
@@ -139,6 +140,15 @@ class Loop:
         return self.clock.now_s
 
 
+def earlier_text(order: Order) -> list[int]:
+    """A text that was generated before. After a token come three others only, so that few neighbours are known, and
+    each of their runs of four stands in it."""
+    draw, text = random.Random(order.seed), [0]
+    while len(text) < EARLIER_LENGTH:
+        text.append((text[-1] + draw.randrange(1, 4)) % VOCABULARY_SIZE)
+    return text
+
+
 @dataclass(slots=True, eq=False)
 class Coordinator:
     """One coordinator process: its links and its running generations."""
@@ -152,7 +162,6 @@ class Coordinator:
     speculation: Speculation = field(default_factory=lambda: Speculation(SETTINGS))
     is_alive: bool = True
     target_cache: CacheSize | None = None
-    store: SuffixStore = field(default_factory=lambda: SuffixStore(1 << 16))
 
     def _proposers(self, order: Order, committed: list[int]) -> list[LocalProposer]:
         """The coordinator's own proposers of an order."""
@@ -160,7 +169,9 @@ class Coordinator:
         if Proposer.PREDICTION in order.proposers:
             made.append(PredictionProposer(list(order.prediction), len(order.prompt)))
         if Proposer.SUFFIX in order.proposers:
-            made.append(SuffixProposer(self.store, ""))
+            store = self.speculation._store  # which ended generations fill, too
+            store.add("", earlier_text(order))
+            made.append(SuffixProposer(store, ""))
         if Proposer.NGRAM in order.proposers:
             made.append(NgramProposer(committed))
         return made
@@ -188,6 +199,7 @@ class Coordinator:
         finally:
             asyncio._set_running_loop(None)
         self.generations[number] = generation
+        self.watch.statistics.append(generation.statistics)
         self.watch.on_session(self, session, order, loop.wait_ends_s)
         generation.begin(resumed.ending)
         return generation

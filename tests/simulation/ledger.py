@@ -15,9 +15,10 @@ from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.protocol.heads import HeadToken
 from specdec.protocol.items import Commit, Extend, Nodes, Verification
+from specdec.protocol.report import Statistics
 from specdec.protocol.session import Session
-from specdec.protocol.types import DraftProbs, Rule, SamplerOutput, point_mass
-from tests.simulation.client import Client, Order
+from specdec.protocol.types import DraftProbs, Proposer, Rule, SamplerOutput, point_mass
+from tests.simulation.client import Client, Order, earlier_text
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
     CachedRows,
@@ -58,6 +59,7 @@ class Ledger:
     unsent: dict[Drawn, tuple[Any, int]] = field(default_factory=dict)
     texts: dict[int, list[int]] = field(default_factory=dict)  # by the seed of the order, which no other order has
     live: list[Watched] = field(default_factory=list)
+    statistics: list[Statistics] = field(default_factory=list)  # of every generation
     pairs: set[tuple[int, int]] = field(default_factory=set)  # neighbours in any committed or predicted text
     predicted: set[tuple[int, int]] = field(default_factory=set)  # seed, first token of the prediction
     guessing: set[int] = field(default_factory=set)  # seeds of sessions with proposers of the coordinator
@@ -73,6 +75,8 @@ class Ledger:
         self.live.append(watched)
         self.pairs.update(pairwise(session.committed))
         self.pairs.update(pairwise(order.prediction))
+        if Proposer.SUFFIX in order.proposers:
+            self.pairs.update(pairwise(earlier_text(order)))
         self.predicted.update((session.params.seed, token) for token in order.prediction[:1])
         if session.proposers:
             self.guessing.add(session.params.seed)

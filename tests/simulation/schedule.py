@@ -16,6 +16,7 @@ import structlog
 import structlog.testing
 
 from specdec.protocol import items
+from specdec.protocol.report import PROPOSER_FIELDS
 from specdec.target_service import admission
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.faults import FAULTS, NoFaults, Plan, RandomFaults
@@ -29,7 +30,8 @@ SILENT = structlog.testing.ReturnLogger()  # faults make the driven classes log 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run went. `problem` is empty when every property held; `points` names each point."""
+    """How a run went. `problem` is empty when every property held; `points` names each point; `sources`: accepted draft
+    tokens by proposer."""
 
     problem: str
     token_count: int
@@ -39,6 +41,7 @@ class Report:
     virtual_s: float
     faults: Counter
     cache: Counter
+    sources: Counter
 
 
 @contextmanager
@@ -81,6 +84,17 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         world.clock.now_s,
         world.faults.counts,
         world.cache_counts,
+        accepted_by_source(world),
+    )
+
+
+def accepted_by_source(world: World) -> Counter:
+    """Accepted draft tokens by the name of their proposer."""
+    return Counter(
+        {
+            proposer.name: sum(getattr(own, accepted) for own in world.ledger.statistics)
+            for proposer, (_, accepted) in PROPOSER_FIELDS.items()
+        }
     )
 
 

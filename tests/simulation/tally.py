@@ -21,6 +21,7 @@ class Tally:
     virtual_s: float = 0.0
     faults: Counter = field(default_factory=Counter)
     cache: Counter = field(default_factory=Counter)
+    sources: Counter = field(default_factory=Counter)
     problems: dict[int, str] = field(default_factory=dict)
 
     def add(self, seed: int, report: Report) -> None:
@@ -32,6 +33,7 @@ class Tally:
         self.virtual_s += report.virtual_s
         self.faults += report.faults
         self.cache += report.cache
+        self.sources += report.sources
         problem = report.problem
         if not problem and report.token_count < TOKENS_MIN:
             problem = f"only {report.token_count} tokens"
@@ -51,6 +53,7 @@ class Tally:
         lines = [
             f"{self.count} schedules, {self.token_count} tokens, {self.virtual_s:.0f} virtual seconds",
             f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted",
+            "accepted by source: " + ", ".join(f"{name} {count}" for name, count in self.sources.items()),
             "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
             f"{sum(self.faults.values())} faults:",
             *(f"  {fault.name.lower():18} {self.faults[fault]:7}  {fault.value}" for fault in Fault),
