@@ -1,8 +1,12 @@
 """`python -m bench.translation`: a draft with another tokenizer, beside assisted generation of `transformers`.
 
 Same weights, prompts and draft tokens a round, temperature 0. Theirs: draft text is tokenised again for the target.
-Ours: three services on loopback. Rounds are counted, not timed. With sampling nothing is compared: release 5.23 accepts
-more draft tokens there than the distributions have in common, and writes the draft's text.
+Ours: three services on loopback. Rounds are counted, not timed.
+
+With sampling, texts of release 5.23 are not compared: it accepts more draft tokens there than the distributions have in
+common, and writes the draft's text. Its translator is, along texts of the target at temperature 1: the probability that
+the target's distribution and that of the draft over the translator's tokens have in common, beside that over the tokens
+of our map. The draft reads the same tokens for both.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from rich.progress import track
 from rich.table import Table
 from transformers.generation import candidate_generator
 
+from specdec.advise.agreement import Reader, own_tokens
 from specdec.advise.forecast import Estimate, resampled, share
-from specdec.advise.measuring import EVERYTHING, Text
+from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.advise.serving import observe, served
 from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
@@ -89,6 +95,39 @@ def measured(options: argparse.Namespace, console: Console) -> dict[str, Estimat
     return {name: resampled(own, lambda sums: 1 + share(sums)) for name, own in sorted(sums.items())}
 
 
+def shared_by_map(options: argparse.Namespace, console: Console) -> tuple[dict[str, Estimate], str]:
+    """Returns the probability in common by map, and a sentence about the maps. Raises SpecdecError."""
+    names = [str(open_model_folder(name).path) for name in (options.target, options.draft)]
+    own_tokenizer, other = (transformers.AutoTokenizer.from_pretrained(name) for name in names)
+    target = load_model(names[0], device="cpu", has_stable_rows=False)
+    draft = load_model(names[1], device="cpu", has_stable_rows=False, target_tokenizer=names[0])
+    size = target.description.vocabulary_size
+    translator = candidate_generator.AssistantToTargetTranslator(own_tokenizer, other, size)
+    theirs = torch.zeros(size, dtype=torch.bool)
+    theirs[sorted(translator.target_to_assistant_input_ids)] = True
+    prompts = dict.fromkeys(list(heldout_prompts().values())[: options.prompts], EVERYTHING)
+    texts = written(target, open_model_folder(names[0]), ("1", options.tokens, 0), prompts, console)
+    longest = max(len(own_tokens(model, text.token_ids, text.first)[0]) for text in texts for model in (target, draft))
+    readers = Reader(target, longest), Reader(draft, longest)
+    sums: dict[str, list[list[float]]] = {"specdec": [], "transformers": []}
+    ours = torch.zeros(size, dtype=torch.bool)
+    for text in track(texts, "the draft reads", console=console, disable=not console.is_terminal):
+        own: dict[str, float] = dict.fromkeys(sums, 0.0)
+        count = 0
+        for rows in zip(*(reader.read(text.token_ids[:-1], text.first) for reader in readers)):
+            target_rows, draft_rows = rows[0].double(), rows[1][:, :size].double()
+            ours |= (draft_rows > -torch.inf).any(0)
+            p, masked = target_rows.softmax(1), draft_rows.masked_fill(~theirs, -torch.inf)
+            for name, logits in (("specdec", draft_rows), ("transformers", masked)):
+                own[name] += float(torch.minimum(p, logits.softmax(1)).sum())
+            count += len(p)
+        for name, value in own.items():
+            sums[name].append([value, count])
+    counts = [int(known.sum()) for known in (ours, theirs, ours & theirs)]
+    about = "{} tokens in our map, {} in the translator's, {} in both".format(*counts)
+    return {name: resampled(values, share) for name, values in sums.items()}, about
+
+
 def main() -> int:
     """Measures and prints."""
     options = argparse.ArgumentParser(prog="python -m bench.translation", description=__doc__)
@@ -101,7 +140,9 @@ def main() -> int:
     chosen = options.parse_args()
     torch.set_num_threads(1)
     try:
-        found = measured(chosen, Console(stderr=True))
+        console = Console(stderr=True)
+        shared, about = shared_by_map(chosen, console)
+        found = measured(chosen, console)
     except SpecdecError as error:
         print(f"specdec: {error}", file=sys.stderr)
         return error.exit_code
@@ -111,9 +152,16 @@ def main() -> int:
     for name, value in found.items():
         table.add_row(name, f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})")
     Console().print(table)
+    table = Table(title="probability in common with the target at temperature 1 (95 %)", caption=about)
+    for column in ("map", "share"):
+        table.add_column(column)
+    for name, value in shared.items():
+        table.add_row(name, f"{value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
+    Console().print(table)
     if chosen.json:
         with open(chosen.json, "w", encoding="utf-8") as file:
-            json.dump({name: asdict(value) for name, value in found.items()}, file, indent=1)
+            rows = {name: asdict(value) for name, value in found.items()}
+            json.dump(rows | {f"{name}, in common": asdict(value) for name, value in shared.items()}, file, indent=1)
     return 0
 
 

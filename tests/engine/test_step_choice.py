@@ -164,8 +164,8 @@ def test_short_prompts_that_keep_coming_take_half_the_rows(is_decoding: bool) ->
     """Claim: a prompt that is neither the oldest nor the shortest ends within twice the steps that it takes by age,
     although further short prompts fill the other half of every step without end.
 
-    Source: a client that sends short prompts without end must not stop others. Conclusive: with every step the queue gets as
-    many rows of short prompts as a step has.
+    Source: a client that sends short prompts without end must not stop others. Conclusive: with every step the queue
+    gets as many rows of short prompts as a step has.
     """
     steps = Steps(chunk_size=64, rows_max=512)
     older = [steps.submit(feed_of(LONG - 1, 1)) for _ in range(3)]
