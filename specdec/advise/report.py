@@ -30,15 +30,15 @@ TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One class of prompts at one temperature. `acceptance`: by rule, of a draft token whose predecessors passed;
-    `tokens`: of a round with 1, 2, ... draft tokens, under the rule that reproduces the texts; the others are means
-    over positions (see `Agreement`), `variation_in_tenth` the share of the total variation distance in the tenth of the
-    positions that have most, `cosine` None where hidden sizes differ."""
+    `tokens`: by rule, of a round with 1, 2, ... draft tokens; the others are means over positions (see `Agreement`),
+    `variation_in_tenth` the share of the total variation distance in the tenth of the positions that have most,
+    `cosine` None where hidden sizes differ."""
 
     prompt_class: str
     temperature: float
     positions: int
     acceptance: dict[str, Estimate]
-    tokens: list[Estimate]
+    tokens: dict[str, list[Estimate]]
     variation: Estimate
     variation_in_tenth: float
     divergence: Estimate
@@ -124,7 +124,7 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
         temperature,
         len(variation),
         acceptance,
-        [resampled(rounds_of(readings, length), share) for length in LENGTHS],
+        {rule.name: [resampled(rounds_of(readings, length, rule), share) for length in LENGTHS] for rule in rules},
         mean("variation"),
         lorenz_share(variation),
         mean("divergence"),
@@ -140,11 +140,11 @@ def sums_of(readings: Iterable[Reading], rule: Rule) -> list[list[float]]:
     return [[float(reading.agreement.accepted[rule].sum()), float(len(reading.agreement))] for reading in readings]
 
 
-def rounds_of(readings: Iterable[Reading], length: int) -> list[list[float]]:
-    """Returns, by text, its tokens and the expected rounds that write them, under the rule that reproduces it; without
-    the first, which comes with the prompt's last row."""
+def rounds_of(readings: Iterable[Reading], length: int, rule: Rule | None = None) -> list[list[float]]:
+    """Returns, by text, its tokens and the expected rounds that write them, under a rule, or the one that reproduces
+    it; without the first, which comes with the prompt's last row."""
     return [
-        [float(len(own.agreement) - 1), expected_rounds(own.agreement.passes[own.rule].tolist()[1:], length)]
+        [float(len(own.agreement) - 1), expected_rounds(own.agreement.passes[rule or own.rule].tolist()[1:], length)]
         for own in readings
     ]
 

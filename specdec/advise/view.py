@@ -58,16 +58,18 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
 
 
 def length_table(cells: Sequence[Cell]) -> Table:
-    """Two lines for each class and temperature: tokens of a round by draft tokens, and half the widths of their
+    """Two lines for each class, temperature and rule: tokens of a round by draft tokens, and half the widths of their
     intervals."""
     title = "tokens of a round with k draft tokens (95 %)"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("prompts", "T", *map(str, LENGTHS)):
-        table.add_column(name, justify="left" if name == "prompts" else "right")
+    for name in ("prompts", "T", "rule", *map(str, LENGTHS)):
+        table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
     for cell in cells:
-        values = [f"{tokens.value:.2f}" for tokens in cell.tokens]
-        table.add_row(cell.prompt_class, f"{cell.temperature:g}", *values)
-        table.add_row("", "", *map(narrow, cell.tokens), style="dim")
+        named = [cell.prompt_class, f"{cell.temperature:g}"]
+        for rule, tokens in cell.tokens.items():
+            table.add_row(*named, rule, *(f"{one.value:.2f}" for one in tokens))
+            table.add_row("", "", "", *map(narrow, tokens), style="dim")
+            named = ["", ""]
     return table
 
 

@@ -63,15 +63,26 @@ def test_every_measure_of_a_class_has_its_interval() -> None:
     assert (
         own.variation == own.divergence == own.entropy == own.reachable == own.calibration_error == own.cosine == point
     )
-    assert own.tokens == [Estimate(1.0, 1.0, 1.0)] * 8
-    assert [tokens.value for tokens in cells["always"].tokens] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
+    assert own.tokens == {"GREEDY": [Estimate(1.0, 1.0, 1.0)] * 8}
+    assert [tokens.value for tokens in cells["always"].tokens["GREEDY"]] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
     for value in (cells["every class"].variation, cells["every class"].calibration_error):
         assert value.value == pytest.approx(0.375) and value.low == 0.25 and value.high == 0.5
-    tokens = cells["every class"].tokens[0]
+    tokens = cells["every class"].tokens["GREEDY"][0]
     assert tokens.value == pytest.approx(24 / 18) and (tokens.low, tokens.high) == (1.0, 2.0)
     assert cells_of([replace(never, agreement=reading_of([1.0]).agreement)])[0].cosine == Estimate(0.0, 0.0, 0.0)
     nan = torch.full((13,), torch.nan, dtype=torch.float64)
     assert cells_of([replace(never, agreement=replace(never.agreement, cosine=nan))])[0].cosine is None
+
+
+def test_rounds_are_told_under_every_rule() -> None:
+    """Claim: a cell has the tokens of a round by the coins of each of its rules, REJECTION's beside those of the rule
+    that reproduces the text. By hand: coins that always pass, and never."""
+    reading = measured_text("code", 1.0, 0.5)
+    never = torch.zeros(13, dtype=torch.float64)
+    own = reading.agreement
+    both = replace(own, passes=own.passes | {Rule.REJECTION: never}, accepted=own.accepted | {Rule.REJECTION: never})
+    (cell,) = cells_of([replace(reading, agreement=both)])
+    assert [cell.tokens[rule][0].value for rule in ("GREEDY", "REJECTION")] == pytest.approx([2, 1])
 
 
 def test_the_table_of_classes_is_whole_on_80_columns() -> None:
@@ -79,7 +90,11 @@ def test_the_table_of_classes_is_whole_on_80_columns() -> None:
     is cut: "every class" fits, and a longer name takes more lines."""
     cells = cells_of([measured_text("a longer name of prompts", 0.0, 0.5), measured_text("code", 1.0, 0.25)])
     cells = [
-        replace(cell, acceptance={"COUPLED": Estimate(0.5, 0.4, 0.6)} | {"REJECTION": Estimate(0.6, 0.5, 0.7)})
+        replace(
+            cell,
+            acceptance={"COUPLED": Estimate(0.5, 0.4, 0.6)} | {"REJECTION": Estimate(0.6, 0.5, 0.7)},
+            tokens=dict.fromkeys(("COUPLED", "REJECTION"), cell.tokens["GREEDY"]),
+        )
         for cell in cells
     ]
     console = Console(width=80)
@@ -90,7 +105,8 @@ def test_the_table_of_classes_is_whole_on_80_columns() -> None:
     assert "…" not in shown.get() and ["name", "of"] in lines
     assert ["every", "class", "0", "COUPLED", "0.50", "±0.10", "0.38", "15%", "0.38", "0.38", "0.38", "0.38"] in lines
     assert ["REJECTION", "0.60", "±0.10", "±.12", "±.12", "±.12", "±.12", "±.12"] in lines
-    assert ["every", "class", "0", "1.33", "1.50", "1.60", "1.60"] in [line[:7] for line in lines]
+    assert ["every", "class", "0", "COUPLED", "1.33", "1.50", "1.60", "1.60"] in [line[:8] for line in lines]
+    assert ["REJECTION", "1.33", "1.50", "1.60", "1.60"] in [line[:5] for line in lines]
 
 
 def test_the_price_of_a_million_tokens() -> None:
