@@ -59,17 +59,16 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
 
 def length_table(cells: Sequence[Cell]) -> Table:
     """Two lines for each class, temperature and rule: tokens of a round by draft tokens, and half the widths of their
-    intervals."""
+    intervals. First the rule that reproduces the texts, another by its name."""
     title = "tokens of a round with k draft tokens (95 %)"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("prompts", "T", "rule", *map(str, LENGTHS)):
-        table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
+    for name in ("prompts", "T", *map(str, LENGTHS)):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
     for cell in cells:
-        named = [cell.prompt_class, f"{cell.temperature:g}"]
-        for rule, tokens in cell.tokens.items():
-            table.add_row(*named, rule, *(f"{one.value:.2f}" for one in tokens))
-            table.add_row("", "", "", *map(narrow, tokens), style="dim")
-            named = ["", ""]
+        for number, (rule, tokens) in enumerate(cell.tokens.items()):
+            named = [rule, ""] if number else [cell.prompt_class, f"{cell.temperature:g}"]
+            table.add_row(*named, *(f"{one.value:.2f}" for one in tokens))
+            table.add_row("", "", *map(narrow, tokens), style="dim")
     return table
 
 
