@@ -23,7 +23,7 @@ def services() -> Iterator[Services]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("temperature", [0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_speculation_changes_nothing(services: Services, temperature: float) -> None:
     """Claim: every generation equals its reference without speculation in full, alone and eight at once, by chains and
     trees; draft tokens were offered, and both accepted and rejected."""

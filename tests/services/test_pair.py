@@ -74,6 +74,7 @@ def test_speculation_changes_nothing(services: Services, temperature: float):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("services", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"], indirect=True)
 def test_resume_at_every_token_of_real_text(services: Services):
     """Claim: cut at every token, on a freshly started coordinator, the pieces are the whole, text and logprobs too."""
     asked = requests(0.7, fixed(4))[5]
