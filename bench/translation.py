@@ -5,8 +5,8 @@ Ours: three services on loopback. Rounds are counted, not timed.
 
 With sampling, texts of release 5.23 are not compared: it accepts more draft tokens there than the distributions have in
 common, and writes the draft's text. Its translator is, along texts of the target at temperature 1: the probability that
-the target's distribution and that of the draft over the translator's tokens have in common, beside that over the tokens
-of our map. The draft reads the same tokens for both.
+the target's distribution and the draft's have in common, the draft's over the tokens that both maps have, beside that
+over the tokens of our map. The draft reads the same tokens for both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The limit of every field of the wire: one table, by message and field.
 
 A repeated field has two limits: of its entries, and, under its name with `[]`, of each entry (messages have fields of
-their own). Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields` is written in groups:
+their own); so have numbers packed in bytes. Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields` is written in groups:
 `A,B.x,y` are the fields x and y of the messages A and B. Sizes of what a peer sends are checked before it is read.
 """
 
@@ -137,7 +137,7 @@ SAMPLING = (
         "log-probability",
         0,
         "a logarithm of a probability",
-        "TokenLogprobs.logprob,top_logprobs[]",
+        "TokenLogprobs.logprob,top_logprobs[] Logprobs.draft[],recovered[],top[]",
         low=-math.inf,
     ),
     Limit("one text", 1, "several texts per request are not offered", "SamplingParams.n", low=1),
@@ -209,6 +209,12 @@ SPECULATION = (
         "a float64 for each draft token",
         "VerificationResultItem.target_probs",
         is_bytes=True,
+    ),
+    Limit(
+        "target probability",
+        1,
+        "packed float64s, which hold any number",
+        "VerificationResultItem.target_probs[]",
     ),
     Limit(
         "candidates of heads",

@@ -288,9 +288,9 @@ class ReplicaApp(Generic[Payload, Answer]):
             self._streams.discard(stream)
 
     def _end_idle_stream(self) -> None:
-        """Ends the oldest stream that has only opened sessions, or not even that. Raises CacheExhausted if there is
-        none, or none IDLE_S old: coordinators that have worked keep their places."""
-        idle = [stream for stream in self._streams if not stream.has_worked]
+        """Ends the oldest stream that never brought work for a session. Raises CacheExhausted if there is none, or none
+        IDLE_S old: coordinators that have worked keep their places."""
+        idle = [stream for stream in self._streams if stream not in self._handler.worked]
         oldest = min(idle, key=lambda stream: stream.began_s, default=None)
         if oldest is None or time.monotonic() - oldest.began_s < IDLE_S:
             raise CacheExhausted(f"all {STREAM_COUNT_MAX} places for streams of coordinators are taken")

@@ -133,6 +133,7 @@ class ItemHandler:
         self.sessions: dict[tuple[object, int], Any] = {}
         self._emptied: Callable[[], object] | None = None
         self._refused_s: dict[object, float] = {}  # streams that found no place, and when
+        self.worked: set[object] = set()  # streams that brought work for a session of theirs
 
     def handle(self, stream: object, items: list[TargetItem | DraftItem], reply: Reply, arrived_s: float = 0.0) -> None:
         """Handles the items of one message in order; answers go to `reply`, some later."""
@@ -162,6 +163,7 @@ class ItemHandler:
         for key in [key for key in self.sessions if key[0] is stream]:
             self.service.close(self.sessions.pop(key))
         self._refused_s.pop(stream, None)
+        self.worked.discard(stream)
         self._say_when_empty()
 
     def _handle(self, stream: object, item: Any, reply: Reply, arrived_s: float) -> MissingTokens | None:
@@ -175,6 +177,7 @@ class ItemHandler:
         if session is None or isinstance(session, MissingTokens):
             return session
         session.active_s = arrived_s
+        self.worked.add(stream)
         if isinstance(item, Extend):
             return self.service.extend(session, item)
         return self.service.work(session, item, arrived_s)

@@ -17,7 +17,7 @@ from typing import Any
 
 from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
-from specdec.protocol.items import ITEM_COUNT_MAX, Close, Commit, DraftItem, Failure, Open, TargetItem, Verification
+from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler
 from specdec.rpc.convert_items import item_from_message, item_name, item_to_bytes
 from specdec.rpc.field_count import check_large
@@ -67,9 +67,8 @@ class ReplicaStream:
         self._posted_bytes = self._handled_bytes = 0  # written by the event loop, and by the engine thread
         self._has_space = asyncio.Event()
         self._is_held = False
-        self._is_replaced = False
+        self._is_replaced = asyncio.Event()
         self.began_s = time.monotonic()
-        self.has_worked = False  # an item that is neither Open nor Close has come
 
     def reply(self, item: object) -> None:
         """Queues an answer. Thread-safe; one wake-up serves all answers of a step."""
@@ -88,13 +87,14 @@ class ReplicaStream:
 
     def give_place(self) -> None:
         """Ends the stream, whose place another one takes."""
-        self._is_replaced = True
+        self._is_replaced.set()
 
     async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
         """Reads and answers until the coordinator ends the stream. Raises InvalidRequest for malformed bytes,
         DeliveryStalled when nothing comes, CacheExhausted when another took its place."""
         reading = asyncio.create_task(self._read(requests))
-        ends = asyncio.create_task(self._write(reading, write)), asyncio.create_task(self._watch())
+        parts = self._write(reading, write), self._watch(), self._until_replaced()
+        ends = [asyncio.create_task(part) for part in parts]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -116,14 +116,16 @@ class ReplicaStream:
                 self._is_writing = False
         reading.result()
 
+    async def _until_replaced(self) -> None:
+        await self._is_replaced.wait()
+        raise CacheExhausted("a stream without work: another coordinator took its place")
+
     async def _watch(self) -> None:
         """Raises DeliveryStalled after a silence of the coordinator, or when it does not take a message. The time is
         that of its own ticks, so a pause of this process is no silence; nor is a stream that is not read, whose pings
         are answered meanwhile."""
         while self._silence_s < SILENCE_S_MAX:
             await asyncio.sleep(TICK_S)
-            if self._is_replaced:
-                raise CacheExhausted("a stream without work: another coordinator took its place")
             self._stall_s += TICK_S if self._is_writing else 0.0
             if self._stall_s >= READER_STALL_S_MAX:
                 get_logger().warning("a coordinator does not read; its sessions end", stall_s=self._stall_s)
@@ -190,7 +192,6 @@ class ReplicaStream:
                 self.reply(failure_from_error(defect, *item_name(message)))
                 continue
             items.append(item)
-            self.has_worked = self.has_worked or not isinstance(item, (Open, Close))
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
                 self._stamps.force()  # so that the answer measures the network time
         return items

@@ -141,8 +141,8 @@ class Loop:
 
 
 def earlier_text(order: Order) -> list[int]:
-    """A text that was generated before. After a token come three others only, so that few neighbours are known, and
-    each of their runs of four stands in it."""
+    """A text that was generated before. After a token come three others only, so that half of all neighbours stay
+    unknown, and nearly every run of four of the known ones stands in it."""
     draw, text = random.Random(order.seed), [0]
     while len(text) < EARLIER_LENGTH:
         text.append((text[-1] + draw.randrange(1, 4)) % VOCABULARY_SIZE)

@@ -74,9 +74,12 @@ class Call:
 class World:
     """The services, the links by what is behind them, and a client that notices a lost peer as the coordinator does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.services: dict[str, Restartable] = {}
         self.links: dict[str, Link] = {}
+
+    def start(self, folder: Path) -> None:
+        """Starts all."""
         for role, seed, kind in (("target", 1, TargetSettings), ("draft", 2, DraftSettings)):
             write_table_model(folder / role, 7, positions_max=LONG_TOKENS + 16, seed=seed)
             settings = kind(**self._common(), model=str(folder / role), threads=1)
@@ -130,9 +133,8 @@ class World:
         return call
 
     def stop(self) -> None:
-        for role in ("coordinator", "draft", "target"):
-            if role in self.services:
-                self.services[role].stop()
+        for service in reversed(self.services.values()):  # the coordinator first
+            service.stop()
         for link in self.links.values():
             link.stop()
 
@@ -152,7 +154,7 @@ def strikes(world: World) -> dict[str, tuple[Callable[[float], None], tuple[str,
 def observers(world: World, call: Call) -> dict[str, Callable[[], bool]]:
     """Whether an end has noticed, by its name."""
     return {
-        "client": lambda: bool(call.ended_s),
+        "client": lambda: bool(call.ended_s) and call.code is not grpc.StatusCode.OK,
         "generation": lambda: world.value("coordinator", "num_requests_running") == 0,
         "link": lambda: world.value("coordinator", "link_up") < 2,
         "target": lambda: world.value("target", "sessions") == 0,
@@ -184,8 +186,9 @@ def noticed_s(world: World, strike: Callable[[float], None], names: tuple[str, .
 def running() -> Iterator[World]:
     """The services on table models, whose texts are long."""
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder))
+        world = World()
         try:
+            world.start(Path(folder))
             yield world
         finally:
             world.stop()
