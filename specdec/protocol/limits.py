@@ -1,8 +1,9 @@
 """The limit of every field of the wire: one table, by message and field.
 
 A repeated field has two limits: of its entries, and, under its name with `[]`, of each entry (messages have fields of
-their own); so have numbers packed in bytes. Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields` is written in groups:
-`A,B.x,y` are the fields x and y of the messages A and B. Sizes of what a peer sends are checked before it is read.
+their own); so have numbers packed in bytes. Strings are counted in characters, or in bytes (`is_bytes`). `Limit.fields`
+is written in groups: `A,B.x,y` are the fields x and y of the messages A and B. Sizes of what a peer sends are checked
+before it is read.
 """
 
 from __future__ import annotations

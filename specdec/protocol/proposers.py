@@ -21,7 +21,8 @@ RUN_LENGTH_MAX = DRAFT_LENGTH_LIMIT // 2  # of a run: the policy verifies what i
 RUN_COUNT_MAX = 2  # runs of one proposer: a third differs from both in few texts
 PLACES_MAX = 8  # of one n-gram: the latest
 NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
-NGRAM_WINDOW = 16_384  # tokens: 10 ms to read them first
+NGRAM_LENGTH_LONG = 8  # of longer n-grams that are found by themselves: a short one may recur too often
+NGRAM_WINDOW = 16_384  # tokens: 20 ms to read them first, in a thread
 SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
 SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
 STORED_TOKEN_BYTES = 460  # of one token in the store, its places included, measured on text that never repeats
@@ -48,29 +49,35 @@ class LocalProposer(Protocol):
 
 
 class NgramIndex:
-    """The places of the n-grams of a text that grows, by content: `places` are ends, each with a token behind it.
-    Longer matches are told apart up to `length_max`."""
+    """The latest places of the n-grams of a text that grows, of `length` tokens and of NGRAM_LENGTH_LONG, by content:
+    `places` are ends, each with a token behind it. Longer matches are told apart up to `length_max`."""
 
     def __init__(self, tokens: Sequence[int], length: int, start: int = 0, length_max: int = MATCH_LENGTH_MAX) -> None:
-        self._tokens, self._length, self._length_max = tokens, length, length_max
+        self._tokens, self._start, self._length_max = tokens, start, length_max
+        self._lengths = sorted({length, max(length, NGRAM_LENGTH_LONG)})
         self._next_end = start + length
         self._places: dict[tuple[int, ...], list[int]] = {}
 
     def update(self) -> None:
         """Reads what the text has grown by."""
-        tokens, length = self._tokens, self._length
+        tokens = self._tokens
         for end in range(self._next_end, len(tokens)):
-            places = self._places.setdefault(tuple(tokens[end - length : end]), [])
-            places.append(end)
-            if len(places) > PLACES_MAX:
-                del places[0]
+            for length in self._lengths:
+                if end - length < self._start:
+                    break
+                places = self._places.setdefault(tuple(tokens[end - length : end]), [])
+                places.append(end)
+                if len(places) > PLACES_MAX:
+                    del places[0]
         self._next_end = max(self._next_end, len(tokens))
 
     def matches(self, context: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
         """Yields (length of the match, place) for the places whose n-gram is the last one of context[:end]."""
-        if end < self._length:
-            return
-        for place in self._places.get(tuple(context[end - self._length : end]), ()):
+        found: set[int] = set()
+        for length in self._lengths:
+            if end >= length:
+                found.update(self._places.get(tuple(context[end - length : end]), ()))
+        for place in found:
             yield match_length(self._tokens, place, context, end, self._length_max), place
 
 

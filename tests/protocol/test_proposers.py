@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from specdec.protocol.heads import HeadProposals
 from specdec.protocol.proposers import (
     MATCH_LENGTH_MAX,
+    NGRAM_LENGTH_LONG,
     NGRAM_LENGTH_MIN,
     RUN_COUNT_MAX,
     RUN_LENGTH_MAX,
@@ -37,9 +38,10 @@ def longest_match(tokens: Sequence[int], place: int) -> int:
 
 @given(TEXTS, TEXTS)
 def test_ngram_runs_continue_the_longest_matches(prompt: list[int], output: list[int]) -> None:
-    """Claim: runs begin with what followed the longest match among the last eight places of the text's last n-gram, the
-    best first, and a proposer that saw a text grow finds what a new one finds. Conclusive: places and lengths are
-    restated by brute force for random texts of four tokens, in which nearly every n-gram repeats."""
+    """Claim: runs begin with what followed the longest match among the last eight places of the text's last two tokens
+    and the last eight of its last eight, the best first, and a proposer that saw a text grow finds what a new one
+    finds. Conclusive: places and lengths are restated by brute force for random texts of four tokens, in which nearly
+    every n-gram repeats."""
     committed = list(prompt)
     proposer = NgramProposer(committed)
     for token_id in output:
@@ -48,8 +50,11 @@ def test_ngram_runs_continue_the_longest_matches(prompt: list[int], output: list
     if output:
         assert runs == NgramProposer(committed).propose(committed)
     runs = proposer.propose(committed)
-    gram = committed[-NGRAM_LENGTH_MIN:]
-    places = [end for end in range(2, len(committed)) if committed[end - 2 : end] == gram and len(gram) == 2][-8:]
+    places = []
+    for length in (NGRAM_LENGTH_MIN, NGRAM_LENGTH_LONG):
+        if len(committed) >= length:
+            ends = range(length, len(committed))
+            places += [end for end in ends if committed[end - length : end] == committed[-length:]][-8:]
     assert bool(runs) == bool(places) and len(runs) <= RUN_COUNT_MAX
     if runs:
         best = max(longest_match(committed, place) for place in places)
@@ -58,6 +63,15 @@ def test_ngram_runs_continue_the_longest_matches(prompt: list[int], output: list
         }
         assert len({run.token_ids[0] for run in runs}) == len(runs)
         assert all(len(run.token_ids) == RUN_LENGTH_MAX and run.rank == rank for rank, run in enumerate(runs))
+
+
+def test_a_long_match_is_found_behind_many_short_ones() -> None:
+    """Claim: of the places of the last tokens the one with the longest match is found, though more than eight later
+    places end with the same two tokens. Source: line ends in code and JSON recur in an output, and the line to copy
+    stands in the prompt."""
+    line = [10, 11, 12, 13, 14, 15, 1, 2]
+    committed = [*line, 77, *(token for filler in range(20, 40) for token in (filler, 1, 2)), 50, *line]
+    assert NgramProposer(committed).propose(committed)[0].token_ids[0] == 77
 
 
 def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:

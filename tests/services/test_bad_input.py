@@ -329,9 +329,10 @@ def test_a_message_of_many_items_ends_its_stream(table_services: Services, servi
 
 @pytest.mark.more
 def test_streams_without_work_do_not_lock_a_coordinator_out(table_services: Services):
-    """Claim: when all places for streams are taken, one that brings no work for a session of its own loses its place after IDLE_S to the next
-    coordinator, and is told so; a stream that had work does not. Source: 63 streams that pinged kept every other
-    coordinator out for ever. Conclusive: real sockets; no stream ends before the new one is accepted."""
+    """Claim: when all places for streams are taken, one that brings no work for a session of its own loses its place
+    after IDLE_S to the next coordinator, and is told so; a stream that had work does not. Source: 63 streams that
+    pinged kept every other coordinator out for ever. Conclusive: real sockets; no stream ends before the new one is
+    accepted."""
     done = threading.Event()
     extend = {"session": 1, "incarnation": 1, "token_ids": [1]}
     of_no_session = target_pb.VerifyRequest(items=[{"extend": extend}]).SerializeToString()
