@@ -36,7 +36,7 @@ from specdec.protocol.items import (
 )
 from specdec.protocol.report import Started
 from specdec.protocol.session import Session
-from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
+from specdec.protocol.types import PROTOCOL_VERSION, ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.rpc.convert_generate import statistics_to_message
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, STREAM_RESPONSE_BYTES_MAX
 from specdec.v1 import draft_service_pb2 as draft_pb
@@ -260,6 +260,41 @@ async def test_a_hostile_description_is_not_parsed() -> None:
         await asyncio.gather(running, return_exceptions=True)
     await server.stop(0)
     assert replica.description is None
+
+
+@pytest.mark.parametrize("kind", [TARGET, DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ({"protocol_version": PROTOCOL_VERSION + 1}, "speaks protocol version"),
+        ({"fingerprint": "1" * 64}, "is not the coordinator's"),
+    ],
+    ids=["protocol", "tokenizer"],
+)
+async def test_a_replica_that_does_not_fit_is_not_used(kind: ReplicaKind, own: dict[str, Any], words: str) -> None:
+    """Claim: a target or draft of another protocol version or tokenizer is connected to, and not used: requests are
+    refused with the kind of the difference, the log names both sides. Conclusive: the same script is used when it fits,
+    over real sockets."""
+    service = kind.service.removeprefix("specdec.v1.").removesuffix("Service")
+
+    async def used(changed: dict[str, Any]) -> tuple[bool, str, list[str]]:
+        """Whether the replica is used, or else why not; and the log's reasons."""
+        server = ScriptedDraft(service=service, **changed).server()
+        replica = Replica(kind, await server.start(), TlsSettings(), FINGERPRINT, lambda: None)
+        with capture_logs() as logs:
+            running = asyncio.create_task(replica.link.run())
+            await until(lambda: replica.is_up or any("not used" in line["event"] for line in logs))
+            found = replica.is_up, replica.absent_reason
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+        return *found, [line["why"] for line in logs if "not used" in line["event"]]
+
+    is_used, _, reasons = await used({})
+    assert is_used and not reasons
+    is_used, absent_reason, (reason,) = await used(own)
+    assert not is_used and "has another tokenizer or protocol version" in absent_reason
+    assert words in reason and str(own.get("protocol_version", "1" * 12)) in reason
 
 
 async def test_a_draft_is_described_by_the_process_that_serves_its_stream() -> None:

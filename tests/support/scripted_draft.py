@@ -19,25 +19,29 @@ Answers = Iterable[Iterable[draft_pb.DraftResponseItem]]
 
 class ScriptedDraft:
     """`answers(item)` returns the messages that answer an item, each a list of items. The peers' addresses are noted:
-    `stream_peers` of each stream, `describe_peers` of each description."""
+    `stream_peers` of each stream, `describe_peers` of each description. `service` "Target": pings and a description
+    only, under that service's name."""
 
     def __init__(
         self,
         answers: Callable[[draft_pb.DraftRequestItem], Answers] = lambda item: (),
         fingerprint: str = FINGERPRINT,
         port: int = 0,
+        service: str = "Draft",
+        protocol_version: int = PROTOCOL_VERSION,
     ) -> None:
         self.stream_peers: list[str] = []
         self.describe_peers: list[str] = []
         self._answers = answers
         self._fingerprint = fingerprint
         self._port = port
+        self._service, self._protocol_version = service, protocol_version
 
     async def describe(self, _request: types_pb.DescribeRequest, context: Context) -> types_pb.DescribeResponse:
         self.describe_peers.append(context.peer())
         return types_pb.DescribeResponse(
             tokenizer_fingerprint=self._fingerprint,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self._protocol_version,
             vocabulary_size=100,
             positions_max=1000,
             numerics={"tensor_parallel_size": 1},
@@ -58,5 +62,6 @@ class ScriptedDraft:
                     await write(draft_pb.DraftResponse(items=items).SerializeToString())
 
     def server(self) -> Server:
-        methods = {"Draft": stream_stream(self.draft), "Describe": unary(types_pb.DescribeRequest, self.describe)}
-        return Server(ServiceSettings(port=self._port), {"specdec.v1.DraftService": methods})
+        stream = "Draft" if self._service == "Draft" else "Verify"
+        methods = {stream: stream_stream(self.draft), "Describe": unary(types_pb.DescribeRequest, self.describe)}
+        return Server(ServiceSettings(port=self._port), {f"specdec.v1.{self._service}Service": methods})
