@@ -72,7 +72,7 @@ def test_a_conversation_is_its_rendered_prompts(talker):
     assert len(done.stderr.splitlines()) == 1 and "prompt" in done.stderr and "/new begins" in done.stderr
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_on_a_terminal_answers_are_in_colour_and_can_be_stopped(talker):
     """Claim: on a terminal accepted tokens are green below a prompt for the next message; SIGINT ends the running
     answer only: the conversation goes on, with what came of it, and /quit ends with 0. Conclusive: a pseudo-terminal,

@@ -51,7 +51,8 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 @pytest.mark.parametrize(
     ("services", "temperature"),
     [
-        *(pytest.param(dtype, 0, marks=pytest.mark.more) for dtype in ("float32", "bfloat16")),
+        pytest.param("bfloat16", 0, marks=pytest.mark.more),
+        pytest.param("float32", 0, marks=pytest.mark.slow),
         *(pytest.param(dtype, each, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16") for each in (0.7, 1)),
     ],
     indirect=["services"],
@@ -93,6 +94,7 @@ def test_resume_at_every_token_of_real_text(services: Services):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("services", ["bfloat16"], indirect=True)
 def test_unseeded_sampling_speculates_too(services: Services):
     """Claim: without a seed the rule is the server's choice, COUPLED before anything was measured, and says so; draft
     tokens pass under REJECTION too, if named, and every token lies in the vocabulary."""
