@@ -62,9 +62,9 @@ def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Tabl
             answers = found.texts[OFF.name]
             answer = answers[prompt.name].token_ids
             others = [text.token_ids for name, text in answers.items() if name != prompt.name]
-            wrong = {"90 % right": spoiled(answer, WRONG_EVERY), "wholly wrong": spoiled(answer, 1)}
-            wrong |= {"another answer": list(others[-1])} if others else {}  # not for the first prompt
-            for name, tokens in wrong.items():
+            predictions = {"90 % right": spoiled(answer, WRONG_EVERY), "wholly wrong": spoiled(answer, 1)}
+            predictions |= {"another answer": list(others[-1])} if others else {}  # not for the first prompt
+            for name, tokens in predictions.items():
                 request = chat_request(template, prompt, PREDICTED, asked.tokens)
                 request.prediction.token_ids.ids.extend(tokens)
                 found.add(name, prompt.name, generate(stub, request))

@@ -26,8 +26,9 @@ from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.processes import Link, Restartable, free_port, metric_values
 from tests.chaos.texts import Text
 from tests.support.services import fixed
+from tests.support.waiting import until
 
-STRIKE_S, STALL_S, POLL_S, READY_S_MAX = 5.0, 0.8, 0.02, 30.0
+STRIKE_S, STALL_S, POLL_S = 5.0, 0.8, 0.02
 LONG_TOKENS = 60_000  # more than are generated in a strike
 LINKS, ROLES = ("client", "target", "draft"), ("coordinator", "target", "draft")
 
@@ -61,7 +62,7 @@ class Call:
         self.ended_s = time.monotonic()
 
     def close(self) -> None:
-        """Waits for its end, or cancels it."""
+        """Cancels it, unless it has ended."""
         self._responses.cancel()
         self._thread.join()
         self._channel.close()
@@ -69,6 +70,7 @@ class Call:
     def wait(self) -> None:
         """Waits until the text is complete or has failed."""
         self._thread.join()
+        self._channel.close()
 
 
 class World:
@@ -110,16 +112,9 @@ class World:
         pages = self.value("coordinator", "num_requests_running"), self.value("coordinator", "link_up")
         return (*pages, self.value("target", "sessions"), self.value("draft", "sessions")) == (1, 2, 1, 1)
 
-    def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Waits until it is so."""
-        ends_s = time.monotonic() + READY_S_MAX
-        while not is_so():
-            assert time.monotonic() < ends_s, "the services do not recover"
-            time.sleep(POLL_S)
-
     def call(self, text: Text) -> Call:
         """Starts a text; returns once both replicas work on it. What ends before, while links recover, is repeated."""
-        self.wait_for(lambda: self.value("coordinator", "link_up") == 2)
+        until(lambda: self.value("coordinator", "link_up") == 2)
         call = Call(self.links["client"].address, text)
 
         def is_at_work() -> bool:
@@ -129,7 +124,7 @@ class World:
                 call = Call(self.links["client"].address, text)
             return self.is_at_work()
 
-        self.wait_for(is_at_work)
+        until(is_at_work)
         return call
 
     def stop(self) -> None:
@@ -179,7 +174,7 @@ def noticed_s(world: World, strike: Callable[[float], None], names: tuple[str, .
         return {name: found.get(name, STRIKE_S) for name in names}
     finally:
         call.close()
-        world.wait_for(lambda: world.value("coordinator", "num_requests_running") == 0)
+        until(lambda: world.value("coordinator", "num_requests_running") == 0)
 
 
 @contextlib.contextmanager
