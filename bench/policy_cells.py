@@ -119,6 +119,10 @@ def _slow_later(now_s: float) -> float:
     return 1.0 if now_s < 60 else 100.0
 
 
+def _slow_first(now_s: float) -> float:
+    return 100.0 if now_s < 20 else 1.0
+
+
 def _silent_later(now_s: float) -> float | None:
     return 1.0 if now_s < 10 else None
 
@@ -192,6 +196,8 @@ def paying_cells() -> list[Cell]:
     for network_ms in (3, 10):
         better = replace(one(0.7, network_s=network_ms / 1e3), acceptance_at=_right_later)
         cells.append(Cell(f"always wrong for 20 s, then 0.7, RTT {network_ms} ms", better, 60, 90, pays=True))
+        faster = replace(one(0.7, network_s=network_ms / 1e3), draft_factor=_slow_first)
+        cells.append(Cell(f"100 times slower for 20 s, then 0.7, RTT {network_ms} ms", faster, 30, 60, pays=True))
     for first_ms, then_ms in ((0.5, 9), (0.5, 30), (30, 0.5)):
         moved = replace(one(0.7, network_s=first_ms / 1e3), changes=((10.0, "network_s", then_ms / 1e3),))
         cells.append(Cell(f"acceptance 0.7, RTT {first_ms}, then {then_ms} ms", moved, 12, 20, pays=True))

@@ -25,6 +25,7 @@ WORTH_GAIN, START_GAIN = 1.02, 1.05  # least ratio to plain decoding, of a measu
 STARTING_ROUNDS = 8.0  # measured rounds that make a plan eligible
 EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
+REST_PROBE_S = 3.0  # between explorations at rest that promise nothing: the draft may have become faster or better
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
 HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64  # accepted tokens of heads in a round, weight of one, probes
@@ -61,7 +62,7 @@ class AutoPolicy:
         self._waited_s = self._usual_wait_s = 0.0
         self._wait_factor = 1.0
         self._exploration: Exploration | None = None
-        self._exploration_rounds, self._exploration_loss_s = 0, 0.0
+        self._exploration_rounds, self._explored_tokens, self._exploration_loss_s = 0, 0, 0.0
         self._counts_from_s = -math.inf
         self._review_round, self._review_s = 0, 0.0
         table.refresh()
@@ -87,6 +88,7 @@ class AutoPolicy:
             return
         self._table.on_round(record)
         self._exploration_rounds += self._exploration is not None
+        self._explored_tokens += 1 + record.accepted_count
         if record.plan.draft_length_max:
             self._learn_heads(record)
             self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
@@ -199,7 +201,9 @@ class AutoPolicy:
             best = table.rest
         if exploration:
             self._exploration, table.exploration_ends_s = None, now_s
-            lost_s = self._loss_s(current, exploration.otherwise, self._worth(best), now_s - exploration.began_s)
+            seconds = now_s - exploration.began_s
+            rate = self._worth(current) if table.use == 1 else self._explored_tokens / seconds
+            lost_s = self._loss_s(current, rate, exploration.otherwise, self._worth(best), seconds)
             self._charge(lost_s - exploration.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
@@ -208,10 +212,11 @@ class AutoPolicy:
         if self._counted_rounds > REVIEW_ROUNDS and now_s >= table.exploration_ends_s:
             self._consider_exploration(best, now_s)
 
-    def _loss_s(self, line: Line, otherwise: Line, best: float, seconds: float) -> float:
-        """Returns the loss of an exploration of `seconds` against the best plan, in seconds. Between two plans that
-        draft, the tokens under way stay usable; otherwise the warm-up runs at the rate of plain decoding."""
-        lost_s = seconds * (1 - self._worth(line) / best)
+    def _loss_s(self, line: Line, rate: float, otherwise: Line, best: float, seconds: float) -> float:
+        """Returns the seconds that an exploration of `seconds` at `rate` tokens per second loses against the best plan.
+        Between two plans that draft, the tokens under way stay usable; otherwise the warm-up runs at the rate of plain
+        decoding."""
+        lost_s = seconds * (1 - rate / best)
         rest = self._table.rest
         if line.plan.window and not otherwise.plan.window:
             lost_s += seconds * self._table.others_loss()
@@ -229,7 +234,7 @@ class AutoPolicy:
         if best is table.rest:
             spread = LEVEL_SPREAD / math.sqrt(1 + max(0.0, self._tested) / LEVEL_TESTED)
         elif now_s >= table.next_baseline_s:
-            lost_s = self._loss_s(off, best, worth, BASELINE_ROUNDS * off.round_s)
+            lost_s = self._loss_s(off, self._worth(off), best, worth, BASELINE_ROUNDS * off.round_s)
             is_first, table.next_baseline_s = not table.next_baseline_s, now_s + BASELINE_FIRST_S
             if not is_first and lost_s <= table.credit_s:
                 table.next_baseline_s = now_s + min(lost_s / BASELINE_SHARE, BASELINE_MOST_S)
@@ -241,20 +246,22 @@ class AutoPolicy:
         if not others:
             return
         line = max(others, key=lambda line: line.promise(level, self._wait_factor))
-        lost_s = self._loss_s(line, best, worth, self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s)
-        if line.promise(level, self._wait_factor) > worth and lost_s <= table.credit_s:
+        seconds = self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s
+        lost_s = self._loss_s(line, self._worth(line), best, worth, seconds)
+        is_due = best is table.rest and now_s >= table.exploration_ends_s + REST_PROBE_S
+        if (is_due or line.promise(level, self._wait_factor) > worth) and lost_s <= table.credit_s:
             self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
 
     def _try_plain(self, best: Line, now_s: float) -> None:
         """Begins a baseline probe, in which all sessions take part: while one of them drafts, none sees the target
         without a draft beside it."""
         off = self._table.off
-        lost_s = self._loss_s(off, best, self._worth(best), BASELINE_ROUNDS * off.round_s)
+        lost_s = self._loss_s(off, self._worth(off), best, self._worth(best), BASELINE_ROUNDS * off.round_s)
         self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
 
     def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
         ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
-        self._exploration = Exploration(now_s, ends_s, rounds, lost_s, best)
+        self._exploration, self._explored_tokens = Exploration(now_s, ends_s, rounds, lost_s, best), 0
         self._table.exploration_ends_s = ends_s
         self._charge(lost_s)
         self._put_in_force(line, now_s)

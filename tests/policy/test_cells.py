@@ -5,9 +5,11 @@ The cells are those of `python -m bench.policy_cells`, a few seeds of each; the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from specdec.bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, paying_cells, rate, run
+from specdec.bench.policy_cells import OF_OFF, AutoService, Cell, failing_cells, one, paying_cells, rate, run
 from specdec.bench.policy_world import FixedService, Simulated
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.policy import OFF_PLAN
@@ -52,6 +54,17 @@ def test_the_first_seconds_speculate() -> None:
     seeds = range(3)
     auto = sum(rate(first, AutoService(cell.world), seed) for seed in seeds)
     assert auto >= 1.4 * sum(rate(first, FixedService(OFF_PLAN), seed) for seed in seeds)
+
+
+@pytest.mark.parametrize("network_s", [0.0005, 0.01, 0.03])
+def test_a_draft_that_ceases_to_be_slow_is_found(network_s: float) -> None:
+    """Claim: a draft that is 100 times slower for 20 s is in use from 10 s after that, with every seed. Its step, as
+    last measured, promises nothing: a policy that tries only plans of promise stays off for ever with some seeds."""
+    world = replace(one(0.7, network_s=network_s), draft_factor=lambda now_s: 100.0 if now_s < 20 else 1.0)
+    cell = Cell("slow for 20 s", world, 30, 40)
+    for seed in range(6):
+        off = rate(cell, FixedService(OFF_PLAN), seed)
+        assert rate(cell, AutoService(world), seed) >= 1.2 * off, seed
 
 
 def test_exploration_is_counted_and_bounded() -> None:
