@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from specdec.engine import attention
@@ -140,23 +141,7 @@ def load_transformers_model(
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
         types = draft_types(folder.config, dtype)
         dtype = types.layers
-    model_class = getattr(transformers, folder.config["architectures"][0])
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, report = model_class.from_pretrained(
-            folder.path,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        digest()  # a file that is not the published one is the better reason
-        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
-    if report["missing_keys"]:
-        raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
+    model = read_weights(name, folder, digest, dtype, attention.NAME)
     model.eval().requires_grad_(False).to(device)
     vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
     if target_tokenizer:
@@ -167,6 +152,32 @@ def load_transformers_model(
     description = describe(folder, model, dtype, digest(), device, vocabulary)
     backend = backend_for(device, types, description.positions_max, enforce_eager, has_stable_rows)
     return TransformersModel(model, description, dtype, backend=backend)
+
+
+def read_weights(
+    name: str, folder: ModelFolder, digest: Callable[[], str], dtype: torch.dtype, attention_name: str | None = None
+) -> transformers.PreTrainedModel:
+    """Returns the model of a checked folder as `transformers` has it; `attention_name`: of its attention, absent: the
+    library's choice. `digest`: see `load_transformers_model`. Raises ModelRefused."""
+    model_class = getattr(transformers, folder.config["architectures"][0])
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = model_class.from_pretrained(
+            folder.path,
+            dtype=dtype,
+            attn_implementation=attention_name,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
+        digest()  # a file that is not the published one is the better reason
+        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
+    if report["missing_keys"]:
+        raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
+    read: transformers.PreTrainedModel = model
+    return read
 
 
 def backend_for(

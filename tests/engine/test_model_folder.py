@@ -43,7 +43,7 @@ def refusal(folder: Path | str) -> str:
 
 
 def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    """Claim: a missing folder, config, tokenizer or weights, pickled weights and broken JSON are each named.
+    """Claim: a missing folder, config, tokenizer or weights, pickled and cut weights and broken JSON are each named.
 
     Source: "one line that says what to do", and reliability.md, unsafe loading. Conclusive: each fault is planted alone
     and the message must name its file.
@@ -59,7 +59,10 @@ def test_incomplete_and_unsafe_folders_are_refused_by_name(folder: Path, tmp_pat
     edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
     assert "'../model.safetensors'" in refusal(folder)
     (folder / "model.safetensors.index.json").unlink()
-    weights.rename(folder / "model.safetensors")
+    whole = weights.rename(folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:7])
+    assert "header" in refusal(folder)
+    (folder / "model.safetensors").write_bytes(whole)
     (folder / "config.json").write_text("{", encoding="utf-8")
     assert "config.json is not valid JSON" in refusal(folder)
     (folder / "config.json").unlink()
