@@ -2,7 +2,7 @@
 target's own text.
 
 First the target writes texts, with its distribution at every position; they lie in OUT/texts and are used again. Then a
-student learns them. Both parts continue where they were stopped.
+student learns them: a new one, or a draft that learns on. Both parts continue where they were stopped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from specdec.distill.learners import DraftLearner, HeadsLearner, load_target
+from specdec.distill.learners import DraftLearner, HeadsLearner
 from specdec.distill.plans import Plans, records_of, text_files
 from specdec.distill.settings import DistillSettings
+from specdec.distill.start import Start, open_start
 from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student, write_facts
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
@@ -29,6 +31,7 @@ from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.heads import save_heads
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
 from specdec.protocol.types import TEMPERATURE_MIN
@@ -98,20 +101,24 @@ def distill(
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     folder = open_model_folder(settings.target)
-    shape = StudentShape(
-        settings.layers, settings.hidden_size, layers_of(settings.target_layers), settings.draft_vocabulary
-    )
     temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
-    check_shape(folder, shape)
+    check_shape(folder, shape_of(settings))
+    start = open_start(settings.start, folder) if settings.start else None
     check_checkpoint(settings.out / CHECKPOINT_FILE, kept_settings(settings))
-    texts, heldout = written_texts(settings, folder, device, console)
+    texts, heldout = written_texts(settings, folder, start, device, console)
     make_folder(settings.out, "--out")
     plan = plan_of(settings, device, digest_of(texts, heldout))
     if settings.heads:
         learn_heads(settings, folder, plan, texts, heldout, clock, console)
     else:
-        learn_draft(settings, folder, plan, texts, heldout, make_draft_learner, clock, console)
+        learn_draft(settings, folder, start, plan, texts, heldout, make_draft_learner, clock, console)
     return 0
+
+
+def shape_of(settings: DistillSettings) -> StudentShape:
+    """Returns the shape of a new draft. Raises ConfigError."""
+    layers = layers_of(settings.target_layers)
+    return StudentShape(settings.layers, settings.hidden_size, layers, settings.draft_vocabulary)
 
 
 def kept_settings(settings: DistillSettings) -> str:
@@ -141,6 +148,7 @@ def plan_of(settings: DistillSettings, device: str, texts_digest: str) -> Plan:
 def learn_draft(
     settings: DistillSettings,
     folder: ModelFolder,
+    start: Start | None,
     plan: Plan,
     texts: LabelledTexts,
     heldout: LabelledTexts,
@@ -148,15 +156,15 @@ def learn_draft(
     clock: Callable[[], float],
     console: Console,
 ) -> None:
-    """Trains a draft and saves it. Raises SpecdecError."""
-    shape = StudentShape(
-        settings.layers, settings.hidden_size, layers_of(settings.target_layers), settings.draft_vocabulary
-    )
-    token_ids = own_ids = None
-    if settings.draft_vocabulary:
-        token_ids = most_used(texts, settings.draft_vocabulary, folder.end_token_ids)
-        own_ids = VocabularyMap(token_ids, folder.token_string_count).own_ids
-    student = build_student(folder, shape, token_ids, settings.seed)
+    """Trains a draft, a new one without `start`, and saves it. Raises SpecdecError."""
+    if start is not None:
+        start.check_length(int(max(texts.lengths.max(), heldout.lengths.max())))
+        token_ids, student = start.token_ids, start.load()
+    else:
+        size = settings.draft_vocabulary
+        token_ids = most_used(texts, size, folder.end_token_ids) if size else None
+        student = build_student(folder, shape_of(settings), token_ids, settings.seed)
+    own_ids = None if token_ids is None else VocabularyMap(token_ids, folder.token_string_count).own_ids
     own_size = folder.token_string_count if token_ids is None else len(token_ids)
     learned = Data(texts, texts.learned_from, own_ids, own_size)
     tested = Data(heldout, heldout.answered_from, own_ids, own_size)
@@ -177,7 +185,8 @@ def learn_heads(
     console: Console,
 ) -> None:
     """Trains heads on the target and saves them. Raises SpecdecError."""
-    learner = HeadsLearner(load_target(folder), settings.heads, folder.token_string_count, plan)
+    target = read_weights(settings.target, folder, folder.digest, torch.float32)
+    learner = HeadsLearner(target, settings.heads, folder.token_string_count, plan)
     learned = Data(texts, texts.learned_from, None)
     tested = Data(heldout, heldout.answered_from, None)
     trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE, clock)
@@ -213,7 +222,7 @@ def digest_of(*parts: LabelledTexts) -> str:
 
 
 def written_texts(
-    settings: DistillSettings, folder: ModelFolder, device: str, console: Console
+    settings: DistillSettings, folder: ModelFolder, start: Start | None, device: str, console: Console
 ) -> tuple[LabelledTexts, LabelledTexts]:
     """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
     where = settings.texts or settings.out / "texts"
@@ -225,6 +234,8 @@ def written_texts(
     missing = [own for own in wanted if not files[own].is_file()]
     if missing:
         longest = max(plans[split].length_max(first, FILE_TEXTS) for split, first in missing)
+        if start is not None:
+            start.check_length(longest)
         model = load_model(settings.target, device=device, has_stable_rows=False)
         if longest > model.description.positions_max:
             limit = f"the target has {model.description.positions_max} positions"

@@ -19,7 +19,6 @@ from specdec.distill.losses import (
 )
 from specdec.distill.training import Batch, Plan
 from specdec.engine.heads import Heads
-from specdec.engine.model_folder import ModelFolder
 from specdec.engine.transformers_model import logit_scaling
 
 
@@ -135,13 +134,3 @@ class HeadsLearner:
             logits = self._output(self.student.of(index, rows))
         logits = logits[:, : self._own_size].float() * self._scale
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
-
-
-def load_target(folder: ModelFolder) -> transformers.PreTrainedModel:
-    """Returns the target in a folder as `transformers` has it, in float32."""
-    model_class = getattr(transformers, folder.config["architectures"][0])
-    transformers.utils.logging.disable_progress_bar()
-    target: transformers.PreTrainedModel = model_class.from_pretrained(
-        folder.path, dtype=torch.float32, local_files_only=True
-    )
-    return target

@@ -10,7 +10,7 @@ from pydantic import model_validator
 from specdec.protocol.heads import HEADS_MAX
 from specdec.settings import LIMITS, MODEL, OUTPUT, PROMPT, Settings, setting
 
-OF_DRAFTS = ("layers", "hidden_size", "target_layers", "draft_vocabulary")
+OF_NEW_DRAFTS = ("layers", "hidden_size", "target_layers", "draft_vocabulary")
 
 
 class DistillSettings(Settings):
@@ -39,10 +39,13 @@ class DistillSettings(Settings):
     heads: int = setting(
         0, MODEL, "Train this many heads on the target, one for each later position; 0: a draft.", ge=0, le=HEADS_MAX
     )
-    layers: int = setting(1, MODEL, "Layers of the draft.", ge=1, le=256)
-    hidden_size: int = setting(0, MODEL, "Hidden size of the draft; 0: the target's, and its weights.", ge=0)
+    start: str = setting(
+        "", MODEL, "Draft with the target's tokenizer that learns on, folder or hub id; absent: a new one."
+    )
+    layers: int = setting(1, MODEL, "Layers of a new draft.", ge=1, le=256)
+    hidden_size: int = setting(0, MODEL, "Hidden size of a new draft; 0: the target's, and its weights.", ge=0)
     target_layers: str = setting("", MODEL, "Layers it starts from, such as 0,29; absent: first ones, last.")
-    draft_vocabulary: int = setting(0, MODEL, "Tokens of the draft, those the target uses most; 0: all.", ge=0)
+    draft_vocabulary: int = setting(0, MODEL, "Tokens of a new draft, those the target uses most; 0: all.", ge=0)
     loss: Literal["kl", "tv", "nla"] = setting("kl", MODEL, "kl: forward KL; tv: total variation; nla: log acceptance.")
     loss_temperatures: str = setting("1", MODEL, "Temperatures of the loss.")
     learning_rate: float = setting(1e-3, MODEL, "Peak learning rate of AdamW.", gt=0, le=1)
@@ -60,7 +63,11 @@ class DistillSettings(Settings):
     def _check(self) -> DistillSettings:
         if (self.tokens > 0) == (self.minutes > 0):
             raise ValueError("give either --tokens or --minutes")
-        given = [name for name in OF_DRAFTS if name in self.model_fields_set]
-        if self.heads and given:
-            raise ValueError(f"--{given[0].replace('_', '-')} is for drafts: leave it out with --heads")
+        given = [f"--{name.replace('_', '-')}" for name in OF_NEW_DRAFTS if name in self.model_fields_set]
+        if self.heads and (given or self.start):
+            raise ValueError(f"{[*given, '--start'][0]} is for drafts: leave it out with --heads")
+        if self.start and given:
+            raise ValueError(f"{given[0]} is for new drafts: leave it out, --start {self.start} keeps its own")
+        if self.start and Path(self.start).resolve() == self.out.resolve():
+            raise ValueError(f"--out {self.out} is --start too; give another folder, and serve that afterwards")
         return self

@@ -23,13 +23,13 @@ VOCABULARY_FILE = "draft_vocabulary.json"
 
 class VocabularyMap:
     """The map of a draft. `size`: the target's ids; `own_size`: the tokens it can propose, `columns` [own_size] of its
-    output layer. `own_ids` [ids read]: the draft's token by id."""
+    output layer, `target_token_ids` [own_size] of the target. `own_ids` [ids read]: the draft's token by id."""
 
     def __init__(self, target_token_ids: Tensor, size: int) -> None:
         """A draft whose token i is token target_token_ids[i] of the target, and that has one more."""
         self.size, self.own_size = size, len(target_token_ids)
         self.retokenizer: Retokenizer | None = None
-        self._target_token_ids = target_token_ids
+        self.target_token_ids = target_token_ids
         self.columns = torch.arange(self.own_size)
         self.own_ids = torch.full((size,), self.own_size)
         self.own_ids[target_token_ids] = self.columns
@@ -65,19 +65,19 @@ class VocabularyMap:
         made.retokenizer = retokenizer
         made.columns = torch.tensor([one for _, one in known])
         read = torch.zeros(retokenizer.size, dtype=torch.int64)  # the others are read as text
-        read[made._target_token_ids] = made.columns
+        read[made.target_token_ids] = made.columns
         made.own_ids = torch.cat([read, own_ids])
         return made
 
     def to(self, device: torch.device) -> VocabularyMap:
         """Moves the map to a device; returns it."""
-        self._target_token_ids, self.own_ids = self._target_token_ids.to(device), self.own_ids.to(device)
+        self.target_token_ids, self.own_ids = self.target_token_ids.to(device), self.own_ids.to(device)
         return self
 
     def share(self, tokenizer: Path, text: str) -> float:
         """Returns the share of the target's tokens of a text, by its tokenizer file, that the draft can propose."""
         ids = whole_tokenizer(tokenizer).encode(text, add_special_tokens=False).ids
-        known = set(self._target_token_ids.tolist())
+        known = set(self.target_token_ids.tolist())
         return sum(token_id in known for token_id in ids) / max(1, len(ids))
 
     def own(self, token_ids: Tensor) -> Tensor:
@@ -90,4 +90,4 @@ class VocabularyMap:
         logits: [n, own_size] float32  # [n, size] float32
         """
         spread = logits.new_full((len(logits), self.size), -math.inf)
-        return spread.index_copy_(1, self._target_token_ids, logits)
+        return spread.index_copy_(1, self.target_token_ids, logits)

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from specdec.cli.main import main
-from specdec.distill.learners import HeadsLearner, load_target
+from specdec.distill.learners import HeadsLearner
 from specdec.distill.losses import Labels, certain_acceptance
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan, Trainer
 from specdec.engine.heads import load_heads
 from specdec.engine.model_folder import open_model_folder
+from specdec.engine.transformers_model import read_weights
 from tests.support.engine_models import make_tiny_model
 
 CYCLE = 12  # tokens of the texts below: token t is followed by t + 5, modulo this
@@ -55,7 +56,7 @@ def test_agreement_rises_within_seconds(target: Path, tmp_path: Path) -> None:
     labels are one position off has agreement 0.
     """
     folder = open_model_folder(str(target))
-    model = load_target(folder)
+    model = read_weights(str(target), folder, folder.digest, torch.float32)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     plan = plan_of(60_000)
     learner = HeadsLearner(model, 3, folder.token_string_count, plan)

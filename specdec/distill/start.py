@@ -1,0 +1,56 @@
+"""A student that is a draft already, such as the live one of a record: it keeps its shape, weights and tokens, and
+learns on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor
+
+from specdec.engine.architectures import check_supported
+from specdec.engine.model_folder import ModelFolder, open_model_folder, read_json
+from specdec.engine.transformers_model import read_weights
+from specdec.engine.vocabulary_map import VocabularyMap
+from specdec.errors import ConfigError
+from specdec.protocol.fingerprint import tokenizer_fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The draft of --start. `token_ids`: the target's ids of its tokens, [tokens] int64; None: all."""
+
+    name: str
+    folder: ModelFolder
+    token_ids: Tensor | None
+    positions_max: int
+
+    def check_length(self, longest: int) -> None:
+        """Raises ConfigError if it has fewer positions than the longest text has tokens."""
+        if longest > self.positions_max:
+            limit = f"--start {self.name} has {self.positions_max} positions"
+            raise ConfigError(f"the longest text has {longest} tokens; {limit}: give a smaller --text-tokens")
+
+    def load(self) -> transformers.PreTrainedModel:
+        """Returns the model in float32. Raises ModelRefused for weights that are not those of its configuration."""
+        model = read_weights(self.name, self.folder, self.folder.digest, torch.float32)
+        model.generation_config = transformers.GenerationConfig.from_model_config(model.config)  # valid when saved
+        return model
+
+
+def open_start(name: str, target: ModelFolder) -> Start:
+    """Returns a draft by folder or hub id; its weights are not read. Raises ModelRefused for one that cannot be served,
+    and ConfigError for one with another tokenizer than the target or too few tokens."""
+    folder = open_model_folder(name)
+    check_supported(name, folder.config)
+    own, its = (tokenizer_fingerprint(read_json(one.path / "tokenizer.json")) for one in (folder, target))
+    if own != its:
+        raise ConfigError(f"--start {name} has another tokenizer than the target: only a draft with the same learns on")
+    config_class = getattr(transformers, folder.config["architectures"][0]).config_class
+    config = config_class.from_pretrained(folder.path, local_files_only=True)
+    fewer = VocabularyMap.read(folder.path, target.token_string_count, config.vocab_size)
+    if fewer is None and config.vocab_size < target.token_string_count:
+        limit = f"it must have the target's {target.token_string_count}, or name its own in a draft_vocabulary.json"
+        raise ConfigError(f"--start {name} has {config.vocab_size} tokens; {limit}")
+    return Start(name, folder, None if fewer is None else fewer.target_token_ids, config.max_position_embeddings)
