@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 
 from specdec.distill.learners import DraftLearner, HeadsLearner
-from specdec.distill.plans import Plans, records_of, text_files
+from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.start import Start, open_start
 from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student, write_facts
@@ -227,6 +227,7 @@ def written_texts(
     """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
     where = settings.texts or settings.out / "texts"
     plans = plans_of(settings, folder)
+    tell_recorded(plans, console)
     wanted = [("heldout", 0), *(("train", first) for first in range(0, settings.text_count, FILE_TEXTS))]
     files = {own: where / f"{own[0]}-{own[1]:07d}.safetensors" for own in wanted}
     digest = folder.digest()
@@ -276,6 +277,15 @@ def plans_of(settings: DistillSettings, folder: ModelFolder) -> dict[str, Plans]
         name: Plans(folder.path, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept)
         for name, asked, read, kept in parts
     }
+
+
+def tell_recorded(plans: dict[str, Plans], console: Console) -> None:
+    """Prints the acceptance of recorded texts, if any: what a draft of the same traffic is compared with."""
+    found = recorded_acceptance([record for own in plans.values() for record in own.records])
+    values = [f"{own / tested:.3f} at {at:g} ({tested:,} tested)" for at, (own, tested) in found.items() if tested]
+    if found:
+        told = ", ".join(values) or "no draft token was tested"
+        console.print(f"recorded acceptance, of all proposers: {told}", soft_wrap=True)
 
 
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:

@@ -23,14 +23,17 @@ QUESTION_TOKENS_MAX = 64
 CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
 FILE_BYTES_MAX = 1 << 26
 RECORDED_PROMPT_MAX = 512  # tokens before a recorded answer, the last ones
+ACCEPTED, REJECTED = "1", "0"  # signs of an output token in a record: see `specdec.coordinator.recording`
+SIGNS = ACCEPTED + REJECTED + "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A text of `specdec coordinator --record`."""
+    """A text of `specdec coordinator --record`. `accepted`: a sign for each output token."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
+    accepted: str
     temperature: float
 
 
@@ -59,7 +62,7 @@ class Plans:
         self._seed = seed
         self._parts = turn_parts(folder)
         self._files = files
-        self._records = records
+        self.records = records
         self._sources = [self._window] * bool(files) + [self._recorded] * bool(records)
         if prompts or self._parts:
             self._sources.insert(0, self._asked)
@@ -72,7 +75,7 @@ class Plans:
         """Returns a digest of everything that decides the texts first to first + count of the target of that digest."""
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
         files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
-        records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self._records]
+        records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
         return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files, records]).encode()).hexdigest()
 
     def length_max(self, first: int, count: int) -> int:
@@ -122,7 +125,7 @@ class Plans:
 
     def _recorded(self, index: int, seed: int) -> TextPlan:
         """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
-        own = self._records[index % len(self._records)]
+        own = self.records[index % len(self.records)]
         before, output = own.prompt_ids[-RECORDED_PROMPT_MAX:], own.output_ids[: self._answer_tokens_max]
         answered_from = max(0, len(before) - 1)
         return TextPlan((Passage(before + output, 1, own.temperature),), answered_from, seed, answered_from)
@@ -152,7 +155,12 @@ def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
         return []
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [Record(tuple(own["prompt_ids"]), tuple(own["output_ids"]), float(own["temperature"])) for own in lines]
+        found = [
+            Record(tuple(own["prompt_ids"]), tuple(own["output_ids"]), own["accepted"], float(own["temperature"]))
+            for own in lines
+        ]
+        if any(len(own.accepted) != len(own.output_ids) or set(own.accepted) - set(SIGNS) for own in found):
+            raise ValueError(f"accepted must have one of {SIGNS} for each of output_ids")
         ids = {token_id for own in found for token_id in own.prompt_ids + own.output_ids}
         known = all(isinstance(one, int) and 0 <= one < vocabulary_size for one in ids)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -161,6 +169,16 @@ def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
         raise ConfigError(f"--from-record {file} has token ids outside 0 to {vocabulary_size - 1}: of another target")
     if len(found) < 2:
         raise ConfigError(f"--from-record {file} has {len(found)} texts; it must have 2, one to test with")
+    return found
+
+
+def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int]]:
+    """Returns how many draft tokens of records were accepted, and how many tested, by temperature, ascending."""
+    found: dict[float, tuple[int, int]] = {}
+    for own in sorted(records, key=lambda record: record.temperature):
+        accepted, tested = found.get(own.temperature, (0, 0))
+        more, rejected = own.accepted.count(ACCEPTED), own.accepted.count(REJECTED)
+        found[own.temperature] = accepted + more, tested + more + rejected
     return found
 
 

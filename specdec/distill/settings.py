@@ -29,7 +29,9 @@ class DistillSettings(Settings):
         None, PROMPT, "Folder of text files: every second text is a window of one, as it is or continued."
     )
     from_record: Path | None = setting(
-        None, PROMPT, "File of `specdec coordinator --record`: texts of it are learned beside the others."
+        None,
+        PROMPT,
+        "File of `specdec coordinator --record`: its texts are learned beside the others, its acceptance is told.",
     )
     texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
     text_count: int = setting(2048, PROMPT, "Texts the target writes, in files of 64.", ge=1, le=1 << 24)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.distill.command import plans_of
-from specdec.distill.plans import Plans, records_of, text_files
+from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextPlan, TextWriter
@@ -123,11 +123,17 @@ def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
     assert texts.lengths.tolist()[1] == 20 and tuple(tokens_of(texts)[1]) == mixed.make(1, 1)[0].passages[0].given
 
 
+def write_record(file: Path, lines: list[dict]) -> None:
+    """Writes a record, by default of three prompt tokens and accepted draft tokens only, at 0.7."""
+    whole = {"prompt_ids": [7, 8, 9], "temperature": 0.7}
+    every = [whole | {"accepted": "1" * len(line["output_ids"])} | line for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in every))
+
+
 def test_recorded_texts_are_labelled(tmp_path, target):
     """Claim: with --from-record every second text is a recorded one, as it is: the target writes no token of it that is
     kept, and it counts from its answer on; its labels are the target's. No text is in both parts."""
-    lines = [{"prompt_ids": [7, 8, 9], "output_ids": list(range(20 + n, 60)), "temperature": 0.7} for n in range(11)]
-    (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_record(tmp_path / "record", [{"output_ids": list(range(20 + n, 60))} for n in range(11)])
     told = {"target": str(MODELS / "target"), "out": tmp_path / "out", "tokens": 1, "text_tokens": 20}
     plans = plans_of(DistillSettings(**told, from_record=tmp_path / "record", prompts=PROMPTS_FILE), TARGET)
     recorded = {name: own.make(0, 30)[1::2] for name, own in plans.items()}
@@ -141,13 +147,28 @@ def test_recorded_texts_are_labelled(tmp_path, target):
     assert [plan.passages[0].given[3] for plan in alone.make(0, 3)] == [21, 22, 23]
 
 
+def test_the_acceptance_of_a_record_is_told(tmp_path):
+    """Claim: draft tokens accepted and tested are counted by temperature; a token without a draft token is neither. By
+    hand."""
+    lines = [
+        {"output_ids": [1, 2, 3, 4], "accepted": "10-1"},
+        {"output_ids": [1, 2], "accepted": "--", "temperature": 0},
+        {"output_ids": [1, 2], "accepted": "00"},
+        {"output_ids": [1], "accepted": "1", "temperature": 0},
+    ]
+    write_record(tmp_path / "record", lines)
+    assert list(recorded_acceptance(records_of(tmp_path / "record", 4096)).items()) == [(0, (1, 1)), (0.7, (2, 5))]
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
         ("", "has 0 texts"),
         ("text", "is no record"),
         ('{"prompt_ids": [1]}', "is no record"),
-        ('{"prompt_ids": [1], "output_ids": [4096], "temperature": 0}', "has token ids outside 0 to 4095"),
+        ('{"prompt_ids": [1], "output_ids": [4096], "accepted": "1", "temperature": 0}', "ids outside 0 to 4095"),
+        ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1", "temperature": 0}', "one of 10- for each"),
+        ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1x", "temperature": 0}', "one of 10- for each"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
