@@ -90,7 +90,7 @@ def measured(options: argparse.Namespace, console: Console) -> dict[str, Estimat
             params = ResolvedSamplingParams(rule=Rule.GREEDY, seed=0, prompt_length=len(ids), temperature=0.0)
             text = Text(EVERYTHING, params, (*ids, 0), len(ids) - 1)
             seen = asyncio.run(observe(pair.address, [text], options.length, options.tokens))
-            sums.setdefault("specdec", []).extend(seen.accepted)
+            sums.setdefault("specdec", []).extend([own.accepted, own.rounds] for own in seen if own.rule)
             sums.setdefault("transformers", []).append(theirs.accepted(ids, options.tokens))
     return {name: resampled(own, lambda sums: 1 + share(sums)) for name, own in sorted(sums.items())}
 

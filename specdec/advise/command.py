@@ -14,14 +14,24 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.advise import view
-from specdec.advise.forecast import Times
+from specdec.advise.forecast import Estimate, Times
 from specdec.advise.measuring import Reading, classes_of, readings_of, written
-from specdec.advise.report import Advice, advice_of
-from specdec.advise.serving import Observed, Served, observe, probe, served
+from specdec.advise.report import Advice, advice_of, rounds_forecast
+from specdec.advise.serving import (
+    Outcome,
+    Served,
+    acceptance_of,
+    mean_length_of,
+    observe,
+    probe,
+    rate_of,
+    served,
+)
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
+from specdec.protocol.types import Rule
 
 
 def advise(settings: AdviseSettings) -> int:
@@ -68,20 +78,36 @@ def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading]
 
 
 def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading]) -> dict[str, Any]:
-    """Serves the recommended plan, or one draft token if none is, and returns predicted beside observed values."""
+    """Serves the recommended plan, or one draft token if none is, and returns predicted beside observed values: of the
+    plan, and of its rounds by rule."""
     length = advice.best or 1
-    texts = [reading.text for reading in readings]
-    seen: Observed = asyncio.run(observe(pair.address, texts, length, settings.text_tokens))
-    plan = advice.plans[length - 1]
-    pairs = {
-        "acceptance": (plan.acceptance, seen.acceptance),
-        "tokens a round": (plan.tokens, seen.mean_length),
-        "tokens/s": (plan.rate, seen.rate),
-        "plain": (advice.plain_rate, seen.plain_rate),
-        "of plain": (plan.ratio, seen.rate.times(1 / seen.plain_rate.value)),
+    seen = asyncio.run(observe(pair.address, [own.text for own in readings], length, settings.text_tokens))
+    own = [outcome for outcome in seen if outcome.rule is outcome.text.params.rule]
+    plan, rate = advice.plans[length - 1], rate_of(own)
+    plain_rate = rate_of([outcome for outcome in seen if outcome.rule is None])
+    rounds = compared((plan.acceptance, plan.tokens), own)
+    rounds["values"] |= {
+        "tokens/s": (plan.rate, rate),
+        "plain": (advice.plain_rate, plain_rate),
+        "of plain": (plan.ratio, rate.times(1 / plain_rate.value)),
     }
-    verified = int(sum(count for _, count in seen.verified))
-    return {"draft": advice.draft, "length": length, "draft_tokens": verified, "values": pairs}
+    ruled = {rule: [outcome for outcome in seen if outcome.rule is rule] for rule in Rule}
+    rules = {
+        rule.name: compared(rounds_forecast(readings, length, rule), outcomes)
+        for rule, outcomes in ruled.items()
+        if outcomes
+    }
+    return {"draft": advice.draft, "length": length, **rounds, "rules": rules}
+
+
+def compared(forecast: tuple[Estimate, Estimate], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Acceptance and tokens of a round, predicted beside observed, and the draft tokens that were verified for them."""
+    acceptance, tokens = forecast
+    values = {
+        "acceptance": (acceptance, acceptance_of(outcomes)),
+        "tokens a round": (tokens, mean_length_of(outcomes)),
+    }
+    return {"draft_tokens": int(sum(outcome.drafted for outcome in outcomes)), "values": values}
 
 
 def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[dict[str, Any]]) -> None:
@@ -101,19 +127,20 @@ def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[d
         view.show(console, advice, settings.rtt_ms / 1e3)
     if len(advices) > 1:
         console.print(view.sweep_table(advices))
-    if checks:
-        console.print(check_table(checks))
-
-
-def check_table(checks: Sequence[dict[str, Any]]) -> Table:
-    """Predicted beside observed."""
-    table = Table(title="predicted, and then served")
-    for name in ("draft", "k", "drafted", "", "predicted", "served", "served / predicted"):
-        table.add_column(name, justify="right" if name != "draft" else "left")
     for check in checks:
-        for index, (name, (predicted, seen)) in enumerate(check["values"].items()):
+        console.print(check_table(check))
+
+
+def check_table(check: dict[str, Any]) -> Table:
+    """Predicted beside observed: of the plan, each text under the rule that reproduces it, then by rule."""
+    table = Table(title=f"{check['draft']}, k = {check['length']}: predicted, and then served")
+    for name in ("rule", "drafted", "", "predicted", "served", "ratio"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    for rule, part in {"": check, **check["rules"]}.items():
+        head = [rule, str(part["draft_tokens"])]
+        for name, (predicted, seen) in part["values"].items():
             value = predicted if isinstance(predicted, float) else predicted.value
-            head = [check["draft"], str(check["length"]), str(check["draft_tokens"])] if not index else [""] * 3
             ratio = f"{seen.value / value:.2f}" if value else ""
             table.add_row(*head, name, f"{value:.3f}", view.of(seen, 3), ratio)
+            head = ["", ""]
     return table

@@ -11,12 +11,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import TypeVar
 
 LENGTHS = tuple(range(1, 9))  # draft tokens of a round
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RESAMPLES = 1000
 INTERVAL = 0.95
 BINS = 10  # of confidence
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +62,23 @@ def _expected(passes: Sequence[float], length: int, of_round: Callable[[int], in
     return sums[0]
 
 
-def resampled(groups: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]) -> Estimate:
-    """The value of the sums of all groups' numbers, and its interval by bootstrap over the groups, which are texts:
-    neighbouring tokens are dependent. A share `tail_of` the number of texts of the resamples lies beyond each end."""
-
-    def value(chosen: Sequence[Sequence[float]]) -> float:
-        return of([sum(column) for column in zip(*chosen)])
-
+def bootstrapped(groups: Sequence[Group], of: Callable[[Sequence[Group]], float]) -> Estimate:
+    """The value of all groups, and its interval by bootstrap over the groups, which are prompts: neighbouring tokens,
+    and texts of one prompt, are dependent. A share `tail_of` the number of groups of the resamples lies beyond each
+    end."""
     draws = random.Random(1)
-    found = sorted(value(draws.choices(groups, k=len(groups))) for _ in range(RESAMPLES))
+    found = sorted(of(draws.choices(groups, k=len(groups))) for _ in range(RESAMPLES))
     beyond = int(RESAMPLES * tail_of(len(groups)))
-    return Estimate(value(groups), found[beyond], found[-1 - beyond])
+    return Estimate(of(groups), found[beyond], found[-1 - beyond])
+
+
+def resampled(groups: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]) -> Estimate:
+    """The same for a value of the sums of all groups' numbers."""
+    return bootstrapped(groups, lambda chosen: of([sum(column) for column in zip(*chosen)]))
 
 
 def tail_of(count: int) -> float:
-    """The share of resamples beyond each end of an interval. A bootstrap of few texts varies less than new texts do:
+    """The share of resamples beyond each end of an interval. A bootstrap of few prompts varies less than new ones do:
     the ends lie where Student's distribution and n / (n - 1) put them (expanded percentiles, Hesterberg 2015)."""
     free = max(1, count - 1)
     z = NormalDist().inv_cdf((1 + INTERVAL) / 2)

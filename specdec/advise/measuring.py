@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,14 @@ class Text:
     def prompt_ids(self) -> tuple[int, ...]:
         """The tokens of the prompt."""
         return self.token_ids[: self.first + 1]
+
+
+def by_prompt(texts: Iterable[Text], numbers: Iterable[Sequence[float]]) -> list[list[float]]:
+    """Returns the numbers of texts, added up over those of one prompt: the groups of a bootstrap."""
+    rows: dict[tuple[int, ...], list[Sequence[float]]] = defaultdict(list)
+    for text, own in zip(texts, numbers, strict=True):
+        rows[text.prompt_ids].append(own)
+    return [[sum(column) for column in zip(*own)] for own in rows.values()]
 
 
 @dataclass(frozen=True, slots=True)

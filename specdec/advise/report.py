@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from specdec.advise.forecast import (
@@ -12,6 +13,7 @@ from specdec.advise.forecast import (
     Break,
     Estimate,
     Times,
+    bootstrapped,
     break_even,
     calibration_error,
     calibration_sums,
@@ -21,7 +23,7 @@ from specdec.advise.forecast import (
     resampled,
     share,
 )
-from specdec.advise.measuring import Reading
+from specdec.advise.measuring import Reading, by_prompt
 from specdec.protocol.types import Rule
 
 TOKENS_A_MILLION, SECONDS_AN_HOUR = 1e6, 3600.0
@@ -40,7 +42,7 @@ class Cell:
     acceptance: dict[str, Estimate]
     tokens: dict[str, list[Estimate]]
     variation: Estimate
-    variation_in_tenth: float
+    variation_in_tenth: Estimate
     divergence: Estimate
     entropy: Estimate
     reachable: Estimate
@@ -117,16 +119,16 @@ def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
     def mean(attribute: str) -> Estimate:
         return resampled([[float(getattr(part, attribute).sum()), float(len(part))] for part in parts], share)
 
-    variation = [value for part in parts for value in part.variation.tolist()]
+    variation = [part.variation.sort().values.tolist() for part in parts]  # sorted, all are sorted sooner
     calibration = [calibration_sums(part.confidence.tolist(), part.is_likeliest.tolist()) for part in parts]
     return Cell(
         name,
         temperature,
-        len(variation),
+        sum(map(len, parts)),
         acceptance,
         {rule.name: [resampled(rounds_of(readings, length, rule), share) for length in LENGTHS] for rule in rules},
         mean("variation"),
-        lorenz_share(variation),
+        bootstrapped(variation, lambda chosen: lorenz_share(list(chain.from_iterable(chosen)))),
         mean("divergence"),
         mean("entropy"),
         mean("reachable"),
@@ -149,14 +151,24 @@ def rounds_of(readings: Iterable[Reading], length: int, rule: Rule | None = None
     ]
 
 
-def accepted_of(readings: Iterable[Reading], length: int) -> list[list[float]]:
+def accepted_of(readings: Iterable[Reading], length: int, rule: Rule | None = None) -> list[list[float]]:
     """Returns, by text, expected accepted and verified draft tokens of the same rounds."""
     sums = []
     for own in readings:
-        [(tokens, rounds)] = rounds_of([own], length)
-        drafted = expected_draft_tokens(own.agreement.passes[own.rule].tolist()[1:], length)
+        [(tokens, rounds)] = rounds_of([own], length, rule)
+        drafted = expected_draft_tokens(own.agreement.passes[rule or own.rule].tolist()[1:], length)
         sums.append([tokens - rounds, drafted])
     return sums
+
+
+def rounds_forecast(readings: Sequence[Reading], length: int, rule: Rule | None = None) -> tuple[Estimate, Estimate]:
+    """Returns accepted / verified draft tokens, and tokens of a round, of rounds of `length` draft tokens: of the texts
+    that have a rule, or of all, each under the rule that reproduces it."""
+    own = [reading for reading in readings if rule is None or rule in reading.agreement.passes]
+    texts = [reading.text for reading in own]
+    sums = accepted_of(own, length, rule), rounds_of(own, length, rule)
+    acceptance, tokens = (resampled(by_prompt(texts, numbers), share) for numbers in sums)
+    return acceptance, tokens
 
 
 def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainPlan]:
@@ -164,9 +176,8 @@ def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, flo
     plans = []
     plain_s = times.round_s(0)
     for length in LENGTHS:
-        tokens = resampled(rounds_of(readings, length), share)
+        acceptance, tokens = rounds_forecast(readings, length)
         rate = tokens.times(times.rate(1.0, length))
-        acceptance = resampled(accepted_of(readings, length), share)
         accepted_a_draft_s = acceptance.value / times.draft(1)  # a step each; at a text's end rounds draft fewer
         price = price_of(sum(prices), rate.value)
         plans.append(ChainPlan(length, tokens, acceptance, rate, rate.times(plain_s), accepted_a_draft_s, price))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
-from specdec.advise.measuring import Text
+from specdec.advise.measuring import Text, by_prompt
 from specdec.cli.demo import Run, fill
 from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.policy.steps import StepCurve
+from specdec.protocol.types import Rule
 from specdec.settings import TlsSettings
 
 WAIT_MS = 1000
@@ -71,52 +72,61 @@ def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
         yield Served(coordinator.address, *curves)
 
 
-@dataclass(slots=True)
-class Observed:
-    """Sums over generations with a plan, and over those without: by text, for intervals."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One served generation that answers a text's prompt anew, under `rule` or, if it is None, without drafts.
+    `rounds`: those that had draft tokens; `drafted`: all that were verified, those after a rejected one among them;
+    `tokens` after the first message, in `seconds`."""
 
-    accepted: list[list[float]] = field(default_factory=list)  # [accepted draft tokens, rounds that had any]
-    verified: list[list[float]] = field(default_factory=list)  # [accepted draft tokens, verified ones]
-    tokens: list[list[float]] = field(default_factory=list)  # [tokens, seconds] after the first message
-    plain_tokens: list[list[float]] = field(default_factory=list)
+    text: Text
+    rule: Rule | None
+    accepted: float
+    drafted: float
+    rounds: float
+    tokens: float
+    seconds: float
 
-    @property
-    def mean_length(self) -> Estimate:
-        """Tokens of a speculating round."""
-        return resampled(self.accepted, lambda sums: 1 + share(sums))
-
-    @property
-    def acceptance(self) -> Estimate:
-        """Accepted / verified draft tokens, those after a rejected one among them."""
-        return resampled(self.verified, share)
-
-    @property
-    def rate(self) -> Estimate:
-        """Tokens per second with the plan."""
-        return resampled(self.tokens, share)
-
-    @property
-    def plain_rate(self) -> Estimate:
-        """Tokens per second without."""
-        return resampled(self.plain_tokens, share)
+    @classmethod
+    def of(cls, text: Text, rule: Rule | None, run: Run) -> Outcome:
+        """Returns what a run, which has ended, gave."""
+        told = run.statistics
+        counts = [told.num_accepted_draft_tokens, told.num_draft_tokens, told.num_spec_steps] if told else [0, 0, 0]
+        accepted, drafted, rounds = map(float, counts)
+        tokens = float(len(run.token_ids) - run.first_count)
+        return cls(text, rule, accepted, drafted, rounds, tokens, run.last_s - run.first_s)
 
 
-async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> Observed:
-    """Generates new answers to the texts' prompts, each with rounds of `length` draft tokens and, right after, without.
-    Raises SpecdecError."""
-    observed = Observed()
+def acceptance_of(outcomes: Sequence[Outcome]) -> Estimate:
+    """Accepted / verified draft tokens."""
+    return estimated(outcomes, lambda own: (own.accepted, own.drafted))
+
+
+def mean_length_of(outcomes: Sequence[Outcome]) -> Estimate:
+    """Tokens of a speculating round."""
+    return estimated(outcomes, lambda own: (own.accepted + own.rounds, own.rounds))
+
+
+def rate_of(outcomes: Sequence[Outcome]) -> Estimate:
+    """Tokens per second of one stream."""
+    return estimated(outcomes, lambda own: (own.tokens, own.seconds))
+
+
+def estimated(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[float, float]]) -> Estimate:
+    """A sum over another, with its interval over prompts."""
+    return resampled(by_prompt([own.text for own in outcomes], map(of, outcomes)), share)
+
+
+async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> list[Outcome]:
+    """Generates new answers to the texts' prompts: each with rounds of `length` draft tokens and, right after, without;
+    sampled ones, which are drawn under COUPLED, then under REJECTION too. Raises SpecdecError."""
+    outcomes = []
     async with connected(address) as channel:
         for text in texts:
-            run = await _generate(channel, text, length, token_count)
-            if (statistics := run.statistics) and statistics.num_spec_steps:
-                accepted = float(statistics.num_accepted_draft_tokens)
-                observed.accepted.append([accepted, float(statistics.num_spec_steps)])
-                observed.verified.append([accepted, float(statistics.num_draft_tokens)])
-            plain = await _generate(channel, text, 0, token_count)
-            for sums, own in ((observed.tokens, run), (observed.plain_tokens, plain)):
-                if (count := len(own.token_ids) - own.first_count) > 0:
-                    sums.append([float(count), own.last_s - own.first_s])
-    return observed
+            own = text.params.rule
+            for rule in [own, None, *([Rule.REJECTION] if own is Rule.COUPLED else [])]:
+                run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
+                outcomes.append(Outcome.of(text, rule, run))
+    return outcomes
 
 
 async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]]:
@@ -125,7 +135,7 @@ async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]
     async with connected(address) as channel:
         for text in texts[:: max(1, len(texts) // PROBED_TEXTS)][:PROBED_TEXTS]:
             for length, own in sums.items():
-                run = await _generate(channel, text, length, PROBED_TOKENS, ignore_eos=True)
+                run = await _generate(channel, asked_of(text, length, PROBED_TOKENS, ignore_eos=True))
                 if run.statistics and run.statistics.rounds > 1:
                     own[0] += run.last_s - run.first_s
                     own[1] += run.statistics.rounds - 1
@@ -144,16 +154,20 @@ async def connected(address: str) -> AsyncIterator[Any]:
         await channel.close()
 
 
-async def _generate(channel: Any, text: Text, length: int, token_count: int, ignore_eos: bool | None = None) -> Run:
+async def _generate(channel: Any, asked: GenerateSettings) -> Run:
     run = Run()
-    await fill(run, channel, build_request(asked_of(text, length, token_count, ignore_eos), None))
+    await fill(run, channel, build_request(asked, None))
     return run
 
 
-def asked_of(text: Text, length: int, token_count: int, ignore_eos: bool | None = None) -> GenerateSettings:
+def asked_of(
+    text: Text, length: int, token_count: int, ignore_eos: bool | None = None, rule: Rule | None = None
+) -> GenerateSettings:
     """Returns what is asked to answer a text's prompt anew, with rounds of `length` draft tokens; 0: without. A sampled
-    answer has a seed of its own, the same for every `length`; at temperature 0 it is the text again."""
+    answer has a seed of its own, the same for every `length`, and under REJECTION, which honours none, none; at
+    temperature 0 it is the text again."""
     params = text.params
+    is_seeded = params.temperature > 0 and rule is not Rule.REJECTION
     plan: dict[str, Any] = {"policy": "off"}
     if length:
         plan = {"policy": "fixed", "num_speculative_tokens": length, "draft_window": length, "draft_nodes_per_step": 1}
@@ -162,7 +176,8 @@ def asked_of(text: Text, length: int, token_count: int, ignore_eos: bool | None 
         prompt_ids=text.prompt_ids,
         max_tokens=token_count,
         temperature=params.temperature,
-        seed=(params.seed + SEED_OFFSET) & UINT64_MAX if params.temperature else None,
+        seed=(params.seed + SEED_OFFSET) & UINT64_MAX if is_seeded else None,
+        rule="rejection" if rule is Rule.REJECTION else None,
         ignore_eos=ignore_eos,
         **plan,
     )

@@ -50,8 +50,10 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
         rules = [[rule, of(value)] for rule, value in cell.acceptance.items()] + [["", ""]]
         means = cell.divergence, cell.entropy, cell.calibration_error
         values = [f"{mean.value:.2f}" for mean in (cell.variation, *means)]
-        values.insert(1, f"{cell.variation_in_tenth:.0%}")
-        widths = [narrow(cell.variation), "", *map(narrow, means), narrow(cell.reachable)]
+        tenth = cell.variation_in_tenth
+        values.insert(1, f"{tenth.value:.0%}")
+        widths = [*map(narrow, (cell.variation, *means, cell.reachable))]
+        widths.insert(1, f"±{(tenth.high - tenth.low) / 2:.0%}")
         table.add_row(cell.prompt_class, f"{cell.temperature:g}", *rules[0], *values, f"{cell.reachable.value:.2f}")
         table.add_row("", "", *rules[1], *widths)
     return table

@@ -149,9 +149,9 @@ def command(prompts: Path) -> list[str]:
 
 @pytest.mark.more
 def test_the_report_is_what_is_then_served(report):
-    """Claim: for the target as its own draft nearly every token passes (of a wide
-    distribution only the likeliest are sent), in the prediction and as served; for the small
-    draft the served tokens a round lie near the prediction. Cells exist for every class and temperature, and for all
+    """Claim: for the target as its own draft nearly every token passes (of a wide distribution only the likeliest are
+    sent), in the prediction and as served; for the small draft served tokens a round and acceptance lie near the
+    prediction, the latter also under every rule that it names. Cells exist for every class and temperature, and for all
     together. No time is judged."""
     small, same = report["drafts"]
     cells = [(cell["prompt_class"], cell["temperature"]) for cell in small["cells"]]
@@ -159,12 +159,14 @@ def test_the_report_is_what_is_then_served(report):
     assert list(small["cells"][1]["acceptance"]) == ["COUPLED", "REJECTION"]
     for cell in same["cells"]:
         for rule, value in cell["acceptance"].items():
-            assert value["value"] > (0.75 if rule == "REJECTION" else 0.97), (rule, value)
+            assert value["value"] > (0.75 if rule == "REJECTION" else 0.93), (rule, value)  # rounding: 3 of 46
     for draft, check in zip(report["drafts"], report["checks"]):
+        assert list(check["rules"]) == ["GREEDY", "REJECTION", "COUPLED"]
         predicted, seen = check["values"]["tokens a round"]
         assert abs(seen["value"] - predicted["value"]) < 0.15 * predicted["value"], draft["draft"]
-        predicted, seen = check["values"]["acceptance"]
-        assert abs(seen["value"] - predicted["value"]) < 0.15 and check["draft_tokens"] > 0, draft["draft"]
+        for part, near in [(check, 0.15), *((part, 0.3) for part in check["rules"].values())]:  # of 4 texts, drawn anew
+            predicted, seen = part["values"]["acceptance"]
+            assert abs(seen["value"] - predicted["value"]) < near and part["draft_tokens"] > 0, draft["draft"]
 
 
 @pytest.mark.more

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from specdec.advise.agreement import Agreement
-from specdec.advise.command import advise
+from specdec.advise.command import advise, check_table
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
-from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of
+from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
 from specdec.advise.view import acceptance_table, length_table, sweep_table
 from specdec.errors import ConfigError
@@ -54,7 +54,9 @@ def test_every_measure_of_a_class_has_its_interval() -> None:
     """Claim: a class has the mean of each measure, and of rounds the tokens with 1 to 8 draft tokens; where its texts
     agree the interval has no width, where they differ it holds the mean. By hand: of two texts that always pass and
     never pass, one draft token a round gives 2 and 1 tokens; together 24 tokens in 6 + 12 rounds. A confidence that
-    never comes true is all calibration error: of the mean, in whatever bins. Without a cosine there is none."""
+    never comes true is all calibration error: of the mean, in whatever bins. Of equal disagreement the worst 3 of 26
+    positions have 3 / 26; of 52, half with 0.5 and half with 0.25, the worst 6 have 3 of 19.5; with one text of four
+    that has more, 3 of 16.25. Without a cosine there is none."""
     never, always = measured_text("never", 0.0, 0.5), measured_text("always", 1.0, 0.25)
     cells = {cell.prompt_class: cell for cell in cells_of([never, never, always, always])}
     assert list(cells) == ["never", "always", "every class"]
@@ -63,10 +65,13 @@ def test_every_measure_of_a_class_has_its_interval() -> None:
     assert (
         own.variation == own.divergence == own.entropy == own.reachable == own.calibration_error == own.cosine == point
     )
+    assert own.variation_in_tenth == Estimate(3 / 26, 3 / 26, 3 / 26)
     assert own.tokens == {"GREEDY": [Estimate(1.0, 1.0, 1.0)] * 8}
     assert [tokens.value for tokens in cells["always"].tokens["GREEDY"]] == pytest.approx([2, 3, 4, 4, 6, 6, 6, 6])
     for value in (cells["every class"].variation, cells["every class"].calibration_error):
         assert value.value == pytest.approx(0.375) and value.low == 0.25 and value.high == 0.5
+    tenth = cells["every class"].variation_in_tenth
+    assert (tenth.value, tenth.low, tenth.high) == pytest.approx((3 / 19.5, 3 / 26, 3 / 16.25))
     tokens = cells["every class"].tokens["GREEDY"][0]
     assert tokens.value == pytest.approx(24 / 18) and (tokens.low, tokens.high) == (1.0, 2.0)
     assert cells_of([replace(never, agreement=reading_of([1.0]).agreement)])[0].cosine == Estimate(0.0, 0.0, 0.0)
@@ -83,6 +88,46 @@ def test_rounds_are_told_under_every_rule() -> None:
     both = replace(own, passes=own.passes | {Rule.REJECTION: never}, accepted=own.accepted | {Rule.REJECTION: never})
     (cell,) = cells_of([replace(reading, agreement=both)])
     assert [cell.tokens[rule][0].value for rule in ("GREEDY", "REJECTION")] == pytest.approx([2, 1])
+    forecasts = [rounds_forecast([replace(reading, agreement=both)], 1, rule) for rule in (None, Rule.REJECTION)]
+    assert [acceptance.value for acceptance, _ in forecasts] == pytest.approx([1, 0])
+    assert [tokens.value for _, tokens in forecasts] == pytest.approx([2, 1])
+
+
+def test_texts_of_a_prompt_are_one_sample() -> None:
+    """Claim: texts of one prompt at several temperatures count together in the interval of a plan. By hand: of two
+    prompts, one whose texts always pass and one whose never do, the interval is that of two samples, whether each has
+    one text or four; eight prompts with a text each have a narrower one. Draft tokens: 6 that pass and 11 that do
+    not."""
+
+    def interval(prompts: int, texts: int) -> Estimate:
+        made = [measured_text(EVERYTHING, float(prompt % 2), 0.0) for prompt in range(prompts) for _ in range(texts)]
+        own = [
+            replace(one, text=replace(one.text, token_ids=(100 + index // texts, *one.text.token_ids[1:])))
+            for index, one in enumerate(made)
+        ]
+        return rounds_forecast(own, 1)[0]
+
+    assert interval(2, 4) == interval(2, 1) and interval(2, 1).value == pytest.approx(6 / 17)
+    assert interval(8, 1).high < interval(2, 4).high == pytest.approx(1)
+
+
+def test_the_table_of_checks_has_every_rule_on_80_columns() -> None:
+    """Claim: predicted beside served stand the plan's values and then those of each rule, with the draft tokens that
+    were verified under it, and no number is cut."""
+    rounds = {"acceptance": (Estimate(0.5, 0.4, 0.6), Estimate(0.48, 0.38, 0.58))}
+    rounds["tokens a round"] = rounds["acceptance"]
+    plan = {"tokens/s": rounds["acceptance"], "plain": (20.0, Estimate(19.0, 18.0, 20.0))}
+    rules = {name: {"draft_tokens": 4000, "values": rounds} for name in ("GREEDY", "REJECTION", "COUPLED")}
+    check = {"draft": "smollm2-draft", "length": 2, "draft_tokens": 8000, "values": rounds | plan, "rules": rules}
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(check_table(check))
+    lines = [line.replace("│", " ").split() for line in shown.get().splitlines()]
+    assert "smollm2-draft, k = 2" in shown.get() and "…" not in shown.get()
+    assert ["8000", "acceptance", "0.500", "0.480", "±0.100", "0.96"] in lines
+    assert ["plain", "20.000", "19.000", "±1.000", "0.95"] in lines
+    for name in rules:
+        assert [name, "4000", "acceptance", "0.500", "0.480", "±0.100", "0.96"] in lines
 
 
 def test_the_table_of_classes_is_whole_on_80_columns() -> None:
@@ -104,7 +149,7 @@ def test_the_table_of_classes_is_whole_on_80_columns() -> None:
     lines = [line.split() for line in shown.get().splitlines() if line.strip()]
     assert "…" not in shown.get() and ["name", "of"] in lines
     assert ["every", "class", "0", "COUPLED", "0.50", "±0.10", "0.38", "15%", "0.38", "0.38", "0.38", "0.38"] in lines
-    assert ["REJECTION", "0.60", "±0.10", "±.12", "±.12", "±.12", "±.12", "±.12"] in lines
+    assert ["REJECTION", "0.60", "±0.10", "±.12", "±2%", "±.12", "±.12", "±.12", "±.12"] in lines
     assert ["every", "class", "0", "1.33", "1.50", "1.60", "1.60"] in [line[:7] for line in lines]
     assert ["REJECTION", "1.33", "1.50", "1.60", "1.60"] in [line[:5] for line in lines]
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
-from specdec.advise.serving import asked_of
+from specdec.advise.serving import Outcome, acceptance_of, asked_of, mean_length_of, rate_of
 from specdec.cli.request import UINT64_MAX, build_request
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
@@ -18,6 +18,7 @@ from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.v1 import types_pb2 as types_pb
 from tests.support.engine_models import make_tiny_model
 
 TOKENS = 12
@@ -48,6 +49,27 @@ def test_seeds_of_served_texts_differ_and_greedy_ones_have_none() -> None:
     seeds = {build_request(asked_of(text_of(seed, 1.0), 1, TOKENS), None).sampling.seed for seed in range(50)}
     assert len(seeds) == 50
     assert not build_request(asked_of(text_of(3, 0.0), 1, TOKENS), None).sampling.HasField("seed")
+
+
+def test_rejection_is_asked_for_by_name_and_without_a_seed() -> None:
+    """Claim: under REJECTION a sampled text is asked at its temperature with the rule's name and no seed, which that
+    rule refuses; otherwise no rule is named, as seed and temperature decide it."""
+    asked = build_request(asked_of(text_of(3, 0.7), 2, TOKENS, rule=Rule.REJECTION), None)
+    assert asked.speculative.rule == types_pb.RULE_REJECTION and not asked.sampling.HasField("seed")
+    assert asked.sampling.temperature == pytest.approx(0.7)
+    for rule, temperature in ((Rule.COUPLED, 0.7), (Rule.GREEDY, 0.0), (None, 0.7)):
+        assert not build_request(asked_of(text_of(3, temperature), 2, TOKENS, rule=rule), None).speculative.rule
+
+
+def test_observed_values_are_those_of_all_outcomes() -> None:
+    """Claim: acceptance, tokens of a round and rate are of all outcomes together, and outcomes of one prompt are one
+    sample of the interval. By hand: 3 and 0 of 4 draft tokens in 2 rounds each, 10 tokens in 2 and 3 s."""
+    first, second = (Outcome(text_of(3, 0.7), Rule.REJECTION, own, 4.0, 2.0, 10.0, s) for own, s in ((3, 2), (0, 3)))
+    values = [of([first, second]) for of in (acceptance_of, mean_length_of, rate_of)]
+    assert [value.value for value in values] == pytest.approx([3 / 8, 7 / 4, 4])
+    assert all(value.low == value.high for value in values)
+    other = replace(second, text=replace(second.text, token_ids=(1, 2, 3, 4)))
+    assert acceptance_of([first, other]).low == 0 and acceptance_of([first, other]).high == pytest.approx(3 / 4)
 
 
 @pytest.fixture(scope="module")
