@@ -88,7 +88,7 @@ def ids_by_bytes(tokenizer: dict[str, Any], of: Sequence[bytes | None]) -> dict[
 
 class Retokenizer:
     """Two tokenizers, in files; `target` is that of the target. `own_of`: the draft's token by the target's, for those
-    of equal bytes and the ends of a text.
+    of equal bytes and the ends of a text. `unknown`: the draft's token for a text of which it can read nothing.
 
     Raises ModelRefused for a file that is no tokenizer.
     """
@@ -112,6 +112,7 @@ class Retokenizer:
             self.own_of |= {end: draft_ends[0] for end in target_ends[:1]}
         self._tokenizer = whole_tokenizer(draft)
         self._first = first_tokens(self._tokenizer)
+        self.unknown = (self._encode("\ufffd") or [0])[0]
         for token_id in first_tokens(whole_tokenizer(target)):
             self._texts[token_id] = b""  # the draft's own first tokens stand for the target's
 
@@ -139,12 +140,17 @@ class Retokenizer:
         return self._pieces(part) or self._encode(part.decode("utf-8", "replace"))
 
     def _encode(self, text: str) -> list[int]:
-        """Returns the draft's tokens of a text, without the space that some tokenizers put before every text."""
+        """Returns the draft's tokens of a text, without the space that some tokenizers put before every text: it stays
+        where a tokenizer by words drops a line end there, and where it has no pieces for the word without it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         first = self._own_bytes[ids[0]] if ids else None
-        if first and first.startswith(b" ") and not text.startswith(" "):
-            return [*self._pieces(first[1:]), *ids[1:]]
-        return ids
+        if not first or not first.startswith(b" ") or text.startswith(" "):
+            return ids
+        if text[0].isspace() and not text.encode().startswith(first[1:]):
+            return ids
+        pieces = self._pieces(first[1:])
+        is_whole = b"".join(self._own_bytes[one] or b"" for one in pieces) == first[1:]
+        return [*pieces, *ids[1:]] if is_whole else ids
 
     def _pieces(self, data: bytes) -> list[int]:
         """Returns the draft's tokens for some bytes, each as long as possible; without those it has no token for."""
@@ -178,8 +184,10 @@ class Reading:
         """Reads the committed tokens that are not read yet. Those at the end wait while they end inside a character."""
         if not self.length:
             self._read_text(committed, is_start=True)
-            if not self.tokens and committed:  # a step needs a token
+            if not self.length:  # it ends inside its first character
                 self._read_text(committed, is_start=True, is_whole=True)
+            if not self.tokens and committed:  # a step needs a token
+                self._append([self._retokenizer.size + self._retokenizer.unknown], 0)
         end = self.length + 1
         while end <= len(committed):
             if end == self.length + 1 and committed[end - 1] in self._retokenizer.own_of:

@@ -20,6 +20,7 @@ from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.items import Commit, Failure
 from specdec.replica.handler import ItemHandler
 from tests.draft.test_drafter import BLOCK_SIZE, LENGTH_MAX, Draft
+from tests.engine.test_retokenizer import trained
 from tests.support.engine_models import make_tiny_model
 from tests.support.trees import OwnTree
 
@@ -107,3 +108,21 @@ def test_a_text_too_long_for_the_draft_ends_its_session_alone(draft: OtherDraft)
     assert [type(one) for one in draft.failures] == [Failure] and draft.failures[0].reason == "CACHE_EXHAUSTED"
     assert not draft.sessions and TREE_CELLS
     draft.engine.cache.check_integrity()
+
+
+def test_a_prompt_of_which_the_draft_can_read_nothing(tmp_path: Path) -> None:
+    """Claim: a prompt that the draft's tokenizer drops whole is an unknown token to it, so that a step has one: the
+    draft proposes, and reads the text that follows. Conclusive: without it the step raises."""
+    folder = make_tiny_model(tmp_path / "draft", "llama", vocabulary_size=288)
+    trained("words").save(str(folder / "tokenizer.json"))
+    draft = OtherDraft(folder)
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    prompt, following = (tokenizer.encode(text).ids for text in ("\n", " total"))
+    assert draft.retokenizer.read(prompt, is_start=True)[0] == []
+    draft.open(1, prompt)
+    draft.settle()
+    draft.commit(1, *following)
+    draft.settle()
+    (session,) = draft.sessions
+    assert not draft.failures and len(session.read_tokens) > 1
+    assert session.read_tokens[0] == draft.vocabulary_size + draft.retokenizer.unknown

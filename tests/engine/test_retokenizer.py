@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specdec.folders import CHAT_DRAFT, EMBEDDED_MODELS
 
 CORPUS = ["def total(values):\n    return sum(values)\n", "the naïve café, 12345 times: 日本 and 🎉\n"] * 20
 TEXTS = st.text(st.sampled_from("abdefz 019\n\t_(é本日🎉\u0301\u200d"), min_size=1, max_size=24)
+STEPS = st.lists(st.integers(1, 3), min_size=1, max_size=30)  # committed tokens at once
 
 
 def trained(kind: str) -> Tokenizer:
@@ -95,7 +96,7 @@ def test_the_draft_reads_the_text(target: str, draft: str, files: dict[str, Path
     texts = texts_of(files[target])
 
     @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
-    @given(TEXTS, st.lists(st.integers(1, 3), min_size=1, max_size=30), st.integers(0, 20))
+    @given(TEXTS, STEPS, st.integers(0, 20))
     def check(text: str, steps: list[int], cut: int) -> None:
         ids, reading, done = tokenizer.encode(text, add_special_tokens=False).ids, Reading(retokenizer), 0
         for index, step in enumerate([*steps, *[1] * len(ids)]):
@@ -179,3 +180,89 @@ def test_a_draft_by_words_reads_what_it_can(files: dict[str, Path], pair: Any) -
     found, count = retokenizer.read(ids, is_start=True)
     assert count == len(ids) and "total" in Tokenizer.from_file(str(files["words"])).decode(found)
     assert retokenizer.own_of, "and it shares tokens with the target"
+
+
+def test_words_and_pieces_of_words(files: dict[str, Path], pair: Any) -> None:
+    """Claim: a draft by words reads text that follows other text as a piece of its word, after a line end as a word,
+    and, where it has no piece for it, as a word too, instead of losing it."""
+    target, words = (Tokenizer.from_file(str(files[name])) for name in ("bytes", "words"))
+
+    def read(text: str) -> list[str]:
+        found, _ = pair("bytes", "words").read(target.encode(text).ids, is_start=False)
+        return [words.id_to_token(one) for one in found]
+
+    assert read("def") == ["##d", "##e", "##f"] and read(" def") == read("\ndef") == ["def"]
+    assert words.token_to_id("##日") is None and read("日") == ["日"]
+
+
+@pytest.mark.parametrize("draft", LOSSLESS)
+def test_word_pieces_are_read_as_their_text(draft: str, files: dict[str, Path]) -> None:
+    """Claim: whatever word pieces a target by words commits, one or several at once, cut and committed again, the
+    draft's tokens stand for their text, special tokens by name, an end by the draft's own. Conclusive: at every moment
+    the bytes are those of the library's own decoding, the space that begins a text of words put before."""
+    retokenizer = Retokenizer(files["words"], files[draft], (0,), (0,))
+    tokenizer = Tokenizer.from_file(str(files["words"]))
+    end, special, size = 0, "[PAD]", tokenizer.get_vocab_size()
+
+    def text_of(ids: list[int]) -> bytes:
+        kept = [one for one in ids if one != end]
+        return (" " + tokenizer.decode(kept, skip_special_tokens=False).replace(f" {special}", special)).encode()
+
+    @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @given(st.lists(st.integers(0, size - 1), max_size=16), STEPS, st.integers(1, 20))
+    def check(pieces: list[int], steps: list[int], cut: int) -> None:
+        ids, reading = [tokenizer.token_to_id("def"), *pieces], Reading(retokenizer)
+        for done in moments(len(ids), steps, cut, reading):
+            reading.read(ids[:done])
+            assert bytes_read(reading, retokenizer, files[draft]) == text_of(ids[:done])
+
+    check()
+
+
+@pytest.mark.parametrize("target", ["bytes", "other bytes"])
+def test_word_pieces_stand_for_all_whole_characters(target: str, files: dict[str, Path], pair: Any) -> None:
+    """Claim: a draft by words reads a byte-level target's text, however it is committed, with each character once it is
+    whole: of text whose characters it all has as pieces nothing is lost but case and spaces, at any moment; of other
+    text it reads a part, in order. A special token that it lacks is read as unknown words, the end as its own end, and
+    a text of which it can read nothing as one unknown word."""
+    retokenizer, tokenizer = pair(target, "words"), Tokenizer.from_file(str(files[target]))
+    own_tokenizer = Tokenizer.from_file(str(files["words"]))
+    unknown, own_end, end, special = 0, 1, 0, tokenizer.token_to_id("<|im_start|>")
+    texts = texts_of(files[target])
+    known = st.text(st.sampled_from("adefé本DF \n\t"), max_size=12)
+    special_words = own_tokenizer.encode("<|im_start|>").ids
+    assert set(special_words) == {unknown} and special not in retokenizer.own_of and retokenizer.own_of[end] == own_end
+
+    @settings(max_examples=120, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @given(st.sampled_from("d\n"), st.one_of(known, TEXTS), known, st.booleans(), STEPS, st.integers(1, 20))
+    def check(prompt: str, text: str, more: str, is_special: bool, steps: list[int], cut: int) -> None:
+        first, second = (tokenizer.encode(own, add_special_tokens=False).ids for own in (text, more))
+        between = [special] if is_special and special is not None else [end]
+        ids = [*tokenizer.encode(prompt).ids, *first, *between, *second]
+        reading, is_known = Reading(retokenizer), set(text) <= set("adefé本DF \n\t")
+        reading.read(ids[:1])
+        for done in moments(len(ids), steps, cut, reading):
+            reading.read(ids[:done])
+            text_bytes = b"".join(texts[one] or b"" for one in ids[:done] if one not in between)
+            whole = "".join(text_bytes.decode("utf-8", "ignore").lower().split())
+            found = "".join(bytes_read(reading, retokenizer, files["words"]).decode().split())
+            rest = iter(whole)
+            assert found == whole if is_known else all(letter in rest for letter in found), (found, whole)
+        own = [retokenizer.own_of[one] if one < retokenizer.size else one - retokenizer.size for one in reading.tokens]
+        assert own.count(own_end) == between.count(end)
+        if is_known:
+            assert own.count(unknown) == len(special_words) * (end not in between) + (prompt == "\n")
+
+    check()
+
+
+def moments(length: int, steps: list[int], cut: int, reading: Reading) -> Iterator[int]:
+    """Yields numbers of committed tokens, 1 first and `length` last, and once cuts what was read."""
+    done = 1
+    yield done
+    for index, step in enumerate([*steps, *[1] * length]):
+        done = min(length, done + step)
+        yield done
+        if index == len(steps) // 2:
+            done = min(cut, done)
+            assert reading.cut(done) == len(reading.tokens)
