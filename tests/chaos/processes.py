@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -16,13 +15,6 @@ from specdec.cli.processes import start
 from specdec.config import ServiceSettings, split_address
 
 PROXY = "specdec.bench.network.proxy"
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Restartable:

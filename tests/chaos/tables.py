@@ -15,8 +15,9 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
-from tests.chaos.processes import Restartable, free_port
+from tests.chaos.processes import Restartable
 from tests.chaos.texts import Text, open_channel
+from tests.support.ports import free_port
 
 VOCABULARY_SIZE = 7
 COMMON: dict[str, Any] = {"port": 0, "log_level": "error", "drain_grace_s": 1.0}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages
 from tests.deploy.manifests import SERVICES, arguments_of, environment_of, of_kind, overlay, parse, pods
 from tests.hygiene.sources import ROOT
+from tests.support.ports import free_ports
 from tests.support.services import Client, fixed
 
 DRAFT_TIMEOUT_S = 60.0
@@ -48,15 +48,6 @@ def of_compose(role: str) -> Command:
     """The command of a service in the compose file; there is no Jaeger here, which costs spans only."""
     (name,) = [name for name in OWN if role_of(name) == role]
     return list(compose()["services"][name]["command"]), {}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener at this moment."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def lay_out(role: str, folder: Path) -> Path:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from tests.ray.conftest import Cluster
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+from tests.support.ports import free_ports
 from tests.support.ranks import Followers
 from tests.support.services import Client, Outcome, fixed
 
@@ -47,15 +47,6 @@ def expected(models: tuple[Path, Path]) -> list[int]:
     finally:
         followers.stop()
         torch.set_num_threads(threads)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free at the moment."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @pytest.fixture(scope="module")

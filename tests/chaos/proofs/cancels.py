@@ -20,8 +20,9 @@ from specdec.bench import harness
 from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import percentile, with_stub
-from tests.chaos.processes import descriptor_count, free_port, metric_values, thread_count
+from tests.chaos.processes import descriptor_count, metric_values, thread_count
 from tests.chaos.texts import Text, fill_pools
+from tests.support.ports import free_port
 from tests.support.services import SHAPES
 
 WARM_UP = 1000

@@ -23,8 +23,9 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.rpc.limits import KEEPALIVE_OPTIONS
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
-from tests.chaos.processes import Link, Restartable, free_port, metric_values
+from tests.chaos.processes import Link, Restartable, metric_values
 from tests.chaos.texts import Text
+from tests.support.ports import free_port
 from tests.support.services import fixed
 from tests.support.waiting import until
 

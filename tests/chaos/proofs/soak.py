@@ -27,8 +27,9 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.gauges import Series, by_name
-from tests.chaos.processes import Link, Restartable, free_port, metric_values
+from tests.chaos.processes import Link, Restartable, metric_values
 from tests.chaos.texts import SPECULATIVE, Readers, Text, fill_pools, open_channel, references_of
+from tests.support.ports import free_port
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
 INTERNAL_STREAMS = {"target": "/specdec.v1.TargetService/Verify", "draft": "/specdec.v1.DraftService/Draft"}
