@@ -25,7 +25,7 @@ from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
 from specdec.protocol.items import UINT32_MAX, Commit, Extend, MissingTokens, Nodes, Open
 from specdec.protocol.noise import Lane, uniform_bits
 from specdec.protocol.types import Description, Rule, check_token_ids
-from specdec.replica.handler import Reply, check_params_tokens
+from specdec.replica.handler import IDLE_S, Reply, check_params_tokens
 from specdec.telemetry.spans import Span, SpanKind, draft_span_id
 from specdec.telemetry.tracing import Tracing
 
@@ -56,9 +56,10 @@ class Evaluation:
 class Drafter:
     """All sessions of a draft replica. Engine thread only.
 
-    A session takes blocks as it uses their cells. If newly committed tokens find no cells, it gives all its blocks to
-    others, and waits without drafts until a commit finds enough for all its tokens. If no block is free, or any session
-    waits, a tree grows within the blocks that its session has.
+    A session takes blocks as it uses their cells. If newly committed tokens find no cells, sessions without a commit
+    for IDLE_S give theirs, the idlest first; if there are none, it gives all its blocks to others, and waits without
+    drafts until a commit finds enough for all its tokens. If no block is free, or any session waits, a tree grows
+    within the blocks that its session has.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Drafter:
         self._calibration = Calibration()
         self._waiting: set[DraftSession] = set()  # sessions that found too few free blocks
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
-        self._session_count = 0
+        self._sessions: dict[DraftSession, None] = {}
         self._unsent: dict[DraftSession, None] = {}  # sessions with nodes to send
         self._step: list[Evaluation] = []
         self._step_began_s = 0.0
@@ -109,12 +110,13 @@ class Drafter:
         table = self._engine.cache.open(self._cell_count(item))
         growth = Growth(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
-        self._session_count += 1
-        return DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
+        session = DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
+        self._sessions[session] = None
+        return session
 
     def close(self, session: DraftSession) -> None:
         """Releases the session's blocks."""
-        self._session_count -= 1
+        del self._sessions[session]
         self._unsent.pop(session, None)
         self._growing.pop(session, None)
         self._waiting.discard(session)
@@ -169,16 +171,26 @@ class Drafter:
         return min(length_max, self.description.positions_max) + TREE_CELLS
 
     def _find_cells(self, session: DraftSession) -> bool:
-        """Takes blocks for the committed tokens that are not fed yet. Where too few are free the session gives up its
-        tree and all its blocks, so that waiting sessions never keep each other from growing, and waits."""
-        if self._grow(session, len(session.read_tokens) - len(session.cells.committed)):
-            self._waiting.discard(session)
-            return True
+        """Takes blocks for the committed tokens that are not fed yet. Where too few are free, also of those that idle
+        sessions give up, the session gives up its own, so that waiting sessions never keep each other from growing, and
+        waits."""
+        while not self._grow(session, len(session.read_tokens) - len(session.cells.committed)):
+            left = [one for one in self._sessions if one.table.block_ids and one is not session]
+            idlest = min(left, key=lambda one: one.active_s, default=session)
+            if idlest is session or session.active_s - idlest.active_s < IDLE_S:
+                self._give_up_cells(session)
+                self._waiting.add(session)
+                return False
+            self._give_up_cells(idlest)
+        self._waiting.discard(session)
+        return True
+
+    def _give_up_cells(self, session: DraftSession) -> None:
+        """Drops a session's tree and frees its blocks; a later commit feeds its tokens again."""
+        self._send([session] if session in self._unsent else [])
         session.drop_tree()
         session.cells = Cells(session.table.capacity)
         self._engine.cache.free(session.table)
-        self._waiting.add(session)
-        return False
 
     def _grow(self, session: DraftSession, count: int) -> bool:
         """Takes blocks until `count` cells are free, or as many as there are; returns whether these are enough."""
@@ -226,7 +238,7 @@ class Drafter:
         # Nodes in hand decide the rows that are left for siblings: they must not depend on the siblings' tokens.
         is_drawn_tree = session.has_siblings and session.opened.params.rule is Rule.REJECTION
         # A node takes the time of all sessions, and that of their coordinator.
-        likelihood_min = min(LIKELIHOOD_MIN * self._session_count, LIKELIHOOD_MIN_MOST)
+        likelihood_min = min(LIKELIHOOD_MIN * len(self._sessions), LIKELIHOOD_MIN_MOST)
         return session.growth.take(count, reach, session.nodes_per_step == 1 or is_drawn_tree, likelihood_min)
 
     def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
@@ -301,7 +313,7 @@ class Drafter:
         depends on the tokens drawn, and an offer must not."""
         if session.is_urgent or session.traced_step_count or session.opened.params.rule is Rule.REJECTION:
             return 0
-        return min(self._session_count // SESSIONS_PER_HELD_STEP, HELD_STEPS_MAX)
+        return min(len(self._sessions) // SESSIONS_PER_HELD_STEP, HELD_STEPS_MAX)
 
     def _send(self, sessions: Sequence[DraftSession], row_count: int = 0, now_s: float = 0.0) -> None:
         """Sends the nodes of these sessions, one item each; after a step of `row_count` rows, that ended at `now_s`,

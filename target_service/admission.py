@@ -1,13 +1,15 @@
 """Admission of a target: which sessions get cache blocks, which wait for them, and which are preempted.
 
-A session takes blocks as it grows. When none are free the youngest session is preempted: an older one gets its blocks,
-and it is reopened later from the tokens that the replica holds, invisibly to the other services. A session without
-enough blocks waits with those it holds. Committed prefixes are cached: a session with the same prefix, or a reopened
-one, starts with the blocks still in the cache. Runs on the engine thread; the scheduling of steps is elsewhere.
+A session takes blocks as it grows. When none are free the session that was left alone for longest is preempted, or the
+youngest: an older one gets its blocks, and it is reopened later from the tokens that the replica holds, invisibly to
+the other services. A session without enough blocks waits with those it holds. Committed prefixes are cached: a session
+with the same prefix, or a reopened one, starts with the blocks still in the cache. Runs on the engine thread; the
+scheduling of steps is elsewhere.
 
 Rules, from which it follows that every session ends, whatever the others do:
-1. Only younger sessions are preempted for a session. So the oldest continues, and each session becomes the oldest:
-   waiting sessions continue in order of age, and while any waits no new session is admitted.
+1. Only younger sessions are preempted for a session, and those without work for LEFT_S, also for a new one. So the
+   oldest at work continues, and each session becomes the oldest: waiting sessions continue in order of age, and while
+   any waits no new session is admitted.
 2. An admitted or reopened session has blocks for a run: enough positions further to be worth feeding it. It is not
    preempted before it has used them up or was idle for IDLE_S. An older session that needs blocks meanwhile waits.
 3. A session that needs more than the whole cache is refused at its opening, so one alone always has enough blocks.
@@ -22,6 +24,7 @@ from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open, Verification
 from specdec.protocol.shape import path_tokens
+from specdec.replica.handler import IDLE_S as LEFT_S
 from specdec.replica.handler import Reply, log_names
 from specdec.replica.metrics import COUNTERS
 from specdec.target_service.session import FedBranch, TargetSession
@@ -94,7 +97,12 @@ class Admission:
             self._cache.cache_prefix(session.table, session.tokens, length)
 
     def _admit(self, session: TargetSession) -> None:
-        if self.waiting or not self._start(session):
+        while not self.waiting and not self._start(session):
+            left = self._left()
+            if not left or not self._would_fit(session, left):
+                break
+            self._preempt(left[-1])
+        if not session.table.block_ids:
             self.counters["refusals"] += 1
             waiting = f" and {len(self.waiting)} sessions wait" if self.waiting else ""
             free_count = self._cache.free_block_count
@@ -104,11 +112,13 @@ class Admission:
         session.is_admitted, session.cached_count = True, session.table.length
 
     def _has_capacity(self, session: TargetSession) -> bool:
-        """Whether a session's request has all its blocks now; preempts the youngest sessions if that is enough."""
+        """Whether a session's request has all its blocks now; preempts the sessions left alone, then the youngest, if
+        that is enough."""
         while not (self._fits(session) if session.table.block_ids else self._reopen(session)):
             sessions = list(self._sessions)
             younger = [other for other in sessions[sessions.index(session) + 1 :] if other.table.block_ids]
-            preemptable = [other for other in younger if not self._is_running(other)]
+            left = [other for other in self._left() if other is not session]
+            preemptable = [other for other in younger if not self._is_running(other) and other not in left] + left
             if not preemptable or not self._would_fit(session, preemptable):
                 return False
             self._preempt(preemptable[-1])
@@ -192,6 +202,13 @@ class Admission:
         """Whether a session is within its run and not idle, so that it must not be preempted."""
         is_idle = session.work is None and time.perf_counter() - session.quiet_since_s >= IDLE_S
         return session.table.length < session.run_end and session not in self.waiting and not is_idle
+
+    def _left(self) -> list[TargetSession]:
+        """Returns the sessions with blocks and without work for LEFT_S, the one left alone for longest last."""
+        since_s = time.perf_counter() - LEFT_S
+        held = [one for one in self._sessions if one.table.block_ids and one.work is None]
+        left = [one for one in held if one.quiet_since_s <= since_s]
+        return sorted(left, key=lambda one: one.quiet_since_s, reverse=True)
 
     def _preempt(self, session: TargetSession) -> None:
         """Frees a session's blocks; its current or next request waits until it is reopened."""

@@ -25,7 +25,7 @@ WORTH_GAIN, START_GAIN = 1.02, 1.05  # least ratio to plain decoding, of a measu
 STARTING_ROUNDS = 8.0  # measured rounds that make a plan eligible
 EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
-REST_PROBE_S = 3.0  # between explorations at rest that promise nothing: the draft may have become faster or better
+REST_PROBE_S = 3.0  # without the draft, before an exploration that promises nothing: it may have become faster
 LEVEL_MAX = 4.0
 LEVEL_TESTED, LEVEL_TESTED_MAX, LEVEL_VARIANCE_MIN = 40.0, 400.0, 0.03  # weight of the service's level, in tokens
 HEADS_GUESS, HEADS_GAIN, HEADS_EVERY = 0.3, 0.08, 64  # accepted tokens of heads in a round, weight of one, probes
@@ -42,7 +42,6 @@ class Exploration:
     """A plan being explored until `rounds` of its rounds counted, or `ends_s`. `charged_s`: the expected loss against
     the best plan; `otherwise`: the line in force before."""
 
-    began_s: float
     ends_s: float
     rounds: int
     charged_s: float
@@ -62,7 +61,8 @@ class AutoPolicy:
         self._waited_s = self._usual_wait_s = 0.0
         self._wait_factor = 1.0
         self._exploration: Exploration | None = None
-        self._exploration_rounds, self._explored_tokens, self._exploration_loss_s = 0, 0, 0.0
+        self._exploration_rounds, self._exploration_loss_s = 0, 0.0
+        self._explored_tokens, self._explored_s = 0, 0.0
         self._counts_from_s = -math.inf
         self._review_round, self._review_s = 0, 0.0
         table.refresh()
@@ -88,7 +88,8 @@ class AutoPolicy:
             return
         self._table.on_round(record)
         self._exploration_rounds += self._exploration is not None
-        self._explored_tokens += 1 + record.accepted_count
+        self._explored_tokens += record.kept_count
+        self._explored_s += record.round_s
         if record.plan.draft_length_max:
             self._learn_heads(record)
             self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
@@ -201,9 +202,8 @@ class AutoPolicy:
             best = table.rest
         if exploration:
             self._exploration, table.exploration_ends_s = None, now_s
-            seconds = now_s - exploration.began_s
-            rate = self._worth(current) if table.use == 1 else self._explored_tokens / seconds
-            lost_s = self._loss_s(current, rate, exploration.otherwise, self._worth(best), seconds)
+            rate = self._worth(current) if table.use == 1 else self._explored_tokens / self._explored_s
+            lost_s = self._loss_s(current, rate, exploration.otherwise, self._worth(best), self._explored_s)
             self._charge(lost_s - exploration.charged_s)
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
@@ -248,8 +248,8 @@ class AutoPolicy:
         line = max(others, key=lambda line: line.promise(level, self._wait_factor))
         seconds = self._warm_s(line) + EXPLORATION_ROUNDS * line.round_s
         lost_s = self._loss_s(line, self._worth(line), best, worth, seconds)
-        is_due = best is table.rest and now_s >= table.exploration_ends_s + REST_PROBE_S
-        if (is_due or line.promise(level, self._wait_factor) > worth) and lost_s <= table.credit_s:
+        is_probe_due = best is table.rest and now_s >= table.drafted_s + REST_PROBE_S
+        if (is_probe_due or line.promise(level, self._wait_factor) > worth) and lost_s <= table.credit_s:
             self._try(line, best, EXPLORATION_ROUNDS, lost_s, now_s)
 
     def _try_plain(self, best: Line, now_s: float) -> None:
@@ -261,7 +261,8 @@ class AutoPolicy:
 
     def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
         ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
-        self._exploration, self._explored_tokens = Exploration(now_s, ends_s, rounds, lost_s, best), 0
+        self._exploration = Exploration(ends_s, rounds, lost_s, best)
+        self._explored_tokens, self._explored_s = 0, 0.0
         self._table.exploration_ends_s = ends_s
         self._charge(lost_s)
         self._put_in_force(line, now_s)

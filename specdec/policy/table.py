@@ -19,8 +19,8 @@ from specdec.protocol.report import RoundRecord
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
 NETWORK_NOISE, NETWORK_SHARE = 0.25, 0.1  # shares of the network time and of a round below which it has not changed
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
-FORMULA_TOKENS, FORMULA_SLACK = 16.0, 10.0  # accepted tokens that the formulas count as; a draft of less use is useless
-FORMULA_KEPT, FORMULA_KEPT_S = 0.999, 60.0  # decay of that check, by round and by time
+FORMULA_TOKENS = 16.0  # accepted tokens as which the formulas of all plans count, beside the measured ones
+FORMULA_SLACK = 10.0  # factor by which they may promise too much
 ACCEPTANCE_GUESS = 0.65
 BACK_S = 60.0  # time in which the level returns to the guess: without drafting nothing else would raise it
 OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
@@ -47,8 +47,9 @@ def probability(level: float) -> float:
 class Line:
     """One plan: decaying sums over its rounds, and its estimates as of the table's last refresh.
 
-    Sums: `rounds`, their `remainder_s` beside the step and `waited_s` of it; of the rounds with draft tokens
-    `arrivals`, `offered`, `accepted`; `level`, the mean acceptance level of their sessions. Estimates: `round_s` if all
+    Sums: `rounds`, their `remainder_s` beside the step and `waited_s` of it, the tokens `promised` by the formula and
+    the draft's `model_accepted`; of the rounds with draft tokens `arrivals`, `offered`, `accepted`; `level`, the mean
+    acceptance level of their sessions. Estimates: `round_s` if all
     sessions ran the plan, its parts `beside_s` beside the step and `wait_s`, at most `wait_max_s`; `usual_offered` a
     round; `length` of arrivals; `gain`: accepted over a + ... + a^length, a being the acceptance of the measured
     sessions; `formula_gain`: by the closed formula; `spread`: relative uncertainty. `paths`: the sum of further paths,
@@ -60,6 +61,8 @@ class Line:
     remainder_s: float = 0.0
     waited_s: float = 0.0
     paths: float = 0.0
+    promised: float = 0.0
+    model_accepted: float = 0.0
     arrivals: float = 0.0
     offered: float = 0.0
     accepted: float = 0.0
@@ -82,6 +85,8 @@ class Line:
         self.remainder_s *= share
         self.waited_s *= share
         self.paths *= share
+        self.promised *= share
+        self.model_accepted *= share
         self.arrivals *= share
         self.offered *= share
         self.accepted *= share
@@ -110,6 +115,8 @@ class Line:
         self.remainder_s += remainder_s
         self.waited_s += min(record.wait_s, remainder_s)
         self.paths += max(0, record.path_count - 1)
+        self.promised += self.formula_gain * expected_accepted(probability(level), self.length)
+        self.model_accepted += record.model_accepted_count
         if record.offered_count:
             self.arrivals += 1
             self.offered += record.offered_count
@@ -135,7 +142,12 @@ def beside_step_s(record: RoundRecord) -> float:
 
 class Table:
     """The plans of all requests of one rule with the same limit of draft tokens and the same proposers; `plans`: as
-    `catalogue` returns them. `use`: below 1 once the draft is useless, as hardly a token of any plan is accepted."""
+    `catalogue` returns them.
+
+    `use`: a factor of the tokens that formulas promise of the draft, below 1 where all its plans together bring less
+    than 1 / FORMULA_SLACK of these at the measured acceptance, as its tokens come late or are not worth a row: such a
+    draft is useless. `drafted_s`: the end of the last round with the draft.
+    """
 
     def __init__(
         self, steps: Steps, draft: DraftTimes, draft_length_cap: int, plans: Sequence[Plan] | None = None
@@ -149,8 +161,7 @@ class Table:
         self.drafting = [line for line in self.others if line is not self.rest]
         self.local_accepted = 0.0
         self.level = LEVEL_GUESS
-        self._formula_expected = self._formula_accepted = 0.0
-        self.use = 1.0
+        self.use, self.drafted_s = 1.0, -math.inf
         self.round_count = 0
         self.exploration_ends_s = self.baseline_ends_s = -math.inf
         self.next_baseline_s = 0.0
@@ -164,12 +175,13 @@ class Table:
         """Another draft is connected, or the same again: drops its acceptance and the measurements of its plans."""
         for line in self.drafting:
             line.keep(0.0)
-        self._formula_expected = self._formula_accepted = 0.0
         self.level, self._refreshed_s = LEVEL_GUESS, -math.inf
 
     def on_round(self, record: RoundRecord) -> None:
         """Takes a round of any session: measures its step, and adds a share of its time to the exploration credit."""
         self._steps.on_step(record)
+        if record.plan.window or not self.round_count:
+            self.drafted_s = record.end_s
         self.round_count += 1
         self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.round_s, CREDIT_MAX_S)
         if self._steps.jump_s > self._jump_s:
@@ -180,33 +192,18 @@ class Table:
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
         line.add(record, level, self._draft.network_s if line.plan.window else 0.0)
-        self._check_formula(line, record, level)
         if line is self.off or (line is self.rest and not record.offered_count):
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
         if record.wait_s < record.plan.wait_s and (record.wait_s or record.model_offered_count):
             self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
 
-    def _check_formula(self, line: Line, record: RoundRecord, level: float) -> None:
-        """Compares accepted tokens with the closed formula: a draft that is of no use to the plans measured is of none
-        to the others."""
-        if line.plan.window:
-            self._keep_formula(FORMULA_KEPT)
-            self._formula_expected += line.formula_gain * expected_accepted(probability(level), line.length)
-            self._formula_accepted += record.accepted_count
-
-    def _keep_formula(self, share: float) -> None:
-        self._formula_expected *= share
-        self._formula_accepted *= share
-
     def refresh(self, now_s: float = -math.inf) -> None:
         """Updates the estimates of all plans, after REFRESH_S or a change of the draft."""
         if now_s < self._refreshed_s + REFRESH_S:
             return
         if math.isfinite(self._refreshed_s):
-            elapsed_s = now_s - self._refreshed_s
-            self.level += (1 - math.exp(-elapsed_s / BACK_S)) * (LEVEL_GUESS - self.level)
-            self._keep_formula(math.exp(-elapsed_s / FORMULA_KEPT_S))
+            self.level += (1 - math.exp((self._refreshed_s - now_s) / BACK_S)) * (LEVEL_GUESS - self.level)
         self._refreshed_s = now_s
         sessions, acceptance = self._steps.active, probability(self.level)
         most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
@@ -214,8 +211,8 @@ class Table:
         slack = REACH_SLACK * sessions  # a row, and a row that begins a path, delay all sessions
         self._reach_s = slack * row_s, slack * (row_s + self._steps.path_s(True))
         target_s = self._steps.round_s(1.0, True, False) + self._overhead_s
-        accepted, expected = FORMULA_TOKENS + self._formula_accepted, FORMULA_TOKENS + self._formula_expected
-        self.use = min(1.0, FORMULA_SLACK * accepted / expected)
+        measured = FORMULA_TOKENS + sum(line.model_accepted for line in self.drafting)
+        self.use = min(1.0, FORMULA_SLACK * measured / (FORMULA_TOKENS + sum(line.promised for line in self.drafting)))
         for line in self.lines:
             line.age(now_s)
             if line.plan.window:

@@ -132,6 +132,11 @@ class RoundRecord(NamedTuple):
         return self.proposers.count(Proposer.DRAFT) if self.proposers else self.offered_count
 
     @property
+    def model_accepted_count(self) -> int:
+        """Accepted draft tokens of the draft model."""
+        return self.accepted_proposers.count(Proposer.DRAFT) if self.proposers else self.accepted_count
+
+    @property
     def round_s(self) -> float:
         """Seconds from verdict to verdict."""
         return self.end_s - self.start_s

@@ -23,7 +23,7 @@ from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
 from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
-from specdec.replica.handler import ItemHandler
+from specdec.replica.handler import IDLE_S, ItemHandler
 from tests.support.engine_models import make_tiny_model
 from tests.support.trees import OwnTree
 
@@ -361,6 +361,31 @@ def test_a_session_without_cells_drafts_once_they_are_free(model_folder: Path) -
     draft.commit(3, 7)
     draft.settle()
     assert draft.trees[3].named and draft.drafter.waiting_count == 0 and not draft.failures
+
+
+def test_a_session_left_alone_gives_its_cells_to_others(model_folder: Path) -> None:
+    """Claim: a session without commits for IDLE_S keeps no other from drafting, one that works does; it drafts again
+    from its next commit on that finds cells. Conclusive: the same commits of the late session find none before, and all
+    proposals are compared with the model's."""
+    each = -(-(LENGTH_MAX + TREE_CELLS) // BLOCK_SIZE)
+    draft = Draft(model_folder, 1 + each)
+    for session in (1, 2, 3):
+        draft.open(session, [session * 5 + i for i in range(80)])
+    draft.settle()
+    held = {own.opened.session: own for own in draft.sessions}
+    draft.commit(3, 5)
+    assert draft.drafter.waiting_count == 1 and held[1].table.block_ids and held[2].table.block_ids
+    held[1].active_s -= IDLE_S
+    draft.commit(3, 6)
+    draft.settle()
+    assert draft.trees[3].named and draft.drafter.waiting_count == 0
+    assert held[2].table.block_ids and not held[1].table.block_ids
+    draft.commit(1, 7)
+    assert draft.drafter.waiting_count == 1, "the others work"
+    draft.tell(Close(2, 1), Close(3, 1))
+    draft.commit(1, 8)
+    draft.settle()
+    assert draft.trees[1].named and draft.drafter.waiting_count == 0 and not draft.failures
 
 
 def test_sessions_that_fill_the_cache_never_keep_each_other_from_drafting(model_folder: Path) -> None:

@@ -236,6 +236,34 @@ def test_a_new_session_is_refused_while_it_does_not_fit_or_others_wait(folder: P
     assert [target.tokens[s] for s in (1, 2)] == [plain_text(folder, prompt_of(s)) for s in (1, 2)]
 
 
+def test_sessions_left_alone_give_their_blocks_to_others(folder: Path, clock: Clock) -> None:
+    """Claim: sessions without work keep the cache from a new session and from a younger one for LEFT_S only; asked
+    again they go on, and all texts are those of a cache for all.
+
+    Source: one stream must not take more than its share while others ask. Conclusive: the same requests are refused,
+    or wait, until that time is over.
+    """
+    target = Target(folder, 9)
+    for session in (1, 2, 3):
+        target.open(session, prompt_of(session))
+    target.run(1, 2, until=lambda: target.engine.cache.free_block_count == 0)
+    for _ in range(20):
+        target.turn()  # the answers under way; 1 and 2 ask for nothing more
+    clock.now_s += admission.LEFT_S - 0.1
+    target.open(4, prompt_of(4, 30))
+    assert target.failures.pop(4).reason == "CACHE_EXHAUSTED"
+    reached = len(target.tokens[3])
+    clock.now_s += 0.2
+    target.run(3)
+    assert len(target.tokens[3]) > reached
+    target.open(4, prompt_of(4, 30), output_count=2)
+    target.run(4)
+    target.run(1, 2)
+    for session, (length, count) in {1: (10, 30), 2: (10, 30), 3: (10, 30), 4: (30, 2)}.items():
+        assert target.tokens[session] == plain_text(folder, prompt_of(session, length), count)
+    assert not target.failures and target.engine.cache.free_block_count == 9
+
+
 def test_a_session_that_could_never_fit_is_refused_when_it_is_opened(folder: Path) -> None:
     """Claim: length_max beyond all positions of the cache is INVALID_ARGUMENT, naming value and limit; exactly that
     many is fine, and such a session ends. Conclusive: both sides of the limit."""
