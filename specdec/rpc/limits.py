@@ -4,8 +4,8 @@ of what it sends. `LIMITS` is the one table of everything that comes over the wi
 The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
 `request_parts`, `request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`,
-`untaken_items`; those of connections are `Server.pings_per_s` of every port, and `Probes.what` of the port of the
-probes: `calls`, `connection_s`, `request_bytes`.
+`untaken_items`; those of connections are `Server.pings_per_s` and, of one call, `Server.metadata_bytes` of every port,
+and `Probes.what` of the port of the probes: `calls`, `connection_s`, `request_bytes`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ STREAMS_PER_CONNECTION_MAX = 1024
 READER_STALL_S_MAX = 30.0
 SILENCE_S_MAX = 10.0
 PINGS_PER_S_MAX = 2
+METADATA_BYTES_MAX = 8 << 10
 PROBE_COUNT_MAX, PROBE_CONNECTION_S_MAX, PROBE_REQUEST_BYTES_MAX = 16, 10, 4096
 
 # The port of the probes demands no certificate. A probe is one short call, mostly on a connection of its own; a call
@@ -49,6 +50,10 @@ PROBE_CONNECTION_OPTIONS = (
     ("grpc.max_receive_message_length", PROBE_REQUEST_BYTES_MAX),
 )
 PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
+METADATA_OPTIONS = (
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),  # between the two it would refuse some calls by chance
+)
 
 STREAMS = "TargetService/Verify,DraftService/Draft"
 HELPERS = "CoordinatorService/Describe,TargetService/Describe,DraftService/Describe,Health/Check"
@@ -147,8 +152,8 @@ CALLS = (
     Limit(
         "READER_STALL_S_MAX",
         READER_STALL_S_MAX,
-        "a client that takes no message for this time loses its generation, or its health watch",
-        "CoordinatorService/Generate,Health/Watch.silence_s",
+        "a client that takes no message for this time loses its generation, or its health watch; reflection ends then",
+        "CoordinatorService/Generate,Health/Watch,ServerReflection/ServerReflectionInfo.silence_s",
     ),
     Limit(
         "SILENCE_S_MAX",
@@ -162,6 +167,13 @@ CALLS = (
         PINGS_PER_S_MAX,
         "twice the rate of our own keepalive; a connection that pings oftener is closed",
         "Server.pings_per_s",
+    ),
+    Limit(
+        "METADATA_BYTES_MAX",
+        METADATA_BYTES_MAX,
+        "gRPC's own: a trace context has 55 bytes, an authorization header of a gateway some 2 kB",
+        "Server.metadata_bytes",
+        is_bytes=True,
     ),
     Limit("PROBE_COUNT_MAX", PROBE_COUNT_MAX, "of one connection: probes are one call each", "Probes.calls"),
     Limit(

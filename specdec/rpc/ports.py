@@ -15,10 +15,11 @@ import grpc
 from specdec.config import split_address
 from specdec.errors import ConfigError
 from specdec.rpc.health import Health
-from specdec.rpc.limits import KEEPALIVE_OPTIONS, PROBE_CONNECTION_OPTIONS
+from specdec.rpc.limits import KEEPALIVE_OPTIONS, METADATA_OPTIONS, PROBE_CONNECTION_OPTIONS
 
 _HEALTH_OPTIONS = (
     *KEEPALIVE_OPTIONS,
+    *METADATA_OPTIONS,
     *PROBE_CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),

@@ -26,7 +26,9 @@ from specdec.rpc.limits import (
     HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
+    METADATA_OPTIONS,
     PING_OPTIONS,
+    READER_STALL_S_MAX,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
@@ -38,6 +40,7 @@ MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's t
 
 _SERVER_OPTIONS = (
     *KEEPALIVE_OPTIONS,
+    *METADATA_OPTIONS,
     *PING_OPTIONS,
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections without an error
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small compressed message may unpack to a huge one
@@ -268,7 +271,8 @@ async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> No
 
 
 class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests."""
+    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests; ends
+    reflection after READER_STALL_S_MAX."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -288,13 +292,18 @@ class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             inner = handler.unary_stream or handler.unary_unary
             return await inner(await checked(data, context), context)
 
-        async def converse(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Message]:
+        async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
             parsed = (await checked(data, context) async for data in requests)
-            async for response in handler.stream_stream(parsed, context):
-                yield response
+            try:
+                with Delivery(context) as delivery:
+                    async with asyncio.timeout(READER_STALL_S_MAX):
+                        async for response in handler.stream_stream(parsed, context):
+                            await delivery.write(response.SerializeToString())
+            except TimeoutError:
+                await abort(context, DeliveryStalled(f"the call was open for {READER_STALL_S_MAX:g} s"))
 
         if handler.stream_stream:
             assert inspect.isasyncgenfunction(handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(converse, None, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(converse)
         make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
         return make(answer, None, handler.response_serializer)

@@ -108,6 +108,13 @@ def test_texts_survive_half_a_minute_of_faults() -> None:
 
 
 @pytest.mark.more
+def test_a_cut_link_and_a_frozen_process_are_noticed_by_every_end() -> None:
+    """Claim: a cut link of the target is noticed by client, coordinator and target, a frozen coordinator by client,
+    target and draft, while it lasts. Conclusive: each end has its own sign, and time ends the strike."""
+    assert not missed("cut", "--repeats", "1", "--strikes", "target's link cut", "coordinator frozen")
+
+
+@pytest.mark.more
 def test_overload_is_refused_and_changes_no_text() -> None:
     """Claim: beyond its places a coordinator refuses with RESOURCE_EXHAUSTED and a delay, and nothing else, and the
     accepted texts are those of a free one. Conclusive: at ten times the load some must be refused."""

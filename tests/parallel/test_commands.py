@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.parallel.commands import (
+    WORDS_MAX,
     Allocate,
     CommandReceiver,
     CommandSender,
@@ -55,6 +57,17 @@ def test_commands_arrive_unchanged(sent: list[SequenceChunk], scrubs: list[tuple
     assert isinstance(step, Step) and len(step.batch.chunks) == len(sent)
     for found, chunk in zip(step.batch.chunks, sent):
         assert found == replace(chunk, block_ids=chunk.block_ids[: -(-chunk.end // BLOCK_SIZE)])
+
+
+def test_a_message_of_too_many_words_ends_the_connection() -> None:
+    """Claim: a count above WORDS_MAX is refused before anything is allocated for it. Conclusive: the words never come,
+    so a receiver that believed the count would wait, with 64 MiB and more."""
+    ends, other = socket.socketpair()
+    with ends, other:
+        other.settimeout(5)
+        ends.sendall((WORDS_MAX + 1).to_bytes(4, "little"))
+        with pytest.raises(ConnectionError, match="words"):
+            CommandReceiver(other).receive()
 
 
 def test_a_step_is_compact() -> None:

@@ -12,13 +12,14 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import CacheExhausted
 from specdec.rpc import delivery, health
 from specdec.rpc import server as server_module
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, open_channel, wait_serving
-from specdec.rpc.limits import HELPER_REQUEST_BYTES_MAX
+from specdec.rpc.limits import HELPER_REQUEST_BYTES_MAX, METADATA_BYTES_MAX
 from specdec.rpc.server import ALIVE, Server, unary_stream
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from tests.support.echo_service import SERVICE, VERIFY, Echo
@@ -170,6 +171,43 @@ async def test_watches_and_their_names_are_bounded(monkeypatch: pytest.MonkeyPat
             await anext(watch(channel))
         await first.aclose()
         assert await asyncio.wait_for(first_state(channel), SOON_S) == NOT_SERVING
+
+
+async def test_a_reflection_call_that_is_held_open_ends(monkeypatch: pytest.MonkeyPatch):
+    """Claim: a reflection call ends after READER_STALL_S_MAX, whether its client is silent or does not read, and says
+    so. Conclusive: without the limit the silent call gives no status, and the stop waits for neither."""
+    monkeypatch.setattr(server_module, "READER_STALL_S_MAX", 0.2)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    server = Echo().server()
+    async with (
+        listening(server) as address,
+        open_channel(address, INSECURE) as channel,
+        stalled_channel(address) as stalled,
+    ):
+        silent = channel.stream_stream(REFLECTION)()
+        await silent.write(asked)
+        assert await asyncio.wait_for(silent.read(), SOON_S)
+        unread = stalled.stream_stream(REFLECTION)()
+        await unread.write(asked)
+        with pytest.raises(grpc.aio.AioRpcError, match="open for 0.2 s"):
+            await asyncio.wait_for(silent.read(), SOON_S)
+        assert await asyncio.wait_for(unread.read(), SOON_S)
+        with pytest.raises(grpc.aio.AioRpcError, match="open for 0.2 s"):
+            await asyncio.wait_for(unread.read(), SOON_S)
+
+
+async def test_metadata_of_a_call_is_bounded():
+    """Claim: a call whose metadata have more than METADATA_BYTES_MAX is refused, on the service's port and on that of
+    the probes; smaller ones are read. Conclusive: the calls differ in the length of one value only."""
+    settings = ServiceSettings(port=0, health_address=free_address())
+    async with listening(Echo().server(settings)) as address:
+        for one in (address, settings.health_address):
+            async with open_channel(one, INSECURE) as channel:
+                call = channel.unary_unary(HEALTH_CHECK_METHOD)
+                await call(b"", metadata=(("x-filler", "x" * (METADATA_BYTES_MAX // 2)),), timeout=SOON_S)
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await call(b"", metadata=(("x-filler", "x" * METADATA_BYTES_MAX),), timeout=SOON_S)
+                assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_calls_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyPatch):

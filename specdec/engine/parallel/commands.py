@@ -15,6 +15,7 @@ import numpy
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 
 WORD = numpy.dtype("<i4")
+WORDS_MAX = 1 << 24  # of a message: 1,024 sequences of 131,072 positions in blocks of 16 have half as many
 HEAD_WORDS = 5  # of a chunk: start, counts of tokens, blocks, logits and copied positions
 
 
@@ -132,8 +133,11 @@ class CommandReceiver:
         self._connection = connection
 
     def receive(self) -> Iterator[Command]:
-        """Returns the commands of the next message; waits for it. Raises ConnectionError when rank 0 is lost."""
+        """Returns the commands of the next message; waits for it. Raises ConnectionError when rank 0 is lost, or sends
+        more than WORDS_MAX."""
         word_count = int.from_bytes(self._read(4), "little")
+        if word_count > WORDS_MAX:
+            raise ConnectionError(f"rank 0 sent a message of {word_count} words, at most {WORDS_MAX} are allowed")
         return unpack(numpy.frombuffer(self._read(4 * word_count), WORD))
 
     def _read(self, byte_count: int) -> bytearray:

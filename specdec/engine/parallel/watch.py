@@ -52,7 +52,7 @@ class Peer:
         self.heard_s = time.monotonic()
         pulses, separator, words = (b"", SENTENCE, data) if self.last_words else data.partition(SENTENCE)
         if separator:
-            self.last_words = (self.last_words or bytearray()) + words[:SENTENCE_BYTES_MAX]
+            self.last_words = ((self.last_words or bytearray()) + words)[:SENTENCE_BYTES_MAX]
         return STOP_ASKED in pulses
 
     @property
