@@ -107,7 +107,7 @@ def distill(
     check_checkpoint(settings.out / CHECKPOINT_FILE, kept_settings(settings))
     texts, heldout = written_texts(settings, folder, start, device, console)
     make_folder(settings.out, "--out")
-    plan = plan_of(settings, device, digest_of(texts, heldout))
+    plan = plan_of(settings, device, digest_of(start, texts, heldout))
     if settings.heads:
         learn_heads(settings, folder, plan, texts, heldout, clock, console)
     else:
@@ -212,9 +212,10 @@ def make_folder(folder: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from None
 
 
-def digest_of(*parts: LabelledTexts) -> str:
-    """Returns a digest of texts: their tokens, which decide the student's vocabulary, and everything after them."""
-    whole = hashlib.sha256()
+def digest_of(start: Start | None, *parts: LabelledTexts) -> str:
+    """Returns a digest of the draft that learns on, if one does, and of texts: their tokens, which decide a new
+    student's vocabulary, and everything after them."""
+    whole = hashlib.sha256(start.folder.digest().encode() if start else b"")
     for part in parts:
         for tensor in (part.token_ids, part.likeliest_ids, part.log_probs):
             whole.update(tensor.numpy().tobytes())

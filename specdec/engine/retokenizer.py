@@ -112,7 +112,7 @@ class Retokenizer:
             self.own_of |= {end: draft_ends[0] for end in target_ends[:1]}
         self._tokenizer = whole_tokenizer(draft)
         self._first = first_tokens(self._tokenizer)
-        self.unknown = (self._encode("\ufffd") or [0])[0]
+        self.unknown = unknown_id(own, (self._encode("\ufffd") or [0])[0])
         for token_id in first_tokens(whole_tokenizer(target)):
             self._texts[token_id] = b""  # the draft's own first tokens stand for the target's
 
@@ -212,6 +212,16 @@ class Reading:
             self._places.pop()
         del self.tokens[self._places[-1][1] :]
         return len(self.tokens)
+
+
+def unknown_id(content: dict[str, Any], otherwise: int) -> int:
+    """Returns the id of unknown words of a tokenizer.json; `otherwise` if it has none."""
+    model = content["model"]
+    if model.get("unk_id") is not None:  # of a Unigram model
+        return int(model["unk_id"])
+    token = model.get("unk_token")
+    vocabulary = model.get("vocab", {})
+    return int(vocabulary[token]) if token and token in vocabulary else otherwise
 
 
 def whole_tokenizer(file: Path) -> tokenizers.Tokenizer:
