@@ -299,7 +299,7 @@ class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     async with asyncio.timeout(READER_STALL_S_MAX):
                         async for response in handler.stream_stream(parsed, context):
                             await delivery.write(response.SerializeToString())
-            except TimeoutError:
+            except (TimeoutError, DeliveryStalled):
                 await abort(context, DeliveryStalled(f"the call was open for {READER_STALL_S_MAX:g} s"))
 
         if handler.stream_stream:
