@@ -25,7 +25,7 @@ from specdec.advise.measuring import Reading, classes_of, readings_of, written
 from specdec.advise.report import sums_of
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.engine.model import load_model
+from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError, SpecdecError
 from specdec.models.data import PROMPTS_FILE
@@ -81,7 +81,7 @@ def cells_of(readings: Sequence[Reading]) -> list[list[list[float]]]:
 
 def measured(asked: argparse.Namespace, console: Console) -> Coverage:
     """Has the target answer all prompts and every draft read the answers. Raises SpecdecError."""
-    target = load_model(asked.target, has_stable_rows=False)
+    target = load_offline_target(asked.target)
     classes = dict(itertools.islice(classes_of(asked.prompts).items(), asked.prompt_count or None))
     about = asked.text_temperatures, asked.text_tokens, asked.text_seed
     texts = written(target, open_model_folder(asked.target), about, classes, console)

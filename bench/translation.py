@@ -33,7 +33,7 @@ from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.advise.serving import observe, served
 from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
-from specdec.engine.model import load_model
+from specdec.engine.model import load_model, load_offline_target
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
@@ -99,7 +99,7 @@ def shared_by_map(options: argparse.Namespace, console: Console) -> tuple[dict[s
     """Returns the probability in common by map, and a sentence about the maps. Raises SpecdecError."""
     names = [str(open_model_folder(name).path) for name in (options.target, options.draft)]
     own_tokenizer, other = (transformers.AutoTokenizer.from_pretrained(name) for name in names)
-    target = load_model(names[0], device="cpu", has_stable_rows=False)
+    target = load_offline_target(names[0])
     draft = load_model(names[1], device="cpu", has_stable_rows=False, target_tokenizer=names[0])
     size = target.description.vocabulary_size
     translator = candidate_generator.AssistantToTargetTranslator(own_tokenizer, other, size)

@@ -29,7 +29,7 @@ from specdec.advise.serving import (
 )
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
-from specdec.engine.model import load_model
+from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import open_model_folder
 from specdec.protocol.types import Rule
 
@@ -63,7 +63,7 @@ def advise(settings: AdviseSettings) -> int:
 def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:
     """Returns every draft's agreement along the target's texts; models are in memory only meanwhile."""
     folder = open_model_folder(settings.target)
-    target = load_model(settings.target, device=device, has_stable_rows=False)
+    target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]

@@ -29,7 +29,7 @@ from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, che
 from specdec.distill.writing import TextWriter
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.heads import save_heads
-from specdec.engine.model import load_model
+from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
@@ -238,7 +238,7 @@ def written_texts(
         longest = max(plans[split].length_max(first, FILE_TEXTS) for split, first in missing)
         if start is not None:
             start.check_length(longest)
-        model = load_model(settings.target, device=device, has_stable_rows=False)
+        model = load_offline_target(settings.target, device)
         if longest > model.description.positions_max:
             limit = f"the target has {model.description.positions_max} positions"
             raise ConfigError(f"the longest prompt with --text-tokens {settings.text_tokens} has {longest}; {limit}")

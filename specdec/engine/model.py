@@ -68,3 +68,13 @@ def load_model(
             )
         finally:
             is_over.set()
+
+
+def load_offline_target(path_or_hub_id: str, device: str = "cpu") -> CausalModel:
+    """Loads a target that writes and reads texts offline, as `load_model` does: in the type it is served in, since its
+    texts should be those of its service, and not in the faster one, which may differ from run to run. Its rows may
+    differ in their last bits with their neighbours, which is faster."""
+    from specdec.engine.transformers_model import dtype_of
+
+    dtype = dtype_of(open_model_folder(path_or_hub_id).config, "auto", find_device(device))
+    return load_model(path_or_hub_id, str(dtype).removeprefix("torch."), device, has_stable_rows=False)
