@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +18,6 @@ from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request
 from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
 from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
 from specdec.chat.template import ChatTemplate
-from specdec.coordinator.tokenizer import Tokenizer
 from specdec.engine.chat_model import chat_model
 from specdec.v1 import coordinator_service_pb2 as pb
 
@@ -34,8 +32,8 @@ def chat_request(
     template: ChatTemplate, prompt: Prompt, variant: Variant, tokens: int, rule: str = RULES_DEFAULT[0]
 ) -> pb.GenerateRequest:
     """The answer to one message, to its end or to `tokens` tokens."""
-    text = template.render([{"role": "user", "content": prompt.prompt}])
-    request = request_of(variant, rule, text, tokens)
+    request = request_of(variant, rule, "", tokens)
+    request.token_ids.ids.extend(template_ids(template, prompt))
     request.sampling.ignore_eos = False
     return request
 
@@ -47,7 +45,7 @@ def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Tabl
     assert template is not None
     copying, prose = copying_prompts()[: asked.prompts], prose_prompts()[: max(4, asked.prompts // 2)]
     library, found, peer = prompt_lookup.load(folder, "bfloat16"), Found(), Found()
-    tuning = [template_ids(template, prompt, folder) for prompt in copying_prompts_for_tuning()]
+    tuning = [list(template_ids(template, prompt)) for prompt in copying_prompts_for_tuning()]
     best = prompt_lookup.best_num_tokens(library, tuning[: asked.tuning_prompts], min(asked.tokens, 64))
     with served(folder, None) as (stub,):
         for prompt in track([copying[0], *copying, *prose], "chat", console=Console(stderr=True)):
@@ -68,7 +66,7 @@ def measure_chat(asked: argparse.Namespace, console: Console) -> tuple[list[Tabl
                 request = chat_request(template, prompt, PREDICTED, asked.tokens)
                 request.prediction.token_ids.ids.extend(tokens)
                 found.add(name, prompt.name, generate(stub, request))
-            ids = template_ids(template, prompt, folder)
+            ids = list(template_ids(template, prompt))
             for name, count in (("generate", None), ("prompt lookup", best)):
                 made = prompt_lookup.generate(library, ids, asked.tokens, count)
                 peer.add(
@@ -84,10 +82,9 @@ def spoiled(token_ids: Sequence[int], every: int) -> list[int]:
     return [token_id ^ 1 if index % every == every - 1 else token_id for index, token_id in enumerate(token_ids)] or [1]
 
 
-def template_ids(template: ChatTemplate, prompt: Prompt, folder: Path) -> list[int]:
-    """The token ids that the coordinator makes of a message."""
-    text = template.render([{"role": "user", "content": prompt.prompt}])
-    return list(Tokenizer(str(folder)).encode(text, 1 << 16))
+def template_ids(template: ChatTemplate, prompt: Prompt) -> tuple[int, ...]:
+    """The token ids of a message as the only one of a conversation."""
+    return template.encode([{"role": "user", "content": prompt.prompt}])
 
 
 def chat_results(

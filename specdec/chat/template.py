@@ -10,10 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from specdec.engine.model_folder import read_json
+from specdec.engine.retokenizer import whole_tokenizer
 from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that `transformers` lets a template name
@@ -26,6 +30,7 @@ class ChatTemplate:
     def __init__(self, folder: Path, source: str, tokens: Mapping[str, str]) -> None:
         self._folder, self._tokens = folder, tokens
         self._template = compiled(source)
+        self._tokenizer: tokenizers.Tokenizer | None = None
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
@@ -39,6 +44,13 @@ class ChatTemplate:
             source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
         tokens = {f"{name}_token": token_text(config.get(f"{name}_token")) for name in SPECIAL_TOKENS}
         return cls(folder, source, tokens) if isinstance(source, str) else None
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Returns the token ids of the prompt for the next answer, as `apply_chat_template` gives them: the template
+        writes the special tokens, so the tokenizer adds none. Raises ConfigError, ModelRefused."""
+        if self._tokenizer is None:
+            self._tokenizer = whole_tokenizer(self._folder / "tokenizer.json")
+        return tuple(self._tokenizer.encode(self.render(messages), add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Returns the prompt for the next answer. Raises ConfigError for messages the template refuses."""

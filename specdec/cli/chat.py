@@ -144,7 +144,7 @@ def converse(settings: ChatSettings, address: str, template: ChatTemplate, messa
     pieces: list[str] = []
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        asyncio.run(answer(settings, address, template.render(asked), pieces))
+        asyncio.run(answer(settings, address, template.encode(asked), pieces))
     except KeyboardInterrupt:
         print()
     except SpecdecError as error:
@@ -153,14 +153,15 @@ def converse(settings: ChatSettings, address: str, template: ChatTemplate, messa
     messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
-async def answer(settings: ChatSettings, address: str, prompt: str, pieces: list[str]) -> None:
+async def answer(settings: ChatSettings, address: str, prompt_ids: tuple[int, ...], pieces: list[str]) -> None:
     """Prints an answer as it is committed and appends its parts to `pieces`. Raises SpecdecError."""
     from specdec.cli.generate import METHOD, show
     from specdec.rpc.client import call_stream, open_channel
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
     names = "max_tokens", "temperature", "top_p", "seed", "speculative"
-    request = build_request(GenerateSettings(**{name: getattr(settings, name) for name in names}), prompt)
+    given = {name: getattr(settings, name) for name in names}
+    request = build_request(GenerateSettings(prompt_ids=prompt_ids, **given), None)
     is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     channel = open_channel(address, settings)
     try:

@@ -105,12 +105,12 @@ def rate_of(runs: Sequence[Run]) -> float:
 
 @dataclass(slots=True)
 class DemoText:
-    """A prompt and its two generations, with speculation (`on`) and right after it without (`off`). `prompt` is shown;
-    `request_text` is sent."""
+    """A prompt and its two generations, with speculation (`on`) and right after it without (`off`). `prompt` is shown,
+    and sent unless the request has `prompt_ids`."""
 
     prompt_id: int
     prompt: str
-    request_text: str
+    prompt_ids: tuple[int, ...] = ()
     on: Run = field(default_factory=Run)
     off: Run = field(default_factory=Run)
 
@@ -168,7 +168,7 @@ def demo(settings: DemoSettings) -> int:
 def embedded_texts() -> tuple[list[DemoText], dict[str, Any]]:
     """Returns prompts of the embedded pair; the pair is what serve takes by default."""
     prompts = heldout_prompts()
-    return [DemoText(prompt_id, prompts[prompt_id], prompts[prompt_id]) for prompt_id in PROMPT_IDS], {}
+    return [DemoText(prompt_id, prompts[prompt_id]) for prompt_id in PROMPT_IDS], {}
 
 
 def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
@@ -177,7 +177,7 @@ def chat_texts() -> tuple[list[DemoText], dict[str, Any]]:
     questions = heldout_prompts("chat_prompts.jsonl")
     chosen = {own: questions[own] for own in CHAT_PROMPT_IDS}
     texts = [
-        DemoText(own, f"{question}\n", template.render([{"role": "user", "content": question}]))
+        DemoText(own, f"{question}\n", template.encode([{"role": "user", "content": question}]))
         for own, question in chosen.items()
     ]
     return texts, {"model": str(folder), "draft_model": str(CHAT_DRAFT)}
@@ -211,7 +211,8 @@ async def generate(channel: grpc.aio.Channel, text: DemoText, settings: DemoSett
         "ignore_eos": not settings.chat,  # past the end of a text, so that all have the same length
         "cache_salt": "on" if speculative else "off",  # so that neither finds the other's text
     }
-    request = build_request(GenerateSettings(**own, speculative=speculative), text.request_text)
+    told = GenerateSettings(**own, prompt_ids=text.prompt_ids, speculative=speculative)
+    request = build_request(told, None if text.prompt_ids else text.prompt)
     await fill(text.on if speculative else text.off, channel, request)
 
 

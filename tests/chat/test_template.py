@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from specdec.chat.template import TEMPLATE_FILE, ChatTemplate
@@ -67,6 +69,25 @@ def test_templates_render_as_transformers_renders_them(tmp_path, template, chat,
     for begins in (True, False):
         expected = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=begins)
         assert ours.render(CHATS[chat], begins) == expected and len(expected) > 10
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_have_the_tokens_of_transformers(tmp_path, template):
+    """Claim: a conversation has the token ids that `apply_chat_template` gives: special tokens are those the template
+    writes, and no more, though the tokenizer puts one before every text, and a `truncation` in its file cuts nothing.
+    Conclusive: this tokenizer does both, so a template's own first token would be there twice, and a long one cut."""
+    folder = folder_with(tmp_path / "model", TEMPLATES[template], False)
+    file = folder / "tokenizer.json"
+    words = Tokenizer.from_file(str(file))
+    words.add_special_tokens(["<s>", "</s>", "<sep>", "<cls>", "<pad>"])
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.token_to_id("<s>"))])
+    words.enable_truncation(4)
+    words.save(str(file))
+    ours, theirs = ChatTemplate.read(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours is not None
+    for chat in CHATS.values():
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert list(ours.encode(chat)) == expected and len(expected) > 4
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def text_of(prompt_id: int, ratio: float, is_equal: bool = True) -> DemoText:
     on, off = (Run([1, 2, 3], first_count=1, first_s=5.0, last_s=5.0 + seconds) for seconds in (1 / ratio, 1.0))
     if not is_equal:
         off.token_ids[1] = 9
-    return DemoText(prompt_id, "", "", on, off)
+    return DemoText(prompt_id, "", (), on, off)
 
 
 def test_check_names_the_bars_that_are_missed():
