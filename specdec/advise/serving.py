@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -129,11 +130,26 @@ async def observe(address: str, texts: Sequence[Text], length: int, token_count:
     return outcomes
 
 
+def probed(texts: Sequence[Text]) -> list[Text]:
+    """Returns the texts on whose prompts rounds are timed: of each temperature as many, since a drawn token takes other
+    work than the likeliest, and of prompts that lie apart; at least PROBED_TEXTS, where there are."""
+    groups: dict[float, list[Text]] = defaultdict(list)
+    for text in texts:
+        groups[text.params.temperature].append(text)
+    count = -(-PROBED_TEXTS // len(groups)) * len(groups)
+    places = [
+        sorted({at * len(own) // count for at in range(start, count, len(groups))})
+        for start, own in enumerate(groups.values())
+    ]
+    return [own[place] for own, its in zip(groups.values(), places) for place in its]
+
+
 async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]]:
-    """Returns (draft tokens, mean seconds of a round), measured in turns on some texts. Raises SpecdecError."""
+    """Returns (draft tokens, mean seconds of a round), measured in turns on the texts of `probed`. Raises
+    SpecdecError."""
     sums = {length: [0.0, 0.0] for length in PROBED}
     async with connected(address) as channel:
-        for text in texts[:: max(1, len(texts) // PROBED_TEXTS)][:PROBED_TEXTS]:
+        for text in probed(texts):
             for length, own in sums.items():
                 run = await _generate(channel, asked_of(text, length, PROBED_TOKENS, ignore_eos=True))
                 if run.statistics and run.statistics.rounds > 1:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
-from specdec.advise.serving import Outcome, acceptance_of, asked_of, mean_length_of, rate_of
+from specdec.advise.serving import Outcome, acceptance_of, asked_of, mean_length_of, probed, rate_of
 from specdec.cli.request import UINT64_MAX, build_request
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
@@ -70,6 +70,28 @@ def test_observed_values_are_those_of_all_outcomes() -> None:
     assert all(value.low == value.high for value in values)
     other = replace(second, text=replace(second.text, token_ids=(1, 2, 3, 4)))
     assert acceptance_of([first, other]).low == 0 and acceptance_of([first, other]).high == pytest.approx(3 / 4)
+
+
+def texts_of(prompt_count: int, *temperatures: float) -> list[Text]:
+    """Texts in the order in which they are written: all temperatures of a prompt, then the next prompt."""
+    return [
+        replace(text_of(7, temperature), token_ids=(prompt, 6, 7, 8))
+        for prompt in range(prompt_count)
+        for temperature in temperatures
+    ]
+
+
+@pytest.mark.parametrize("prompt_count", [1, 2, 3, 6, 40])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.7), (0.0, 0.7, 1.0), (0.0, 0.3, 0.5, 0.7, 1.0)])
+def test_rounds_of_every_temperature_are_timed(prompt_count: int, temperatures: tuple[float, ...]) -> None:
+    """Claim: of every temperature as many texts are timed, at least 3 in all where there are, none twice, and of as many
+    prompts as there are texts, if there are. Conclusive: with 3 temperatures and 3, 6 or 40 prompts every third, second
+    or fortieth text of the list has one temperature or one prompt only."""
+    chosen = probed(texts_of(prompt_count, *temperatures))
+    counts = {at: sum(text.params.temperature == at for text in chosen) for at in temperatures}
+    assert len({*counts.values()}) == 1 and len({*chosen}) == len(chosen)
+    assert len(chosen) >= min(3, prompt_count * len(temperatures))
+    assert len({text.prompt_ids for text in chosen}) >= min(prompt_count, len(chosen))
 
 
 @pytest.fixture(scope="module")
