@@ -72,7 +72,7 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
 def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading]) -> Times:
     """Returns the times to predict with: the pair's own, measured in a few rounds of each length. Raises
     SpecdecError."""
-    rounds_s = asyncio.run(probe(pair.address, [reading.text for reading in readings]))
+    rounds_s = asyncio.run(probe(pair.address, [own.text for own in readings], settings.text_tokens))
     given_s = settings.target_ms / 1e3, settings.draft_ms / 1e3
     return pair.times(rounds_s, given_s, settings.rtt_ms / 1e3, settings.overhead_ms / 1e3)
 

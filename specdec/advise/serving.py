@@ -144,14 +144,15 @@ def probed(texts: Sequence[Text]) -> list[Text]:
     return [own[place] for own, its in zip(groups.values(), places) for place in its]
 
 
-async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]]:
-    """Returns (draft tokens, mean seconds of a round), measured in turns on the texts of `probed`. Raises
-    SpecdecError."""
+async def probe(address: str, texts: Sequence[Text], token_count: int) -> list[tuple[float, float]]:
+    """Returns (draft tokens, mean seconds of a round), measured in turns on the texts of `probed`. `token_count`: that
+    the texts had at most, so that as many fit behind their prompts. Raises SpecdecError."""
+    token_count = min(PROBED_TOKENS, token_count)
     sums = {length: [0.0, 0.0] for length in PROBED}
     async with connected(address) as channel:
         for text in probed(texts):
             for length, own in sums.items():
-                run = await _generate(channel, asked_of(text, length, PROBED_TOKENS, ignore_eos=True))
+                run = await _generate(channel, asked_of(text, length, token_count, ignore_eos=True))
                 if run.statistics and run.statistics.rounds > 1:
                     own[0] += run.last_s - run.first_s
                     own[1] += run.statistics.rounds - 1

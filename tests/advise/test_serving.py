@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from specdec.advise import serving
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
-from specdec.advise.serving import Outcome, acceptance_of, asked_of, mean_length_of, probed, rate_of
+from specdec.advise.serving import PROBED, Outcome, acceptance_of, asked_of, mean_length_of, probe, probed, rate_of
+from specdec.cli.demo import Run
 from specdec.cli.request import UINT64_MAX, build_request
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
@@ -18,6 +22,7 @@ from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.engine_models import make_tiny_model
 
@@ -92,6 +97,31 @@ def test_rounds_of_every_temperature_are_timed(prompt_count: int, temperatures: 
     assert len({*counts.values()}) == 1 and len({*chosen}) == len(chosen)
     assert len(chosen) >= min(3, prompt_count * len(temperatures))
     assert len({text.prompt_ids for text in chosen}) >= min(prompt_count, len(chosen))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Fills with the requests that a pair is sent; each is answered by a token a second, in as many rounds."""
+    sent: list[Any] = []
+
+    async def answer(run: Run, channel: object, request: Any) -> None:
+        sent.append(request)
+        count = request.sampling.max_tokens
+        run.token_ids, run.first_count, run.last_s = list(range(count)), 1, count - 1.0
+        run.statistics = coordinator_pb.Statistics(rounds=count)
+
+    monkeypatch.setattr(serving, "fill", answer)
+    return sent
+
+
+@pytest.mark.parametrize(("text_tokens", "asked"), [(3, 3), (47, 47), (49, 48), (4000, 48)])
+def test_timed_rounds_fit_where_the_texts_did(requests: list[Any], text_tokens: int, asked: int) -> None:
+    """Claim: rounds are timed on at most as many tokens as the texts may have, for which there are positions, and at
+    most on 48; every number of draft tokens has its mean, here of a second a round. Conclusive: with 48 for every text
+    the first two cases ask for more."""
+    rounds_s = asyncio.run(probe("127.0.0.1:1", texts_of(2, 0.0, 0.7), text_tokens))
+    assert {request.sampling.max_tokens for request in requests} == {asked} and len(requests) == 4 * len(PROBED)
+    assert rounds_s == [(length, pytest.approx(1.0)) for length in PROBED]
 
 
 @pytest.fixture(scope="module")
