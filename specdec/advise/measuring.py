@@ -106,6 +106,8 @@ def written(
         Text(name, params_of(plan), tuple(own.tolist()), first)
         for name, plan, own, first in zip(names, plans, tokens, texts.answered_from.tolist())
     ]
+    if all(len(text.token_ids) <= text.first + 2 for text in made):
+        raise ConfigError("the target's answers to --prompts all end within 2 tokens, without a round to predict")
     return [text for text in made if len(text.token_ids) > text.first + 1]
 
 

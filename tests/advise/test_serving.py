@@ -148,6 +148,17 @@ def test_the_new_seed_gives_another_text(folder: Path) -> None:
     assert texts_with([plan.seed for plan in plans]) == predicted
 
 
+@pytest.mark.parametrize("longest", [1, 2])
+def test_answers_without_a_round_are_refused(folder: Path, longest: int) -> None:
+    """Claim: if every answer ends within 2 tokens, the first of which comes with the prompt, --prompts is refused; with
+    3 it is not. Conclusive: a model writes them, and nothing to read is left, or a rate of 0."""
+    model = load_model(str(folder), dtype="float32", has_stable_rows=False)
+    about = model, open_model_folder(str(folder))
+    with pytest.raises(ConfigError, match="answers to --prompts all end within 2 tokens"):
+        written(*about, ("0,1", longest, 0), {"total": EVERYTHING}, Console(quiet=True))
+    assert written(*about, ("0,1", 3, 0), {"total": EVERYTHING}, Console(quiet=True))
+
+
 def test_texts_are_written_on_the_device_that_is_named(folder: Path) -> None:
     """Claim: `written` gives the device's name to the writer, whose blocks and free memory are then that device's.
     Conclusive without a GPU: a device that no machine has is refused by name, by the writer and nothing before it."""
