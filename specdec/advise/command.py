@@ -31,6 +31,7 @@ from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import open_model_folder
+from specdec.folders import shown_name
 from specdec.protocol.types import Rule
 
 
@@ -45,11 +46,11 @@ def advise(settings: AdviseSettings) -> int:
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
-    for name, folder, own in zip(settings.draft, drafts, readings):
+    for name, shown, folder, own in zip(settings.draft, names_of(settings.draft), drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
         with served(settings.target, name, device) as pair:
             its_times = times_of(settings, pair, own)
-            advice = advice_of(folder.path.name, weight_bytes, own, its_times, prices)
+            advice = advice_of(shown, weight_bytes, own, its_times, prices)
             advices.append(advice)
             times.append(its_times)
             if settings.check:
@@ -58,6 +59,13 @@ def advise(settings: AdviseSettings) -> int:
     if settings.plot:
         view.draw(settings.plot, advices, times)
     return 0
+
+
+def names_of(drafts: Sequence[str]) -> list[str]:
+    """Returns what the drafts are called in tables, JSON and picture: those that would share a name as they were
+    given."""
+    shown = [shown_name(draft) for draft in drafts]
+    return [own if shown.count(own) == 1 else draft for own, draft in zip(shown, drafts)]
 
 
 def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:

@@ -18,8 +18,9 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.model_folder import ModelFolder
 from specdec.errors import ConfigError
+from specdec.folders import shown_name
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 TEXTS_AT_ONCE = 64
@@ -130,6 +131,5 @@ def readings_of(
         limit = f"the draft has {draft.description.positions_max} positions"
         raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")
     readers = Reader(target, longest, device), Reader(draft, longest, device)
-    name = open_model_folder(draft_name).path.name
-    shown = track(texts, f"{name} reads", console=console, disable=not console.is_terminal)
+    shown = track(texts, f"{shown_name(draft_name)} reads", console=console, disable=not console.is_terminal)
     return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]

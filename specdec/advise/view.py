@@ -116,7 +116,8 @@ def sweep_table(advices: Sequence[Advice]) -> Table:
     """A line for each draft; the fastest in bold."""
     table = Table(title="all drafts, each with its best number of draft tokens")
     for name in ("draft", "MB", "step ms", "k", "tokens a round", "tokens/s", "of plain"):
-        table.add_column(name, justify="left" if name == "draft" else "right")
+        is_name = name == "draft"
+        table.add_column(name, justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
     fastest = max(rate_of(advice) for advice in advices)
     for advice in advices:
         plan = advice.best_plan

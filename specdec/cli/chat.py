@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL, shown_name
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def chat(settings: ChatSettings) -> int:
 
             from specdec.cli.generate import LEGEND
 
-            print(f"{folder.name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
+            name = shown_name(settings.model)
+            print(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
         messages = beginning(settings)
         while (line := read_line("> " if is_terminal else "")) not in (None, QUIT):
             if line == NEW:

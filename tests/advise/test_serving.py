@@ -89,9 +89,9 @@ def texts_of(prompt_count: int, *temperatures: float) -> list[Text]:
 @pytest.mark.parametrize("prompt_count", [1, 2, 3, 6, 40])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.7), (0.0, 0.7, 1.0), (0.0, 0.3, 0.5, 0.7, 1.0)])
 def test_rounds_of_every_temperature_are_timed(prompt_count: int, temperatures: tuple[float, ...]) -> None:
-    """Claim: of every temperature as many texts are timed, at least 3 in all where there are, none twice, and of as many
-    prompts as there are texts, if there are. Conclusive: with 3 temperatures and 3, 6 or 40 prompts every third, second
-    or fortieth text of the list has one temperature or one prompt only."""
+    """Claim: of every temperature as many texts are timed, at least 3 in all where there are, none twice, and of as
+    many prompts as texts, if there are. Conclusive: three at equal distances in the list have, with 3 temperatures and
+    3 or 6 prompts, one temperature, and with 5 temperatures never all."""
     chosen = probed(texts_of(prompt_count, *temperatures))
     counts = {at: sum(text.params.temperature == at for text in chosen) for at in temperatures}
     assert len({*counts.values()}) == 1 and len({*chosen}) == len(chosen)
