@@ -49,12 +49,12 @@ def advise(settings: AdviseSettings) -> int:
     for name, shown, folder, own in zip(settings.draft, names_of(settings.draft), drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
         with served(settings.target, name, device) as pair:
-            its_times = times_of(settings, pair, own)
+            its_times = times_of(settings, pair, own, console)
             advice = advice_of(shown, weight_bytes, own, its_times, prices)
             advices.append(advice)
             times.append(its_times)
             if settings.check:
-                checks.append(observed_of(settings, pair, advice, own))
+                checks.append(observed_of(settings, pair, advice, own, console))
     tell(settings, advices, checks)
     if settings.plot:
         view.draw(settings.plot, advices, times)
@@ -77,19 +77,22 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 
-def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading]) -> Times:
+def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading], console: Console) -> Times:
     """Returns the times to predict with: the pair's own, measured in a few rounds of each length. Raises
     SpecdecError."""
-    rounds_s = asyncio.run(probe(pair.address, [own.text for own in readings], settings.text_tokens))
+    rounds_s = asyncio.run(probe(pair.address, [own.text for own in readings], settings.text_tokens, console))
     given_s = settings.target_ms / 1e3, settings.draft_ms / 1e3
     return pair.times(rounds_s, given_s, settings.rtt_ms / 1e3, settings.overhead_ms / 1e3)
 
 
-def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading]) -> dict[str, Any]:
+def observed_of(
+    settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading], console: Console
+) -> dict[str, Any]:
     """Serves the recommended plan, or one draft token if none is, and returns predicted beside observed values: of the
     plan, and of its rounds by rule."""
     length = advice.best or 1
-    seen = asyncio.run(observe(pair.address, [own.text for own in readings], length, settings.text_tokens))
+    texts = [own.text for own in readings]
+    seen = asyncio.run(observe(pair.address, texts, length, settings.text_tokens, console))
     own = [outcome for outcome in seen if outcome.rule is outcome.text.params.rule]
     plan, rate = advice.plans[length - 1], rate_of(own)
     plain_rate = rate_of([outcome for outcome in seen if outcome.rule is None])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -26,6 +27,8 @@ from specdec.protocol.types import ResolvedSamplingParams, Rule
 TEXTS_AT_ONCE = 64
 EVERYTHING = "all"  # the class of prompts without one
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -41,6 +44,12 @@ class Text:
     def prompt_ids(self) -> tuple[int, ...]:
         """The tokens of the prompt."""
         return self.token_ids[: self.first + 1]
+
+
+def tracked(items: Sequence[Item], title: str, console: Console) -> Iterable[Item]:
+    """Yields the items with a bar and the time that is left, on a terminal. It is redrawn rarely, for rounds are timed
+    meanwhile."""
+    return track(items, title, console=console, disable=not console.is_terminal, refresh_per_second=2)
 
 
 def by_prompt(texts: Iterable[Text], numbers: Iterable[Sequence[float]]) -> list[list[float]]:
@@ -98,7 +107,7 @@ def written(
     parts: list[LabelledTexts] = []
     at_once = range(0, len(plans), TEXTS_AT_ONCE)
     with TextWriter(model, TEXTS_AT_ONCE, longest, device) as writer:
-        for first in track(at_once, "the target writes", console=console, disable=not console.is_terminal):
+        for first in tracked(at_once, "the target writes", console):
             parts.append(writer.write(plans[first : first + TEXTS_AT_ONCE]))
     texts = LabelledTexts.joined(parts)
     tokens = texts.token_ids.split(texts.lengths.tolist())
@@ -131,5 +140,5 @@ def readings_of(
         limit = f"the draft has {draft.description.positions_max} positions"
         raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")
     readers = Reader(target, longest, device), Reader(draft, longest, device)
-    shown = track(texts, f"{shown_name(draft_name)} reads", console=console, disable=not console.is_terminal)
+    shown = tracked(texts, f"{shown_name(draft_name)} reads", console)
     return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
-from specdec.advise.measuring import Text, by_prompt
+from specdec.advise.measuring import Text, by_prompt, tracked
 from specdec.cli.demo import Run, fill
 from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
 from specdec.config import ServeSettings
@@ -117,16 +119,21 @@ def estimated(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[float, 
     return resampled(by_prompt([own.text for own in outcomes], map(of, outcomes)), share)
 
 
-async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> list[Outcome]:
+async def observe(
+    address: str, texts: Sequence[Text], length: int, token_count: int, console: Console
+) -> list[Outcome]:
     """Generates new answers to the texts' prompts: each with rounds of `length` draft tokens and, right after, without;
     sampled ones, which are drawn under COUPLED, then under REJECTION too. Raises SpecdecError."""
     outcomes = []
+    asked = [
+        (text, rule)
+        for text in texts
+        for rule in (text.params.rule, None, *([Rule.REJECTION] if text.params.rule is Rule.COUPLED else []))
+    ]
     async with connected(address) as channel:
-        for text in texts:
-            own = text.params.rule
-            for rule in [own, None, *([Rule.REJECTION] if own is Rule.COUPLED else [])]:
-                run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
-                outcomes.append(Outcome.of(text, rule, run))
+        for text, rule in tracked(asked, "the plan is served", console):
+            run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
+            outcomes.append(Outcome.of(text, rule, run))
     return outcomes
 
 
@@ -144,18 +151,18 @@ def probed(texts: Sequence[Text]) -> list[Text]:
     return [own[place] for own, its in zip(groups.values(), places) for place in its]
 
 
-async def probe(address: str, texts: Sequence[Text], token_count: int) -> list[tuple[float, float]]:
+async def probe(address: str, texts: Sequence[Text], token_count: int, console: Console) -> list[tuple[float, float]]:
     """Returns (draft tokens, mean seconds of a round), measured in turns on the texts of `probed`. `token_count`: that
     the texts had at most, so that as many fit behind their prompts. Raises SpecdecError."""
     token_count = min(PROBED_TOKENS, token_count)
     sums = {length: [0.0, 0.0] for length in PROBED}
     async with connected(address) as channel:
-        for text in probed(texts):
-            for length, own in sums.items():
-                run = await _generate(channel, asked_of(text, length, token_count, ignore_eos=True))
-                if run.statistics and run.statistics.rounds > 1:
-                    own[0] += run.last_s - run.first_s
-                    own[1] += run.statistics.rounds - 1
+        asked = [(text, length) for text in probed(texts) for length in PROBED]
+        for text, length in tracked(asked, "rounds are timed", console):
+            run = await _generate(channel, asked_of(text, length, token_count, ignore_eos=True))
+            if run.statistics and run.statistics.rounds > 1:
+                sums[length][0] += run.last_s - run.first_s
+                sums[length][1] += run.statistics.rounds - 1
     return [(float(length), share(own)) for length, own in sums.items() if own[1]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from rich.console import Console
 
 from specdec.advise import serving
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
-from specdec.advise.serving import PROBED, Outcome, acceptance_of, asked_of, mean_length_of, probe, probed, rate_of
+from specdec.advise.serving import (
+    PROBED,
+    Outcome,
+    acceptance_of,
+    asked_of,
+    mean_length_of,
+    observe,
+    probe,
+    probed,
+    rate_of,
+)
 from specdec.cli.demo import Run
 from specdec.cli.request import UINT64_MAX, build_request
 from specdec.distill.plans import Plans
@@ -28,6 +39,7 @@ from tests.support.engine_models import make_tiny_model
 
 TOKENS = 12
 NO_MACHINE_HAS = "cuda:999"
+QUIET = Console(quiet=True)
 
 
 def text_of(seed: int, temperature: float) -> Text:
@@ -119,9 +131,23 @@ def test_timed_rounds_fit_where_the_texts_did(requests: list[Any], text_tokens: 
     """Claim: rounds are timed on at most as many tokens as the texts may have, for which there are positions, and at
     most on 48; every number of draft tokens has its mean, here of a second a round. Conclusive: with 48 for every text
     the first two cases ask for more."""
-    rounds_s = asyncio.run(probe("127.0.0.1:1", texts_of(2, 0.0, 0.7), text_tokens))
+    rounds_s = asyncio.run(probe("127.0.0.1:1", texts_of(2, 0.0, 0.7), text_tokens, QUIET))
     assert {request.sampling.max_tokens for request in requests} == {asked} and len(requests) == 4 * len(PROBED)
     assert rounds_s == [(length, pytest.approx(1.0)) for length in PROBED]
+
+
+def test_serving_shows_how_far_it_is(requests: list[Any]) -> None:
+    """Claim: a terminal shows a bar while rounds are timed and while the plan is served, that ends full; what is asked
+    is the same: each text under its rule, then without drafts, a sampled one then under REJECTION. Without a terminal
+    nothing is printed."""
+    shown, silent = (Console(file=io.StringIO(), force_terminal=own, width=80) for own in (True, False))
+    texts = texts_of(2, 0.0, 0.7)
+    for console in (shown, silent):
+        asyncio.run(probe("127.0.0.1:1", texts, TOKENS, console))
+        outcomes = asyncio.run(observe("127.0.0.1:1", texts, 2, TOKENS, console))
+        assert [outcome.rule for outcome in outcomes[:5]] == [Rule.GREEDY, None, Rule.COUPLED, None, Rule.REJECTION]
+    assert all(line in shown.file.getvalue() for line in ("rounds are timed", "the plan is served"))
+    assert shown.file.getvalue().count("100%") >= 2 and silent.file.getvalue() == ""
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +181,15 @@ def test_answers_without_a_round_are_refused(folder: Path, longest: int) -> None
     model = load_model(str(folder), dtype="float32", has_stable_rows=False)
     about = model, open_model_folder(str(folder))
     with pytest.raises(ConfigError, match="answers to --prompts all end within 2 tokens"):
-        written(*about, ("0,1", longest, 0), {"total": EVERYTHING}, Console(quiet=True))
-    assert written(*about, ("0,1", 3, 0), {"total": EVERYTHING}, Console(quiet=True))
+        written(*about, ("0,1", longest, 0), {"total": EVERYTHING}, QUIET)
+    assert written(*about, ("0,1", 3, 0), {"total": EVERYTHING}, QUIET)
 
 
 def test_texts_are_written_on_the_device_that_is_named(folder: Path) -> None:
     """Claim: `written` gives the device's name to the writer, whose blocks and free memory are then that device's.
     Conclusive without a GPU: a device that no machine has is refused by name, by the writer and nothing before it."""
     model = load_model(str(folder), has_stable_rows=False)
-    about = model, open_model_folder(str(folder)), ("0", 4, 0), {"total": EVERYTHING}, Console(quiet=True)
+    about = model, open_model_folder(str(folder)), ("0", 4, 0), {"total": EVERYTHING}, QUIET
     assert len(written(*about, "cpu")) == 1
     with pytest.raises(ConfigError, match=NO_MACHINE_HAS):
         written(*about, NO_MACHINE_HAS)
