@@ -134,7 +134,9 @@ def readings_of(
     """Returns one draft's agreement along all texts. `names`: of target and draft. Raises ConfigError for a draft with
     fewer positions than a text, SpecdecError."""
     target_name, draft_name = names
-    draft = load_model(draft_name, device=device, has_stable_rows=False, target_tokenizer=target_name)
+    draft = load_model(  # eager: it reads pieces of more rows than captured steps have
+        draft_name, device=device, enforce_eager=True, has_stable_rows=False, target_tokenizer=target_name
+    )
     longest = max(len(own_tokens(model, text.token_ids, text.first)[0]) for text in texts for model in (target, draft))
     if longest > draft.description.positions_max:
         limit = f"the draft has {draft.description.positions_max} positions"
