@@ -17,7 +17,7 @@ from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
 from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
-from specdec.advise.view import acceptance_table, length_table, sweep_table
+from specdec.advise.view import acceptance_table, length_table, sentence, sweep_table
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -194,6 +194,28 @@ def advice_with(draft: str, rate: float, length: int) -> Advice:
         length or 1, Estimate(1.5, 1.4, 1.6), Estimate(0.5, 0.5, 0.5), *[Estimate(rate, rate, rate)] * 2, 0.0, 0.0
     )
     return Advice(draft, 7_000_000, 0.04, 0.005, 20.0, 0.0, length, [], [plan], Break(0.0, 0.0, 0))
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (
+            Break(0.0012, 0.0005, 0),
+            "Drafting would pay with a round trip below 1.20 ms, or with a draft step below 0.50 ms. It does not pay ",
+        ),
+        (
+            Break(-0.001, 0.0005, 0),
+            "Drafting would pay with a draft step below 0.50 ms. It does not pay at any round trip, ",
+        ),
+        (Break(-0.001, -0.002, 0), "It does not pay at any round trip, at any draft step, "),
+    ],
+)
+def test_a_draft_that_does_not_pay_is_told_its_limits(ends: Break, told: str) -> None:
+    """Claim: where plain decoding is faster, the sentence has the round trip and the draft step below which drafting
+    would pay, says which of them it cannot reach, and that a batch is none: no limit is left out."""
+    text = sentence(replace(advice_with("draft", 19.0, 0), pays_until=ends), 0.005)
+    begins = "Plain decoding is faster than any number of draft tokens at a round trip of 5 ms. "
+    assert text == f"{begins}{told}at a batch of 1 session."
 
 
 def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
