@@ -48,7 +48,7 @@ def advise(settings: AdviseSettings) -> int:
     advices, times, checks = [], [], []
     for name, shown, folder, own in zip(settings.draft, names_of(settings.draft), drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
-        with served(settings.target, name, device) as pair:
+        with served(settings.target, name, device, settings.threads or 1) as pair:
             its_times = times_of(settings, pair, own, console)
             advice = advice_of(shown, weight_bytes, own, its_times, prices)
             advices.append(advice)

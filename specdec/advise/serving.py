@@ -52,8 +52,8 @@ class Served:
 
 
 @contextmanager
-def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
-    """Yields the pair, served by this machine on a device, with one thread a model. Raises SpecdecError."""
+def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> Iterator[Served]:
+    """Yields the pair, served by this machine on a device, with `threads` CPU threads a model. Raises SpecdecError."""
     from specdec.cli import serve
 
     settings = ServeSettings(
@@ -62,7 +62,7 @@ def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
         device=device,
         proposers="draft",
         port=0,
-        threads=1,
+        threads=threads,
         log_level="error",
         drain_grace_s=1.0,
     )

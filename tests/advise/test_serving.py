@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specdec.advise import serving
+from specdec.advise import command, serving
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
 from specdec.advise.serving import (
     PROBED,
@@ -24,8 +26,10 @@ from specdec.advise.serving import (
     probed,
     rate_of,
 )
+from specdec.advise.settings import AdviseSettings
 from specdec.cli.demo import Run
 from specdec.cli.request import UINT64_MAX, build_request
+from specdec.config import ServeSettings
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
@@ -36,6 +40,7 @@ from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.engine_models import make_tiny_model
+from tests.support.services import MODELS
 
 TOKENS = 12
 NO_MACHINE_HAS = "cuda:999"
@@ -148,6 +153,32 @@ def test_serving_shows_how_far_it_is(requests: list[Any]) -> None:
         assert [outcome.rule for outcome in outcomes[:5]] == [Rule.GREEDY, None, Rule.COUPLED, None, Rule.REJECTION]
     assert all(line in shown.file.getvalue() for line in ("rounds are timed", "the plan is served"))
     assert shown.file.getvalue().count("100%") >= 2 and silent.file.getvalue() == ""
+
+
+@pytest.mark.parametrize(("told", "of_each"), [(0, 1), (3, 3)])
+def test_the_pair_is_served_with_the_threads_that_are_told(
+    told: int, of_each: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Claim: --threads N gives N threads to target and draft as they are served; without it each has one. Conclusive:
+    the settings of both services, at the place where they are started."""
+    started: list[ServeSettings] = []
+
+    @contextmanager
+    def running(settings: ServeSettings, children: list[object]) -> Iterator[None]:
+        started.append(settings)
+        raise ConfigError("not started")
+        yield
+
+    monkeypatch.setattr("specdec.cli.serve.running", running)
+    monkeypatch.setattr(command, "measured", lambda *_: [[]])
+    monkeypatch.setattr(command, "prepare_libraries", lambda threads: None)
+    asked = AdviseSettings(
+        target=str(MODELS / "target"), draft=str(MODELS / "draft"), prompts=tmp_path, threads=told, device="cpu"
+    )
+    with pytest.raises(ConfigError, match="not started"):
+        command.advise(asked)
+    (own,) = started
+    assert own.target_settings().threads == own.draft_settings().threads == of_each
 
 
 @pytest.fixture(scope="module")
