@@ -30,7 +30,7 @@ from specdec.advise.serving import (
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.model_folder import open_with_bar
 from specdec.folders import shown_name
 from specdec.protocol.types import Rule
 
@@ -42,7 +42,7 @@ def advise(settings: AdviseSettings) -> int:
         view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    drafts = [open_model_folder(name) for name in settings.draft]
+    drafts = [open_with_bar(name) for name in settings.draft]
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
@@ -70,7 +70,7 @@ def names_of(drafts: Sequence[str]) -> list[str]:
 
 def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:
     """Returns every draft's agreement along the target's texts; models are in memory only meanwhile."""
-    folder = open_model_folder(settings.target)
+    folder = open_with_bar(settings.target)
     target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)

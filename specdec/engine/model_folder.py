@@ -106,6 +106,20 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     return ModelFolder(path, read_json(path / "config.json"), _weight_files(path, path_or_hub_id))
 
 
+def open_with_bar(path_or_hub_id: str) -> ModelFolder:
+    """As `open_model_folder`, for a command: while CHAT_MODEL is converted, a bar on standard error, if it is a
+    terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    if path_or_hub_id == CHAT_MODEL:
+        console = Console(stderr=True)
+        with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=1.0, visible=False)
+            chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
+    return open_model_folder(path_or_hub_id)
+
+
 def end_token_ids_of(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Returns the end token ids of a folder's generation_config.json, one or a list; else those of a configuration."""
     generation = folder / "generation_config.json"
