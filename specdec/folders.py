@@ -24,13 +24,6 @@ def local_folder(path_or_name: str) -> Path:
     return cache_folder() / CHAT_MODEL if path_or_name == CHAT_MODEL and not path.is_dir() else path
 
 
-def shown_name(path_or_hub_id: str) -> str:
-    """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
-    as a hub id, as it is, since its folder has the name of a commit."""
-    path = Path(path_or_hub_id).expanduser()
-    return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
-
-
 def tokenizer_file(path_or_hub_id: str) -> Path:
     """Returns the path of the tokenizer.json of a folder or hub repository. Raises ModelRefused."""
     folder = local_folder(path_or_hub_id)

@@ -30,8 +30,7 @@ from specdec.advise.serving import (
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_with_bar
-from specdec.folders import shown_name
+from specdec.engine.model_folder import open_with_bar, shown_name
 from specdec.protocol.types import Rule
 
 

@@ -19,9 +19,8 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder
+from specdec.engine.model_folder import ModelFolder, shown_name
 from specdec.errors import ConfigError
-from specdec.folders import shown_name
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 TEXTS_AT_ONCE = 64

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
-from specdec.folders import CHAT_DRAFT, CHAT_MODEL, shown_name
+from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def chat(settings: ChatSettings) -> int:
             import readline  # noqa: F401  # edits and recalls lines of input()
 
             from specdec.cli.generate import LEGEND
+            from specdec.engine.model_folder import shown_name
 
             name = shown_name(settings.model)
             print(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -118,6 +119,13 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
             task = bar.add_task("", total=1.0, visible=False)
             chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
     return open_model_folder(path_or_hub_id)
+
+
+def shown_name(path_or_hub_id: str) -> str:
+    """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
+    as a hub id, as it is, since its folder has the name of a commit."""
+    path = Path(path_or_hub_id).expanduser()
+    return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
 
 
 def end_token_ids_of(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
