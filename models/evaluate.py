@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.advise.forecast import Estimate
 from specdec.advise.measuring import EVERYTHING, readings_of, written
 from specdec.advise.report import cells_of
-from specdec.engine.model import load_model
+from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.models.console import run_command
@@ -61,7 +61,7 @@ def acceptance(options: argparse.Namespace, prompts: Sequence[str]) -> list[dict
     """Acceptance by temperature and rule, with the bounds of its 95 % interval, as `specdec advise` measures it: the
     target answers each prompt once at each temperature. `bound`: that of the best possible rule."""
     names, console = (str(options.target), str(options.draft)), Console(stderr=True)
-    target = load_model(names[0], has_stable_rows=False)
+    target = load_offline_target(names[0])
     about = TEMPERATURES, options.tokens, 0
     texts = written(target, open_model_folder(names[0]), about, dict.fromkeys(prompts, EVERYTHING), console)
     cells = cells_of(readings_of(target, names, texts, "cpu", console))

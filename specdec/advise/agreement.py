@@ -73,7 +73,7 @@ class Reader:
         self._model = model
         self.hidden: Tensor | None = None
         if isinstance(model, TransformersModel):
-            model.watch_hidden(self._keep)
+            model.returns_hidden = True  # steps captured before return none; `allocate` drops them
         block_size = default_block_size(find_device(device))
         block_count = -(-length_max // block_size)
         model.allocate(1 + block_count, block_size)
@@ -98,9 +98,6 @@ class Reader:
                 self.hidden = self.hidden[chosen]
             yield logits[chosen]
 
-    def _keep(self, hidden: Tensor) -> None:
-        self.hidden = hidden.float().cpu()
-
     def _forward(self, own: Sequence[int], start: int, end: int, wanted_from: int) -> Tensor:
         """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
         if start == end:
@@ -109,6 +106,7 @@ class Reader:
         output = self._model.forward(RaggedBatch((chunk,)))
         if not all(output.is_finite):
             raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")
+        self.hidden = None if output.hidden is None else output.hidden.float().cpu()
         return output.logits.float().cpu()
 
 

@@ -30,7 +30,7 @@ from specdec.advise.serving import (
 from specdec.advise.settings import AdviseSettings
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.model_folder import open_with_bar, shown_name
 from specdec.protocol.types import Rule
 
 
@@ -41,47 +41,57 @@ def advise(settings: AdviseSettings) -> int:
         view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    drafts = [open_model_folder(name) for name in settings.draft]
+    drafts = [open_with_bar(name) for name in settings.draft]
     readings = measured(settings, device, console)
     prices = settings.target_price, settings.draft_price
     advices, times, checks = [], [], []
-    for name, folder, own in zip(settings.draft, drafts, readings):
+    for name, shown, folder, own in zip(settings.draft, names_of(settings.draft), drafts, readings):
         weight_bytes = sum(file.stat().st_size for file in folder.weight_files)
-        with served(settings.target, name, device) as pair:
-            its_times = times_of(settings, pair, own)
-            advice = advice_of(folder.path.name, weight_bytes, own, its_times, prices)
+        with served(settings.target, name, device, settings.threads or 1) as pair:
+            its_times = times_of(settings, pair, own, console)
+            advice = advice_of(shown, weight_bytes, own, its_times, prices)
             advices.append(advice)
             times.append(its_times)
             if settings.check:
-                checks.append(observed_of(settings, pair, advice, own))
+                checks.append(observed_of(settings, pair, advice, own, console))
     tell(settings, advices, checks)
     if settings.plot:
         view.draw(settings.plot, advices, times)
     return 0
 
 
+def names_of(drafts: Sequence[str]) -> list[str]:
+    """Returns what the drafts are called in tables, JSON and picture: those that would share a name as they were
+    given."""
+    shown = [shown_name(draft) for draft in drafts]
+    return [own if shown.count(own) == 1 else draft for own, draft in zip(shown, drafts)]
+
+
 def measured(settings: AdviseSettings, device: str, console: Console) -> list[list[Reading]]:
     """Returns every draft's agreement along the target's texts; models are in memory only meanwhile."""
-    folder = open_model_folder(settings.target)
+    folder = open_with_bar(settings.target)
     target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)
     return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
 
 
-def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading]) -> Times:
+def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading], console: Console) -> Times:
     """Returns the times to predict with: the pair's own, measured in a few rounds of each length. Raises
     SpecdecError."""
-    rounds_s = asyncio.run(probe(pair.address, [reading.text for reading in readings]))
+    rounds_s = asyncio.run(probe(pair.address, [own.text for own in readings], settings.text_tokens, console))
     given_s = settings.target_ms / 1e3, settings.draft_ms / 1e3
     return pair.times(rounds_s, given_s, settings.rtt_ms / 1e3, settings.overhead_ms / 1e3)
 
 
-def observed_of(settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading]) -> dict[str, Any]:
+def observed_of(
+    settings: AdviseSettings, pair: Served, advice: Advice, readings: Sequence[Reading], console: Console
+) -> dict[str, Any]:
     """Serves the recommended plan, or one draft token if none is, and returns predicted beside observed values: of the
     plan, and of its rounds by rule."""
     length = advice.best or 1
-    seen = asyncio.run(observe(pair.address, [own.text for own in readings], length, settings.text_tokens))
+    texts = [own.text for own in readings]
+    seen = asyncio.run(observe(pair.address, texts, length, settings.text_tokens, console))
     own = [outcome for outcome in seen if outcome.rule is outcome.text.params.rule]
     plan, rate = advice.plans[length - 1], rate_of(own)
     plain_rate = rate_of([outcome for outcome in seen if outcome.rule is None])

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -125,7 +126,7 @@ def line_through(points: Sequence[tuple[float, float]]) -> Callable[[float], flo
 @dataclass(frozen=True, slots=True)
 class Break:
     """Where drafting no longer pays: by round trip, by the draft's step, by sessions in a batch (the largest of BATCHES
-    at which it pays; 0: none). Negative or 0: it does not pay here."""
+    up to which it pays at each; 0: not for one session). Negative or 0: it does not pay at any."""
 
     rtt_s: float
     draft_step_s: float
@@ -137,13 +138,15 @@ def break_even(tokens: Sequence[float], times: Times) -> Break:
     plain_s = times.round_s(0)
     slack = {length: mean * plain_s - times.round_s(length) for length, mean in enumerate(tokens, 1)}
     step_s = times.draft(1)
-    pays = [
-        batch
-        for batch in BATCHES
-        if any(times.rate(mean, length, batch) > 1 / times.round_s(0, batch) for length, mean in enumerate(tokens, 1))
-    ]
+
+    def pays(batch: int) -> bool:
+        plain_rate = 1 / times.round_s(0, batch)
+        return any(times.rate(mean, length, batch) > plain_rate for length, mean in enumerate(tokens, 1))
+
     return Break(
-        times.rtt + max(slack.values()), max(step_s + slack[length] / length for length in slack), max(pays, default=0)
+        times.rtt + max(slack.values()),
+        max(step_s + slack[length] / length for length in slack),
+        max(takewhile(pays, BATCHES), default=0),
     )
 
 

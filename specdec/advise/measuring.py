@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -18,12 +19,14 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.model_folder import ModelFolder, shown_name
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
 TEXTS_AT_ONCE = 64
 EVERYTHING = "all"  # the class of prompts without one
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,12 @@ class Text:
     def prompt_ids(self) -> tuple[int, ...]:
         """The tokens of the prompt."""
         return self.token_ids[: self.first + 1]
+
+
+def tracked(items: Sequence[Item], title: str, console: Console) -> Iterable[Item]:
+    """Yields the items with a bar and the time that is left, on a terminal. It is redrawn rarely, for rounds are timed
+    meanwhile."""
+    return track(items, title, console=console, disable=not console.is_terminal, refresh_per_second=2)
 
 
 def by_prompt(texts: Iterable[Text], numbers: Iterable[Sequence[float]]) -> list[list[float]]:
@@ -97,7 +106,7 @@ def written(
     parts: list[LabelledTexts] = []
     at_once = range(0, len(plans), TEXTS_AT_ONCE)
     with TextWriter(model, TEXTS_AT_ONCE, longest, device) as writer:
-        for first in track(at_once, "the target writes", console=console, disable=not console.is_terminal):
+        for first in tracked(at_once, "the target writes", console):
             parts.append(writer.write(plans[first : first + TEXTS_AT_ONCE]))
     texts = LabelledTexts.joined(parts)
     tokens = texts.token_ids.split(texts.lengths.tolist())
@@ -106,6 +115,8 @@ def written(
         Text(name, params_of(plan), tuple(own.tolist()), first)
         for name, plan, own, first in zip(names, plans, tokens, texts.answered_from.tolist())
     ]
+    if all(len(text.token_ids) <= text.first + 2 for text in made):
+        raise ConfigError("the target's answers to --prompts all end within 2 tokens, without a round to predict")
     return [text for text in made if len(text.token_ids) > text.first + 1]
 
 
@@ -122,12 +133,13 @@ def readings_of(
     """Returns one draft's agreement along all texts. `names`: of target and draft. Raises ConfigError for a draft with
     fewer positions than a text, SpecdecError."""
     target_name, draft_name = names
-    draft = load_model(draft_name, device=device, has_stable_rows=False, target_tokenizer=target_name)
+    draft = load_model(  # eager: it reads pieces of more rows than captured steps have
+        draft_name, device=device, enforce_eager=True, has_stable_rows=False, target_tokenizer=target_name
+    )
     longest = max(len(own_tokens(model, text.token_ids, text.first)[0]) for text in texts for model in (target, draft))
     if longest > draft.description.positions_max:
         limit = f"the draft has {draft.description.positions_max} positions"
         raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")
     readers = Reader(target, longest, device), Reader(draft, longest, device)
-    name = open_model_folder(draft_name).path.name
-    shown = track(texts, f"{name} reads", console=console, disable=not console.is_terminal)
+    shown = tracked(texts, f"{shown_name(draft_name)} reads", console)
     return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
-from specdec.advise.measuring import Text, by_prompt
+from specdec.advise.measuring import Text, by_prompt, tracked
 from specdec.cli.demo import Run, fill
 from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
 from specdec.config import ServeSettings
@@ -49,8 +52,8 @@ class Served:
 
 
 @contextmanager
-def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
-    """Yields the pair, served by this machine on a device, with one thread a model. Raises SpecdecError."""
+def served(target: str, draft: str, device: str = "cpu", threads: int = 1) -> Iterator[Served]:
+    """Yields the pair, served by this machine on a device, with `threads` CPU threads a model. Raises SpecdecError."""
     from specdec.cli import serve
 
     settings = ServeSettings(
@@ -59,7 +62,7 @@ def served(target: str, draft: str, device: str = "cpu") -> Iterator[Served]:
         device=device,
         proposers="draft",
         port=0,
-        threads=1,
+        threads=threads,
         log_level="error",
         drain_grace_s=1.0,
     )
@@ -116,29 +119,50 @@ def estimated(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[float, 
     return resampled(by_prompt([own.text for own in outcomes], map(of, outcomes)), share)
 
 
-async def observe(address: str, texts: Sequence[Text], length: int, token_count: int) -> list[Outcome]:
+async def observe(
+    address: str, texts: Sequence[Text], length: int, token_count: int, console: Console
+) -> list[Outcome]:
     """Generates new answers to the texts' prompts: each with rounds of `length` draft tokens and, right after, without;
     sampled ones, which are drawn under COUPLED, then under REJECTION too. Raises SpecdecError."""
     outcomes = []
+    asked = [
+        (text, rule)
+        for text in texts
+        for rule in (text.params.rule, None, *([Rule.REJECTION] if text.params.rule is Rule.COUPLED else []))
+    ]
     async with connected(address) as channel:
-        for text in texts:
-            own = text.params.rule
-            for rule in [own, None, *([Rule.REJECTION] if own is Rule.COUPLED else [])]:
-                run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
-                outcomes.append(Outcome.of(text, rule, run))
+        for text, rule in tracked(asked, "the plan is served", console):
+            run = await _generate(channel, asked_of(text, length if rule else 0, token_count, rule=rule))
+            outcomes.append(Outcome.of(text, rule, run))
     return outcomes
 
 
-async def probe(address: str, texts: Sequence[Text]) -> list[tuple[float, float]]:
-    """Returns (draft tokens, mean seconds of a round), measured in turns on some texts. Raises SpecdecError."""
+def probed(texts: Sequence[Text]) -> list[Text]:
+    """Returns the texts on whose prompts rounds are timed: of each temperature as many, since a drawn token takes other
+    work than the likeliest, and of prompts that lie apart; at least PROBED_TEXTS, where there are."""
+    groups: dict[float, list[Text]] = defaultdict(list)
+    for text in texts:
+        groups[text.params.temperature].append(text)
+    count = -(-PROBED_TEXTS // len(groups)) * len(groups)
+    places = [
+        sorted({at * len(own) // count for at in range(start, count, len(groups))})
+        for start, own in enumerate(groups.values())
+    ]
+    return [own[place] for own, its in zip(groups.values(), places) for place in its]
+
+
+async def probe(address: str, texts: Sequence[Text], token_count: int, console: Console) -> list[tuple[float, float]]:
+    """Returns (draft tokens, mean seconds of a round), measured in turns on the texts of `probed`. `token_count`: that
+    the texts had at most, so that as many fit behind their prompts. Raises SpecdecError."""
+    token_count = min(PROBED_TOKENS, token_count)
     sums = {length: [0.0, 0.0] for length in PROBED}
     async with connected(address) as channel:
-        for text in texts[:: max(1, len(texts) // PROBED_TEXTS)][:PROBED_TEXTS]:
-            for length, own in sums.items():
-                run = await _generate(channel, asked_of(text, length, PROBED_TOKENS, ignore_eos=True))
-                if run.statistics and run.statistics.rounds > 1:
-                    own[0] += run.last_s - run.first_s
-                    own[1] += run.statistics.rounds - 1
+        asked = [(text, length) for text in probed(texts) for length in PROBED]
+        for text, length in tracked(asked, "rounds are timed", console):
+            run = await _generate(channel, asked_of(text, length, token_count, ignore_eos=True))
+            if run.statistics and run.statistics.rounds > 1:
+                sums[length][0] += run.last_s - run.first_s
+                sums[length][1] += run.statistics.rounds - 1
     return [(float(length), share(own)) for length, own in sums.items() if own[1]]
 
 

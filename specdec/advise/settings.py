@@ -18,9 +18,11 @@ class AdviseSettings(Settings):
     target: str = setting(..., MODEL, "Target model: folder or hub id.", min_length=1)
     draft: Names = setting(..., MODEL, "Draft model: folder or hub id; may be repeated.", min_length=1)
     device: str = setting("auto", MODEL, "Device: cpu, cuda or cuda:1; auto selects a GPU if there is one.")
-    threads: int = setting(0, MODEL, "CPU threads of this command; 0: one per core.", ge=0, le=1024)
+    threads: int = setting(
+        0, MODEL, "CPU threads of this command and of each served model; 0: one per core, and one each.", ge=0, le=1024
+    )
     prompts: Path = setting(..., PROMPT, "Prompts, one a line, or .jsonl with `prompt` and, if given, `class`.")
-    text_tokens: int = setting(96, PROMPT, "Most tokens of an answer.", ge=2, le=1 << 16)
+    text_tokens: int = setting(96, PROMPT, "Most tokens of an answer.", ge=3, le=1 << 16)
     text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures; each prompt is answered once at each.")
     text_seed: int = setting(0, PROMPT, "Seed of the texts.", ge=0, le=1 << 32)
     target_ms: float = setting(0.0, LIMITS, "Step of the target, one row; 0: measured on this machine.", ge=0)

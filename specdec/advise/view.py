@@ -101,14 +101,19 @@ def sentence(advice: Advice, rtt_s: float) -> str:
     """The recommendation and its limits."""
     plan, ends = advice.best_plan, advice.pays_until
     if plan is None:
+        limits_s = {"round trip": ends.rtt_s, "draft step": ends.draft_step_s}
+        reached = [f"with a {name} below {1e3 * limit_s:.2f} ms" for name, limit_s in limits_s.items() if limit_s > 0]
+        missed = [f"at any {name}" for name, limit_s in limits_s.items() if limit_s <= 0]
         return (
-            f"Plain decoding is faster than any number of draft tokens at a round trip of {1e3 * rtt_s:g} ms. This "
-            f"draft would pay with steps below {1e3 * max(0.0, ends.draft_step_s):.2f} ms."
+            f"Plain decoding is faster than any number of draft tokens at a round trip of {1e3 * rtt_s:g} ms. "
+            + (f"Drafting would pay {', or '.join(reached)}. " if reached else "")
+            + f"It does not pay {', '.join([*missed, 'at a batch of 1 session'])}."
         )
+    sessions = "1 session" if ends.batch == 1 else f"{ends.batch} sessions"
     limits = f"round trip of {1e3 * ends.rtt_s:.0f} ms, a draft step of {1e3 * ends.draft_step_s:.1f} ms"
     return (
         f"Recommended: {plan.length} draft tokens a round, {plan.ratio.value:.2f} times plain decoding. Drafting pays "
-        f"up to a {limits}, a batch of {ends.batch} sessions. --policy auto finds such a plan by itself."
+        f"up to a {limits}, a batch of {sessions}. --policy auto finds such a plan by itself."
     )
 
 
@@ -116,7 +121,8 @@ def sweep_table(advices: Sequence[Advice]) -> Table:
     """A line for each draft; the fastest in bold."""
     table = Table(title="all drafts, each with its best number of draft tokens")
     for name in ("draft", "MB", "step ms", "k", "tokens a round", "tokens/s", "of plain"):
-        table.add_column(name, justify="left" if name == "draft" else "right")
+        is_name = name == "draft"
+        table.add_column(name, justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
     fastest = max(rate_of(advice) for advice in advices)
     for advice in advices:
         plan = advice.best_plan

@@ -64,8 +64,10 @@ def chat(settings: ChatSettings) -> int:
             import readline  # noqa: F401  # edits and recalls lines of input()
 
             from specdec.cli.generate import LEGEND
+            from specdec.engine.model_folder import shown_name
 
-            print(f"{folder.name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
+            name = shown_name(settings.model)
+            print(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
         messages = beginning(settings)
         while (line := read_line("> " if is_terminal else "")) not in (None, QUIT):
             if line == NEW:
@@ -78,28 +80,13 @@ def chat(settings: ChatSettings) -> int:
 def template_of(model: str) -> tuple[Path, ChatTemplate]:
     """Returns the folder of a model, and its chat template. Raises ConfigError, ModelRefused."""
     from specdec.chat.template import ChatTemplate
+    from specdec.engine.model_folder import open_with_bar
 
-    folder = model_folder(model)
+    folder = open_with_bar(model).path
     template = ChatTemplate.read(folder)
     if template is None:
         raise ConfigError(f"{model} has no chat template; specdec generate continues plain text")
     return folder, template
-
-
-def model_folder(model: str) -> Path:
-    """Returns the folder of a model; CHAT_MODEL is converted at its first use, with a bar. Raises ConfigError."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from specdec.engine.chat_model import chat_model
-    from specdec.engine.model_folder import open_model_folder
-
-    if model == CHAT_MODEL:
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=1.0, visible=False)
-            chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
-    return open_model_folder(model).path
 
 
 @contextmanager

@@ -49,6 +49,12 @@ def serve(settings: ServeSettings) -> int:
 def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child | None, list[str]]]:
     """Yields coordinator, target, draft (None without one), and the size of each cache as text. At the end it stops all
     `children`, a list that it fills. Raises SpecdecError when a service cannot start."""
+    from specdec.engine.model_folder import open_with_bar
+    from specdec.rpc.ports import check_port
+
+    check_port(settings.host, settings.port)  # before two models are loaded
+    if not local_folder(settings.model).is_dir():
+        open_with_bar(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     names = "target and draft" if settings.has_draft else "the target"
     try:
         waiting = Console(stderr=True).status(f"loading {names}") if sys.stderr.isatty() else nullcontext()
@@ -62,12 +68,6 @@ def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Ch
 def _start(settings: ServeSettings, children: list[Child]) -> tuple[Child, Child, Child | None, list[str]]:
     """Starts the services; each is in `children` as soon as it exists, so that `running` can stop it. Returns them and
     the sizes of their caches."""
-    from specdec.engine.model_folder import open_model_folder
-    from specdec.rpc.ports import check_port
-
-    check_port(settings.host, settings.port)  # before two models are loaded
-    if not local_folder(settings.model).is_dir():
-        open_model_folder(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     target = start("target", settings.target_settings())
     children.append(target)
     draft = start("draft", settings.draft_settings()) if settings.has_draft else None

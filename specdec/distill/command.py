@@ -30,7 +30,7 @@ from specdec.distill.writing import TextWriter
 from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.heads import save_heads
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.model_folder import ModelFolder, open_with_bar
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
@@ -100,7 +100,7 @@ def distill(
     console = Console(stderr=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
-    folder = open_model_folder(settings.target)
+    folder = open_with_bar(settings.target)
     temperatures_of(settings.loss_temperatures, "--loss-temperatures", False)
     check_shape(folder, shape_of(settings))
     start = open_start(settings.start, folder) if settings.start else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,6 +105,27 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     if not (path / "tokenizer.json").is_file():
         raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
     return ModelFolder(path, read_json(path / "config.json"), _weight_files(path, path_or_hub_id))
+
+
+def open_with_bar(path_or_hub_id: str) -> ModelFolder:
+    """As `open_model_folder`, for a command: while CHAT_MODEL is converted, a bar on standard error, if it is a
+    terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    if path_or_hub_id == CHAT_MODEL:
+        console = Console(stderr=True)
+        with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=1.0, visible=False)
+            chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
+    return open_model_folder(path_or_hub_id)
+
+
+def shown_name(path_or_hub_id: str) -> str:
+    """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
+    as a hub id, as it is, since its folder has the name of a commit."""
+    path = Path(path_or_hub_id).expanduser()
+    return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
 
 
 def end_token_ids_of(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -96,11 +96,6 @@ class TransformersModel:
         self.returns_hidden = True
         return of_any_width(self._output)
 
-    def watch_hidden(self, told: Callable[[torch.Tensor], None]) -> None:
-        """Calls `told` with the final hidden states of the rows that have logits, [rows, hidden], in every forward on a
-        CPU."""
-        self._output.register_forward_pre_hook(lambda _, given: told(given[0]))
-
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
         hidden = self._base(

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of, proposed
 from specdec.advise.forecast import expected_rounds
+from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.model import load_model
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from tests.support.device_models import load_on_device
+from tests.support.engine_models import make_tiny_model
 from tests.support.services import MODELS, fixed, running
 
 TOKENS = 48
@@ -89,6 +93,27 @@ def test_measures_are_those_of_transformers_distributions():
     assert (own.reachable > 0.999).all()
     assert torch.allclose(own.cosine, torch.cosine_similarity(*states, dim=1).double(), **close)
     assert abs((1 - own.variation - own.accepted[Rule.REJECTION]).mean()) < 0.03
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_readers_of_one_model_do_not_meet(tmp_path: Path, has_graphs: bool) -> None:
+    """Claim: a model that was read before, as the target is for every draft, gives a later reader the hidden states of
+    a fresh one, also if its steps were captured before; and a reader keeps its own while another reads. Conclusive:
+    texts, so states, differ; a step captured without hidden states returns none."""
+    made = make_tiny_model(tmp_path / "llama", "llama")
+    load = partial(load_on_device, made, True) if has_graphs else partial(load_model, str(made), "float32")
+    model, fresh = (load(has_stable_rows=False) for _ in range(2))
+    model.allocate(3, 16)
+    model.forward(RaggedBatch((SequenceChunk([1, 2], 0, [5, 6, 7], 1),)))
+    first, ids, others = Reader(model, 64), list(range(2, 14)), list(range(14, 26))
+    list(first.read(ids, 3))
+    kept = first.hidden
+    second, alone = Reader(model, 64), Reader(fresh, 64)
+    list(second.read(others, 3))
+    list(alone.read(others, 3))
+    assert first.hidden is kept is not None and second.hidden is not None and alone.hidden is not None
+    assert second.hidden.shape == kept.shape == (9, 64) and not torch.allclose(kept, second.hidden, atol=0.1)
+    assert torch.equal(second.hidden, alone.hidden)
 
 
 def test_tokens_the_draft_lacks_never_pass():

@@ -128,7 +128,8 @@ def test_expected_rounds_at_the_ends():
 
 def test_break_even_is_where_the_rates_are_equal():
     """Claim: at the stated round trip and draft step the best number of draft tokens is as fast as plain decoding, and
-    a little less is faster; the batch is the largest that pays. Given times, so nothing depends on the machine."""
+    a little less is faster; the batch is the largest up to which each pays. Conclusive: of given times, so that nothing
+    depends on the machine, the last ones pay with 4 sessions but not with 2."""
 
     def times(rtt_s: float = 0.0, draft_s: float = 0.002) -> Times:
         return Times(lambda rows: 0.02 + 0.002 * rows, lambda nodes: draft_s * nodes, rtt_s, lambda length: 0.001)
@@ -147,6 +148,11 @@ def test_break_even_is_where_the_rates_are_equal():
     ]
     assert ends.batch >= max(paying)
     assert break_even([1.0, 1.0], times()).batch == 0
+    steps_s = {1: 0.01, 2: 0.01, 4: 0.04, 8: 0.04}
+    assert (
+        break_even([1.5], Times(lambda rows: steps_s.get(int(rows), 1.0), *[lambda at: 0.0, 0.0, lambda at: 0.0])).batch
+        == 1
+    )
 
 
 def test_the_interval_is_over_texts():

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from specdec.advise.agreement import Agreement
-from specdec.advise.command import advise, check_table
+from specdec.advise.command import advise, check_table, names_of
 from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
 from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
-from specdec.advise.view import acceptance_table, length_table, sweep_table
+from specdec.advise.view import acceptance_table, length_table, sentence, sweep_table
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -196,6 +196,28 @@ def advice_with(draft: str, rate: float, length: int) -> Advice:
     return Advice(draft, 7_000_000, 0.04, 0.005, 20.0, 0.0, length, [], [plan], Break(0.0, 0.0, 0))
 
 
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (
+            Break(0.0012, 0.0005, 0),
+            "Drafting would pay with a round trip below 1.20 ms, or with a draft step below 0.50 ms. It does not pay ",
+        ),
+        (
+            Break(-0.001, 0.0005, 0),
+            "Drafting would pay with a draft step below 0.50 ms. It does not pay at any round trip, ",
+        ),
+        (Break(-0.001, -0.002, 0), "It does not pay at any round trip, at any draft step, "),
+    ],
+)
+def test_a_draft_that_does_not_pay_is_told_its_limits(ends: Break, told: str) -> None:
+    """Claim: where plain decoding is faster, the sentence has the round trip and the draft step below which drafting
+    would pay, says which of them it cannot reach, and that a batch is none: no limit is left out."""
+    text = sentence(replace(advice_with("draft", 19.0, 0), pays_until=ends), 0.005)
+    begins = "Plain decoding is faster than any number of draft tokens at a round trip of 5 ms. "
+    assert text == f"{begins}{told}at a batch of 1 session."
+
+
 def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
     """Claim: a draft a line in the order given, with the values of its own plan; the fastest is bold, here the one in
     the middle, and no other; a draft that does not pay has 0 draft tokens and counts as plain decoding, though its plan
@@ -214,6 +236,24 @@ def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:
         console.print(table)
     bold = [line for line in shown.get().splitlines() if "36.0" in line]
     assert len(bold) == 1 and "middle" in bold[0] and "\x1b[1m" in bold[0]
+
+
+def test_drafts_are_called_what_distinguishes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: a folder is called by its last part, also if the path is "." or ends with a slash; a hub id is whole;
+    folders with the same last part are called as they were given, on 80 columns without a cut. Conclusive: a hub id is
+    no folder here, and the last parts of two of the paths are equal."""
+    for name in ("a/draft", "b/draft", "b/small"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "b")
+    a, b = f"{tmp_path}/a/draft", f"{tmp_path}/b/draft"
+    assert names_of([a, f"{tmp_path}/b/small/", "owner/draft"]) == ["draft", "small", "owner/draft"]
+    assert names_of([a, b, "."]) == [a, b, "b"] and names_of([b]) == ["draft"]
+    console = Console(width=80)
+    long = "/a/long/path/of/folders/to/a/" * 3 + "draft"
+    with console.capture() as shown:
+        console.print(sweep_table([advice_with(long, 24.0, 1), advice_with("owner/draft", 20.0, 1)]))
+    rows = [line.split("│") for line in shown.get().splitlines() if line.startswith("│")]
+    assert "".join(row[1].strip() for row in rows) == f"{long}owner/draft"
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from specdec.advise import command, serving
 from specdec.advise.measuring import EVERYTHING, Text, params_of, written
-from specdec.advise.serving import Outcome, acceptance_of, asked_of, mean_length_of, rate_of
+from specdec.advise.serving import (
+    PROBED,
+    Outcome,
+    acceptance_of,
+    asked_of,
+    mean_length_of,
+    observe,
+    probe,
+    probed,
+    rate_of,
+)
+from specdec.advise.settings import AdviseSettings
+from specdec.cli.demo import Run
 from specdec.cli.request import UINT64_MAX, build_request
+from specdec.config import ServeSettings
 from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
@@ -18,11 +37,14 @@ from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.engine_models import make_tiny_model
+from tests.support.services import MODELS
 
 TOKENS = 12
 NO_MACHINE_HAS = "cuda:999"
+QUIET = Console(quiet=True)
 
 
 def text_of(seed: int, temperature: float) -> Text:
@@ -72,6 +94,93 @@ def test_observed_values_are_those_of_all_outcomes() -> None:
     assert acceptance_of([first, other]).low == 0 and acceptance_of([first, other]).high == pytest.approx(3 / 4)
 
 
+def texts_of(prompt_count: int, *temperatures: float) -> list[Text]:
+    """Texts in the order in which they are written: all temperatures of a prompt, then the next prompt."""
+    return [
+        replace(text_of(7, temperature), token_ids=(prompt, 6, 7, 8))
+        for prompt in range(prompt_count)
+        for temperature in temperatures
+    ]
+
+
+@pytest.mark.parametrize("prompt_count", [1, 2, 3, 6, 40])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.7), (0.0, 0.7, 1.0), (0.0, 0.3, 0.5, 0.7, 1.0)])
+def test_rounds_of_every_temperature_are_timed(prompt_count: int, temperatures: tuple[float, ...]) -> None:
+    """Claim: of every temperature as many texts are timed, at least 3 in all where there are, none twice, and of as
+    many prompts as texts, if there are. Conclusive: three at equal distances in the list have, with 3 temperatures and
+    3 or 6 prompts, one temperature, and with 5 temperatures never all."""
+    chosen = probed(texts_of(prompt_count, *temperatures))
+    counts = {at: sum(text.params.temperature == at for text in chosen) for at in temperatures}
+    assert len({*counts.values()}) == 1 and len({*chosen}) == len(chosen)
+    assert len(chosen) >= min(3, prompt_count * len(temperatures))
+    assert len({text.prompt_ids for text in chosen}) >= min(prompt_count, len(chosen))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Fills with the requests that a pair is sent; each is answered by a token a second, in as many rounds."""
+    sent: list[Any] = []
+
+    async def answer(run: Run, channel: object, request: Any) -> None:
+        sent.append(request)
+        count = request.sampling.max_tokens
+        run.token_ids, run.first_count, run.last_s = list(range(count)), 1, count - 1.0
+        run.statistics = coordinator_pb.Statistics(rounds=count)
+
+    monkeypatch.setattr(serving, "fill", answer)
+    return sent
+
+
+@pytest.mark.parametrize(("text_tokens", "asked"), [(3, 3), (47, 47), (49, 48), (4000, 48)])
+def test_timed_rounds_fit_where_the_texts_did(requests: list[Any], text_tokens: int, asked: int) -> None:
+    """Claim: rounds are timed on at most as many tokens as the texts may have, for which there are positions, and at
+    most on 48; every number of draft tokens has its mean, here of a second a round. Conclusive: with 48 for every text
+    the first two cases ask for more."""
+    rounds_s = asyncio.run(probe("127.0.0.1:1", texts_of(2, 0.0, 0.7), text_tokens, QUIET))
+    assert {request.sampling.max_tokens for request in requests} == {asked} and len(requests) == 4 * len(PROBED)
+    assert rounds_s == [(length, pytest.approx(1.0)) for length in PROBED]
+
+
+def test_serving_shows_how_far_it_is(requests: list[Any]) -> None:
+    """Claim: a terminal shows a bar while rounds are timed and while the plan is served, that ends full; what is asked
+    is the same: each text under its rule, then without drafts, a sampled one then under REJECTION. Without a terminal
+    nothing is printed."""
+    shown, silent = (Console(file=io.StringIO(), force_terminal=own, width=80) for own in (True, False))
+    texts = texts_of(2, 0.0, 0.7)
+    for console in (shown, silent):
+        asyncio.run(probe("127.0.0.1:1", texts, TOKENS, console))
+        outcomes = asyncio.run(observe("127.0.0.1:1", texts, 2, TOKENS, console))
+        assert [outcome.rule for outcome in outcomes[:5]] == [Rule.GREEDY, None, Rule.COUPLED, None, Rule.REJECTION]
+    assert all(line in shown.file.getvalue() for line in ("rounds are timed", "the plan is served"))
+    assert shown.file.getvalue().count("100%") >= 2 and silent.file.getvalue() == ""
+
+
+@pytest.mark.parametrize(("told", "of_each"), [(0, 1), (3, 3)])
+def test_the_pair_is_served_with_the_threads_that_are_told(
+    told: int, of_each: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Claim: --threads N gives N threads to target and draft as they are served; without it each has one. Conclusive:
+    the settings of both services, at the place where they are started."""
+    started: list[ServeSettings] = []
+
+    @contextmanager
+    def running(settings: ServeSettings, children: list[object]) -> Iterator[None]:
+        started.append(settings)
+        raise ConfigError("not started")
+        yield
+
+    monkeypatch.setattr("specdec.cli.serve.running", running)
+    monkeypatch.setattr(command, "measured", lambda *_: [[]])
+    monkeypatch.setattr(command, "prepare_libraries", lambda threads: None)
+    asked = AdviseSettings(
+        target=str(MODELS / "target"), draft=str(MODELS / "draft"), prompts=tmp_path, threads=told, device="cpu"
+    )
+    with pytest.raises(ConfigError, match="not started"):
+        command.advise(asked)
+    (own,) = started
+    assert own.target_settings().threads == own.draft_settings().threads == of_each
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
@@ -96,11 +205,22 @@ def test_the_new_seed_gives_another_text(folder: Path) -> None:
     assert texts_with([plan.seed for plan in plans]) == predicted
 
 
+@pytest.mark.parametrize("longest", [1, 2])
+def test_answers_without_a_round_are_refused(folder: Path, longest: int) -> None:
+    """Claim: if every answer ends within 2 tokens, the first of which comes with the prompt, --prompts is refused; with
+    3 it is not. Conclusive: a model writes them, and nothing to read is left, or a rate of 0."""
+    model = load_model(str(folder), dtype="float32", has_stable_rows=False)
+    about = model, open_model_folder(str(folder))
+    with pytest.raises(ConfigError, match="answers to --prompts all end within 2 tokens"):
+        written(*about, ("0,1", longest, 0), {"total": EVERYTHING}, QUIET)
+    assert written(*about, ("0,1", 3, 0), {"total": EVERYTHING}, QUIET)
+
+
 def test_texts_are_written_on_the_device_that_is_named(folder: Path) -> None:
     """Claim: `written` gives the device's name to the writer, whose blocks and free memory are then that device's.
     Conclusive without a GPU: a device that no machine has is refused by name, by the writer and nothing before it."""
     model = load_model(str(folder), has_stable_rows=False)
-    about = model, open_model_folder(str(folder)), ("0", 4, 0), {"total": EVERYTHING}, Console(quiet=True)
+    about = model, open_model_folder(str(folder)), ("0", 4, 0), {"total": EVERYTHING}, QUIET
     assert len(written(*about, "cpu")) == 1
     with pytest.raises(ConfigError, match=NO_MACHINE_HAS):
         written(*about, NO_MACHINE_HAS)

