@@ -1,7 +1,7 @@
 """Text to token ids and back, with the `tokenizers` library alone.
 
-Special-token rules are the tokenizer file's own, as in `transformers` if the file exists. Decoding is incremental and
-holds back bytes that do not form a character.
+Special-token rules are the tokenizer file's own, as in `transformers` if the file exists; its `truncation` and
+`padding` do not apply. Decoding is incremental and holds back bytes that do not form a character.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Tokenizer:
         try:
             self.fingerprint = tokenizer_fingerprint(json.loads(source))
             self._tokenizer = tokenizers.Tokenizer.from_str(source)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception for a file it cannot read
             raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
 

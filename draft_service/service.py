@@ -37,8 +37,8 @@ def make_drafter(
 ) -> Drafter:
     """Returns the service of a loaded draft."""
     vocabulary = engine.model.description.vocabulary
-    if vocabulary:
-        get_logger().info("vocabulary", relation=description.draft_vocabulary_sentence)
+    relation = description.draft_vocabulary_sentence or "the draft proposes every token of its tokenizer"
+    get_logger().info("vocabulary", relation=relation)
     return Drafter(engine, description, tracing, vocabulary.retokenizer if vocabulary else None)
 
 

@@ -39,6 +39,17 @@ def test_prompts_become_the_token_ids_transformers_would_give(folder: Path):
         assert list(ours.encode(text, 2048)) == theirs(text)["input_ids"], text
 
 
+def test_a_prompt_is_neither_cut_nor_padded(folder: Path, tmp_path: Path):
+    """Claim: `truncation` and `padding` that a tokenizer file was saved with change no prompt, as with `transformers`.
+    Conclusive: the same texts, by a file that cuts them to two tokens and pads them to nine."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours, plain = Tokenizer(str(tmp_path)), Tokenizer(str(folder))
+    assert [ours.encode(text, 2048) for text in TEXTS] == [plain.encode(text, 2048) for text in TEXTS]
+
+
 def test_streamed_text_is_the_text(folder: Path):
     """Claim: pieces concatenate to the text of one decoding of all tokens, special tokens left out."""
     ours, theirs = Tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
