@@ -42,7 +42,8 @@ class Plans:
     with these are windows of `files`, as they are, which the target only labels, and continued, and texts of `records`.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
-    Raises ConfigError for a template that is not valid, and without template, prompts and files.
+    Raises ConfigError for a template that is not valid, for one with no tokens around a question of the target's own,
+    and without template, prompts and files. Making a plan raises it for a prompt or a file that has no tokens.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class Plans:
         if prompts or self._parts:
             self._sources.insert(0, self._asked)
         self._read: dict[Path, tuple[int, ...]] = {}
+        if self._parts and not prompts and not all(map(self._encode, self._parts)):
+            lacking = "no tokens before the user's words or none after them"
+            raise ConfigError(f"the chat template of {folder} has {lacking}: the target cannot ask itself: give --prompts")
         if not self._sources:
             needed = "give --prompts, --corpus or --from-record"
             raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: {needed}")
@@ -98,11 +102,13 @@ class Plans:
         if self._parts is None:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served
+            check_tokens(ids, f"--prompts: {prompt!r}")
             return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), 0, seed)
         before, after = self._parts
         begin = self._encode(before)
         if prompt is not None:
             ids = self._encode(before + prompt + after)
+            check_tokens(ids, f"--prompts: {prompt!r}")
             return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(begin), seed)
         question = Passage(begin, QUESTION_TOKENS_MAX, 1.0)
         answer = Passage(self._encode(after), self._answer_tokens_max, temperature)
@@ -114,6 +120,7 @@ class Plans:
         file = draws.choice(self._files)
         if file not in self._read:
             self._read[file] = self._encode(read_text(file))
+            check_tokens(self._read[file], f"--corpus: {file}")
         ids, length = self._read[file], self._answer_tokens_max
         start = draws.randrange(max(1, len(ids) - length + 1))
         window = ids[start : start + length]
@@ -134,6 +141,12 @@ class Plans:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)
 
 
+def check_tokens(ids: Sequence[int], name: str) -> None:
+    """Raises ConfigError for a text without tokens: the target cannot continue it."""
+    if not ids:
+        raise ConfigError(f"{name} has 0 tokens in the target's tokenizer; it must have 1")
+
+
 def text_files(folder: Path | None) -> list[Path]:
     """Returns the files below a folder, by name; none without one. Raises ConfigError for an empty folder or file, and
     for files that are too large or not UTF-8."""
@@ -150,7 +163,7 @@ def text_files(folder: Path | None) -> list[Path]:
 
 def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
     """Returns the texts of a file of `specdec coordinator --record`; none without one. Raises ConfigError for a file
-    with fewer than two, and for token ids that the target does not have."""
+    with fewer than two or one without tokens, and for token ids that the target does not have."""
     if file is None:
         return []
     try:
@@ -161,6 +174,8 @@ def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
         ]
         if any(len(own.accepted) != len(own.output_ids) or set(own.accepted) - set(SIGNS) for own in found):
             raise ValueError(f"accepted must have one of {SIGNS} for each of output_ids")
+        if not all(own.prompt_ids + own.output_ids for own in found):
+            raise ValueError("each text must have a token in prompt_ids or output_ids")
         ids = {token_id for own in found for token_id in own.prompt_ids + own.output_ids}
         known = all(isinstance(one, int) and 0 <= one < vocabulary_size for one in ids)
     except (OSError, ValueError, KeyError, TypeError) as error:

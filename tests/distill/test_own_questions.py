@@ -22,6 +22,8 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }} [end]\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+WORDS_FIRST = "{% for message in messages %}{{ message.content }} [end]{% endfor %}"
+WORDS_LAST = "{% for message in messages %}[user] {{ message.content }}{% endfor %}"
 TWICE = "{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}"
 ANSWER_TOKENS = 9
 
@@ -79,11 +81,18 @@ def test_the_question_is_the_targets_own(chat_target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "sentence"), [(None, "has no chat template"), (TWICE, "does not repeat the user's words once")]
+    ("template", "sentence"),
+    [
+        (None, "has no chat template"),
+        (TWICE, "does not repeat the user's words once"),
+        (WORDS_FIRST, "has no tokens before the user's words or none after them"),
+        (WORDS_LAST, "has no tokens before the user's words or none after them"),
+    ],
 )
 def test_a_target_that_cannot_ask_itself_is_refused(chat_target: Path, template: str | None, sentence: str) -> None:
-    """Claim: without a template, and with one that says the user's words twice, there are no such texts: the sentence
-    names the folder."""
+    """Claim: without a template, with one that says the user's words twice, and with one that has nothing before or
+    after them, there are no such texts: the sentence names the folder. Without tokens before them the first step has
+    none to feed; without tokens after them, the step after a question that an end token ends."""
     (chat_target / "chat_template.jinja").unlink()
     if template is not None:
         (chat_target / "chat_template.jinja").write_text(template)

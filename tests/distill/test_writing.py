@@ -169,6 +169,7 @@ def test_the_acceptance_of_a_record_is_told(tmp_path):
         ('{"prompt_ids": [1], "output_ids": [4096], "accepted": "1", "temperature": 0}', "ids outside 0 to 4095"),
         ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1", "temperature": 0}', "one of 10- for each"),
         ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1x", "temperature": 0}', "one of 10- for each"),
+        ('{"prompt_ids": [], "output_ids": [], "accepted": "", "temperature": 0}', "each text must have a token"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
@@ -176,6 +177,23 @@ def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
     (tmp_path / "record").write_text(content)
     with pytest.raises(ConfigError, match=error):
         records_of(tmp_path / "record", 4096)
+
+
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_texts_without_tokens_are_refused(tmp_path: Path, template: str | None) -> None:
+    """Claim: a prompt and a file of characters that the tokenizer drops are refused by name when plans are made, with
+    and without a chat template. Conclusive: nothing of them can be fed, so the writer would wait for ever."""
+    words = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    words.normalizer = tokenizers.normalizers.Replace("~", "")
+    words.save(str(tmp_path / "tokenizer.json"))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match="--prompts: '~~' has 0 tokens"):
+        Plans(tmp_path, (0.0,), 9, "1", ["total", "~~"]).make(0, 2)
+    file = tmp_path / "dropped.txt"
+    file.write_text("~~")
+    with pytest.raises(ConfigError, match=f"--corpus: {file} has 0 tokens"):
+        Plans(tmp_path, (0.0,), 9, "1", ["total"], [file]).make(0, 2)
 
 
 @pytest.mark.parametrize(
