@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import tokenizers
@@ -18,7 +19,7 @@ from specdec.errors import ConfigError
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64
-
+TEXT_DATE = datetime(2025, 1, 1)  # that templates say in all texts: a run goes on as it began on any later day
 
 CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
 FILE_BYTES_MAX = 1 << 26
@@ -210,7 +211,7 @@ def read_text(file: Path) -> str:
 def turn_parts(folder: Path) -> tuple[str, str] | None:
     """Returns the text of a chat before the user's words and after them, up to the answer; None without a template.
     Raises ConfigError for a template that does not repeat the user's words once."""
-    template = ChatTemplate.read(folder)
+    template = ChatTemplate.read(folder, TEXT_DATE)
     if template is None:
         return None
     parts = template.render([{"role": "user", "content": MARK}]).split(MARK)
