@@ -44,7 +44,6 @@ MAY_CHANGE = {
     "tokens",
     "minutes",
     "patience",
-    "text_count",
 }  # when a run continues
 FILE_TEXTS = 64  # of one file; the held-out texts are one
 CHECKPOINT_FILE = "checkpoint.safetensors"
