@@ -73,7 +73,7 @@ class Batch:
     inputs: Tensor  # [texts, length] int64, the student's ids
     learned: Tensor  # [texts, length] bool
     labels: Labels
-    temperatures: Tensor  # [learned positions] float32, of their texts
+    temperatures: Tensor  # [learned positions] float32, of their texts; at most 1: labels say nothing above
 
     @property
     def token_count(self) -> int:
@@ -105,7 +105,7 @@ class Data:
             inputs[row, : end - start] = self._inputs[start:end]
             learned[row, begin : end - start] = True
             chosen.append(torch.arange(start + begin, end))
-            temperatures.append(texts.temperatures[index].expand(len(chosen[-1])))
+            temperatures.append(texts.temperatures[index].clamp_max(1).expand(len(chosen[-1])))
         at = torch.cat(chosen)
         labels = Labels(self._own[at].long(), texts.log_probs[at].float())
         return Batch(inputs, learned, labels, torch.cat(temperatures))
