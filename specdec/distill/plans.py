@@ -16,6 +16,7 @@ import tokenizers
 from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextPlan
 from specdec.errors import ConfigError
+from specdec.protocol.types import RECORD_SIGNS, TokenKind
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64
@@ -24,8 +25,7 @@ TEXT_DATE = datetime(2025, 1, 1)  # that templates say in all texts: a run goes 
 CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
 FILE_BYTES_MAX = 1 << 26
 RECORDED_PROMPT_MAX = 512  # tokens before a recorded answer, the last ones
-ACCEPTED, REJECTED = "1", "0"  # signs of an output token in a record: see `specdec.coordinator.recording`
-SIGNS = ACCEPTED + REJECTED + "-"
+SIGNS = "".join(RECORD_SIGNS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int
     found: dict[float, tuple[int, int]] = {}
     for own in sorted(records, key=lambda record: record.temperature):
         accepted, tested = found.get(own.temperature, (0, 0))
-        more, rejected = own.accepted.count(ACCEPTED), own.accepted.count(REJECTED)
+        more, rejected = (own.accepted.count(RECORD_SIGNS[kind]) for kind in (TokenKind.ACCEPTED, TokenKind.RECOVERED))
         found[own.temperature] = accepted + more, tested + more + rejected
     return found
 
