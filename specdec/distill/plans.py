@@ -6,15 +6,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-
-import tokenizers
 
 from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextPlan
+from specdec.engine.retokenizer import first_tokens, whole_tokenizer
 from specdec.errors import ConfigError
 from specdec.protocol.types import RECORD_SIGNS, TokenKind
 
@@ -57,7 +57,8 @@ class Plans:
         files: Sequence[Path] = (),
         records: Sequence[Record] = (),
     ) -> None:
-        self._words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._words = whole_tokenizer(folder / "tokenizer.json")
+        self._first = tuple(first_tokens(self._words))
         self._prompts = prompts
         self._temperatures = temperatures
         self._answer_tokens_max = answer_tokens_max
@@ -79,9 +80,14 @@ class Plans:
     def digest(self, first: int, count: int, target: str) -> str:
         """Returns a digest of everything that decides the texts first to first + count of the target of that digest."""
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
-        files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
+        if self._first and (self._files or self._parts is None):
+            facts.append(self._first)
         records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
-        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files, records]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()).hexdigest()
+
+    @cached_property
+    def _file_digests(self) -> list[str]:
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
 
     def length_max(self, first: int, count: int) -> int:
         """The most tokens of any of these texts."""
@@ -104,7 +110,7 @@ class Plans:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served
             check_tokens(ids, f"--prompts: {prompt!r}")
-            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), 0, seed)
+            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(self._first), seed)
         before, after = self._parts
         begin = self._encode(before)
         if prompt is not None:
@@ -116,7 +122,8 @@ class Plans:
         return TextPlan((question, answer), len(begin), seed)
 
     def _window(self, index: int, seed: int) -> TextPlan:
-        """A window of a file that is drawn by the seed: continued, or as it is and one token more."""
+        """A window of a file that is drawn by the seed, after the tokens that every served text begins with: continued,
+        or as it is and one token more."""
         draws = random.Random(seed)
         file = draws.choice(self._files)
         if file not in self._read:
@@ -127,9 +134,11 @@ class Plans:
         window = ids[start : start + length]
         temperature = self._temperatures[index // 2 % len(self._temperatures)]
         if index % 2 and len(window) > CONTINUED_PART:
-            given = window[: len(window) // CONTINUED_PART]
-            return TextPlan((Passage(given, length - len(given), temperature),), 0, seed)
-        return TextPlan((Passage(window, 1, temperature),), 0, seed)
+            window = window[: len(window) // CONTINUED_PART]
+            passage = Passage(self._first + window, length - len(window), temperature)
+        else:
+            passage = Passage(self._first + window, 1, temperature)
+        return TextPlan((passage,), len(self._first), seed)
 
     def _recorded(self, index: int, seed: int) -> TextPlan:
         """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
@@ -148,17 +157,18 @@ def check_tokens(ids: Sequence[int], name: str) -> None:
         raise ConfigError(f"{name} has 0 tokens in the target's tokenizer; it must have 1")
 
 
-def text_files(folder: Path | None) -> list[Path]:
-    """Returns the files below a folder, by name; none without one. Raises ConfigError for an empty folder or file, and
-    for files that are too large or not UTF-8."""
+def text_files(folder: Path | None, told: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """Returns the text files below a folder, by name; none without one. `told` is given a line if others are skipped.
+    Raises ConfigError for a folder with fewer than two, and for a file that cannot be read."""
     if folder is None:
         return []
-    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    every = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    files = [file for file in every if read_text(file)]
+    skipped = f"{len(every) - len(files)} of {len(every)} files are no UTF-8 text of 1 to {FILE_BYTES_MAX} bytes"
     if len(files) < 2:
-        raise ConfigError(f"--corpus {folder} has {len(files)} files; it must have 2, one to test with")
-    for file in files:
-        if not read_text(file).strip():
-            raise ConfigError(f"--corpus: {file} has no text")
+        raise ConfigError(f"--corpus {folder} has {len(files)} text files; it must have 2, one to test with; {skipped}")
+    if len(files) < len(every):
+        told(f"--corpus {folder}: {skipped}, and skipped")
     return files
 
 
@@ -199,13 +209,15 @@ def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int
 
 
 def read_text(file: Path) -> str:
-    """Returns the text of a file. Raises ConfigError for one that is too large or not UTF-8."""
+    """Returns the text of a file; empty if it is not UTF-8, has a zero byte, is blank or too large. Raises ConfigError
+    for one that cannot be read."""
     try:
-        if file.stat().st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"--corpus: {file} has {file.stat().st_size} bytes; at most {FILE_BYTES_MAX} are read")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--corpus: {file} cannot be read: {error}") from None
+        text = file.read_text(encoding="utf-8") if file.stat().st_size <= FILE_BYTES_MAX else ""
+    except UnicodeDecodeError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"--corpus: {file} cannot be read: {error.strerror}") from None
+    return text if text.strip() and "\0" not in text else ""
 
 
 def turn_parts(folder: Path) -> tuple[str, str] | None:
