@@ -72,7 +72,9 @@ class Plans:
         self._read: dict[Path, tuple[int, ...]] = {}
         if self._parts and not prompts and not all(map(self._encode, self._parts)):
             lacking = "no tokens before the user's words or none after them"
-            raise ConfigError(f"the chat template of {folder} has {lacking}: the target cannot ask itself: give --prompts")
+            raise ConfigError(
+                f"the chat template of {folder} has {lacking}: the target cannot ask itself: give --prompts"
+            )
         if not self._sources:
             needed = "give --prompts, --corpus or --from-record"
             raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: {needed}")
@@ -83,7 +85,9 @@ class Plans:
         if self._first and (self._files or self._parts is None):
             facts.append(self._first)
         records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
-        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()
+        ).hexdigest()
 
     @cached_property
     def _file_digests(self) -> list[str]:
