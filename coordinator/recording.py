@@ -13,12 +13,10 @@ from pathlib import Path
 
 from specdec.errors import ConfigError
 from specdec.protocol.report import Delta
-from specdec.protocol.types import TokenKind
+from specdec.protocol.types import RECORD_SIGNS
 from specdec.telemetry.logs import get_logger
 
 WAITING_MAX = 256  # texts not written yet; further ones are left out
-# Of an output token: an accepted draft token, one in place of a rejected draft token, one without a draft token.
-SIGNS = {TokenKind.ACCEPTED: "1", TokenKind.RECOVERED: "0", TokenKind.BONUS: "-"}
 
 
 class Recorder:
@@ -40,7 +38,7 @@ class Recorder:
         line = {
             "prompt_ids": list(prompt_ids),
             "output_ids": output_ids,
-            "accepted": "".join(SIGNS[kind] for delta in deltas for kind in delta.kinds),
+            "accepted": "".join(RECORD_SIGNS[kind] for delta in deltas for kind in delta.kinds),
             "temperature": temperature,
         }
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"

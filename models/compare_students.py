@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.distill.command import distill
-from specdec.distill.learners import DraftLearner
+from specdec.distill.learners import DraftLearner, losses_of
 from specdec.distill.losses import Labels
 from specdec.distill.training import Batch
 from specdec.errors import ConfigError
@@ -54,13 +54,12 @@ class FilteredLearner(DraftLearner):
         super().__init__(*arguments)
         self._reference = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
 
-    def losses(self, batch: Batch, labels: Labels, logits: Tensor) -> Tensor:
-        """Returns the loss of the chosen positions.  # [chosen]"""
-        own = super().losses(batch, labels, logits)
+    def chosen(self, batch: Batch, labels: Labels, losses: Tensor) -> Tensor:
+        """Returns the losses of the chosen positions.  # [chosen]"""
         with torch.no_grad():
             its_logits = self._reference(input_ids=batch.inputs, use_cache=False).logits[batch.learned].float()
-            its_own = super().losses(batch, labels, its_logits)
-        return farthest_behind(own, its_own)
+            its_own = losses_of(self._plan, labels, its_logits)
+        return farthest_behind(losses, its_own)
 
 
 def farthest_behind(own: Tensor, reference: Tensor) -> Tensor:

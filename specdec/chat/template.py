@@ -25,15 +25,16 @@ Message = Mapping[str, str]  # role and content
 
 
 class ChatTemplate:
-    """The template of a model folder: its source, and the special tokens it may name."""
+    """The template of a model folder: its source, and the special tokens it may name. `today`: the date it may say;
+    None: that of each rendering."""
 
-    def __init__(self, folder: Path, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, source: str, tokens: Mapping[str, str], today: datetime | None = None) -> None:
         self._folder, self._tokens = folder, tokens
-        self._template = compiled(source)
+        self._template = compiled(source, today)
         self._tokenizer: tokenizers.Tokenizer | None = None
 
     @classmethod
-    def read(cls, folder: Path) -> ChatTemplate | None:
+    def read(cls, folder: Path, today: datetime | None = None) -> ChatTemplate | None:
         """Returns the template of a folder; None without one. Raises ConfigError for one that is not valid, or without
         jinja2."""
         config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
@@ -43,7 +44,7 @@ class ChatTemplate:
         if (folder / TEMPLATE_FILE).is_file():
             source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
         tokens = {f"{name}_token": token_text(config.get(f"{name}_token")) for name in SPECIAL_TOKENS}
-        return cls(folder, source, tokens) if isinstance(source, str) else None
+        return cls(folder, source, tokens, today) if isinstance(source, str) else None
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Returns the token ids of the prompt for the next answer, as `apply_chat_template` gives them: the template
@@ -73,7 +74,7 @@ def token_text(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
 
 
-def compiled(source: str) -> Any:
+def compiled(source: str, today: datetime | None = None) -> Any:
     """Returns a jinja template with the settings and functions that templates of `transformers` expect."""
     try:
         from jinja2 import TemplateError, nodes
@@ -100,7 +101,7 @@ def compiled(source: str) -> Any:
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["strftime_now"] = lambda format: (today or datetime.now()).strftime(format)
     try:
         return environment.from_string(source)
     except TemplateError as error:

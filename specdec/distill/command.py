@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +45,6 @@ MAY_CHANGE = {
     "tokens",
     "minutes",
     "patience",
-    "text_count",
 }  # when a run continues
 FILE_TEXTS = 64  # of one file; the held-out texts are one
 CHECKPOINT_FILE = "checkpoint.safetensors"
@@ -227,7 +227,7 @@ def written_texts(
 ) -> tuple[LabelledTexts, LabelledTexts]:
     """Returns the texts to learn from and the held-out ones; has the target write those that are missing."""
     where = settings.texts or settings.out / "texts"
-    plans = plans_of(settings, folder)
+    plans = plans_of(settings, folder, partial(console.print, soft_wrap=True))
     tell_recorded(plans, console)
     wanted = [("heldout", 0), *(("train", first) for first in range(0, settings.text_count, FILE_TEXTS))]
     files = {own: where / f"{own[0]}-{own[1]:07d}.safetensors" for own in wanted}
@@ -264,14 +264,16 @@ def written_texts(
     return LabelledTexts.joined(learned), heldout
 
 
-def plans_of(settings: DistillSettings, folder: ModelFolder) -> dict[str, Plans]:
-    """Returns the plans of the held-out texts and of those to learn from; no prompt and no file is in both.
-    Raises ConfigError."""
+def plans_of(
+    settings: DistillSettings, folder: ModelFolder, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Plans]:
+    """Returns the plans of the held-out texts and of those to learn from; no prompt and no file is in both. `told` is
+    given a line about files that are skipped. Raises ConfigError."""
     temperatures = temperatures_of(settings.text_temperatures, "--text-temperatures")
     prompts = prompts_of(settings.prompts)
     if settings.prompts and len(prompts) < 2:
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
-    files = text_files(settings.corpus)
+    files = text_files(settings.corpus, told)
     records = records_of(settings.from_record, folder.token_string_count)
     parts = zip(("heldout", "train"), split(prompts), split(files), split(records))
     return {

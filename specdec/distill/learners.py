@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from specdec.distill.losses import (
     LOSSES,
@@ -21,6 +24,38 @@ from specdec.distill.training import Batch, Plan
 from specdec.engine.heads import Heads
 from specdec.engine.transformers_model import logit_scaling
 
+LOGITS_ROWS_MAX = 512  # at once: they take vocabulary x 4 bytes each, several times
+
+
+def by_rows(function: Callable[[Labels, Tensor], Tensor], labels: Labels, rows: Tensor) -> Tensor:
+    """Returns `function` of labels and hidden states, LOGITS_ROWS_MAX at once; backward computes each part again.
+
+    function: makes logits and returns a value for each position; rows: [n, hidden]
+    """
+    parts = zip(*(whole.split(LOGITS_ROWS_MAX) for whole in (labels.own_ids, labels.log_probs, rows)))
+    found = [
+        checkpoint(lambda ids, probs, part: function(Labels(ids, probs), part), *part, use_reentrant=False)
+        for part in parts
+    ]
+    return torch.cat(found)
+
+
+class OutputLayer:
+    """The logits of a model from its final hidden states; `own_size`: of its first tokens."""
+
+    def __init__(self, model: transformers.PreTrainedModel, own_size: int, plan: Plan) -> None:
+        self._layer = model.get_output_embeddings()
+        self._scale, self._softcap = logit_scaling(model)
+        self._own_size = own_size
+        self._plan = plan
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows [n, hidden] -> logits [n, own size] float32"""
+        with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=self._plan.bf16):
+            logits = self._layer(rows)
+        logits = logits[:, : self._own_size].float() * self._scale
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
 
 def losses_of(plan: Plan, labels: Labels, logits: Tensor) -> Tensor:
     """Returns the plan's loss of each position, the mean over the temperatures.  # [n] float32"""
@@ -33,43 +68,55 @@ class DraftLearner:
 
     def __init__(self, student: Any, own_size: int, plan: Plan) -> None:
         self.student = student.to(plan.device)
-        self._own_size = own_size
+        self._logits = OutputLayer(self.student, own_size, plan)
         self._plan = plan
 
     def backward(self, batch: Batch) -> float:
-        loss = self.losses(batch, *self._logits(batch)).mean()
+        labels, rows = self._examples(batch)
+        every = by_rows(self._losses, labels, rows)
+        loss = self.chosen(batch, labels, every).mean()
         loss.backward()
         return loss.item()
 
-    def losses(self, batch: Batch, labels: Labels, logits: Tensor) -> Tensor:
-        """Returns the loss of each position that a step learns: here, of all.  # [n] float32
+    def chosen(self, batch: Batch, labels: Labels, losses: Tensor) -> Tensor:
+        """Returns the losses of the positions that a step learns: here, of all.  # [chosen] float32
 
-        labels, logits: of the learned positions of the batch, on the device
+        labels, losses: of the learned positions of the batch, on the device
         """
-        return losses_of(self._plan, labels, logits)
+        return losses
 
     def acceptances(self, batch: Batch) -> dict[str, Tensor]:
         """Returns acceptance by position, by rule and temperature of the text, such as "COUPLED 0.7"."""
         found = {}
-        labels, logits = self._logits(batch)
-        temperatures = batch.temperatures.to(logits.device)
+        labels, rows = self._examples(batch)
+        temperatures = batch.temperatures.to(rows.device)
         for temperature in temperatures.unique().tolist():
             at = temperatures == temperature
-            own, rows = Labels(labels.own_ids[at], labels.log_probs[at]), logits[at]
+            own = Labels(labels.own_ids[at], labels.log_probs[at])
             if temperature == 0:
-                found["GREEDY 0"] = greedy_acceptance(own, rows)
-                continue
-            found[f"REJECTION {temperature:g}"] = rejection_acceptance(own, rows, temperature)
-            found[f"COUPLED {temperature:g}"] = coupled_acceptance(own, rows, temperature)
+                rules: dict[str, Callable[[Labels, Tensor], Tensor]] = {"GREEDY": greedy_acceptance}
+            else:
+                rules = {
+                    "REJECTION": partial(rejection_acceptance, temperature=temperature),
+                    "COUPLED": partial(coupled_acceptance, temperature=temperature),
+                }
+            for name, rule in rules.items():
+                found[f"{name} {temperature:g}"] = by_rows(partial(self._accepted, rule), own, rows[at])
         return found
 
-    def _logits(self, batch: Batch) -> tuple[Labels, Tensor]:
-        """Returns the labels on the device, and the student's logits at the learned positions."""
+    def _losses(self, labels: Labels, rows: Tensor) -> Tensor:
+        return losses_of(self._plan, labels, self._logits(rows))
+
+    def _accepted(self, rule: Callable[[Labels, Tensor], Tensor], labels: Labels, rows: Tensor) -> Tensor:
+        return rule(labels, self._logits(rows))
+
+    def _examples(self, batch: Batch) -> tuple[Labels, Tensor]:
+        """Returns labels on the device, and final hidden states [n, hidden], of the learned positions."""
         device = self._plan.device
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            every = self.student(input_ids=batch.inputs.to(device), use_cache=False).logits
-        logits = every[batch.learned.to(device)][:, : self._own_size].float()
-        return Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device)), logits
+            base = self.student.base_model(input_ids=batch.inputs.to(device), use_cache=False)
+        labels = Labels(batch.labels.own_ids.to(device), batch.labels.log_probs.to(device))
+        return labels, base.last_hidden_state[batch.learned.to(device)]
 
 
 class HeadsLearner:
@@ -81,17 +128,16 @@ class HeadsLearner:
 
     def __init__(self, target: transformers.PreTrainedModel, head_count: int, own_size: int, plan: Plan) -> None:
         self._target = target.eval().requires_grad_(False).to(plan.device)
-        self._output = target.get_output_embeddings()
-        self._scale, self._softcap = logit_scaling(target)
-        self._own_size = own_size
+        self._output = OutputLayer(self._target, own_size, plan)
         self._plan = plan
-        self.student = Heads(head_count, self._output.weight.shape[1]).to(plan.device)
+        self.student = Heads(head_count, target.get_output_embeddings().weight.shape[1]).to(plan.device)
 
     def backward(self, batch: Batch) -> float:
         hidden, total = self._hidden(batch), 0.0
         for index in range(self.student.head_count):
             labels, _, rows = self._examples(batch, hidden, index + 1)
-            loss = losses_of(self._plan, labels, self._logits(index, rows)).mean() / self.student.head_count
+            every = by_rows(partial(self._losses, index), labels, rows)
+            loss = every.mean() / self.student.head_count
             loss.backward()
             total += loss.item()
         return total
@@ -102,7 +148,7 @@ class HeadsLearner:
         hidden, found = self._hidden(batch), {}
         for index in range(self.student.head_count):
             labels, temperatures, rows = self._examples(batch, hidden, index + 1)
-            token_ids = self._logits(index, rows).argmax(1)
+            token_ids = by_rows(partial(self._likeliest, index), labels, rows)
             for temperature in temperatures.unique().tolist():
                 at = temperatures == temperature
                 own = Labels(labels.own_ids[at], labels.log_probs[at])
@@ -128,9 +174,14 @@ class HeadsLearner:
         labels = Labels(batch.labels.own_ids[has_source].to(device), batch.labels.log_probs[has_source].to(device))
         return labels, batch.temperatures[has_source].to(device), hidden[text, position - distance]
 
+    def _losses(self, index: int, labels: Labels, rows: Tensor) -> Tensor:
+        return losses_of(self._plan, labels, self._logits(index, rows))
+
+    def _likeliest(self, index: int, labels: Labels, rows: Tensor) -> Tensor:
+        return self._logits(index, rows).argmax(1)
+
     def _logits(self, index: int, rows: Tensor) -> Tensor:
         """Returns the logits of one head.  # [n, own size] float32"""
         with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=self._plan.bf16):
-            logits = self._output(self.student.of(index, rows))
-        logits = logits[:, : self._own_size].float() * self._scale
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+            inputs = self.student.of(index, rows)
+        return self._output(inputs)

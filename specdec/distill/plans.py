@@ -6,25 +6,26 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-
-import tokenizers
 
 from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextPlan
+from specdec.engine.retokenizer import first_tokens, whole_tokenizer
 from specdec.errors import ConfigError
+from specdec.protocol.types import RECORD_SIGNS, TokenKind
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64
-
+TEXT_DATE = datetime(2025, 1, 1)  # that templates say in all texts: a run goes on as it began on any later day
 
 CONTINUED_PART = 4  # a continued window begins with this part of its tokens as given
 FILE_BYTES_MAX = 1 << 26
 RECORDED_PROMPT_MAX = 512  # tokens before a recorded answer, the last ones
-ACCEPTED, REJECTED = "1", "0"  # signs of an output token in a record: see `specdec.coordinator.recording`
-SIGNS = ACCEPTED + REJECTED + "-"
+SIGNS = "".join(RECORD_SIGNS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Plans:
     with these are windows of `files`, as they are, which the target only labels, and continued, and texts of `records`.
 
     Without a chat template a prompt is the text's beginning. Temperatures are taken in turn; `seed` decides all draws.
-    Raises ConfigError for a template that is not valid, and without template, prompts and files.
+    Raises ConfigError for a template that is not valid, for one with no tokens around a question of the target's own,
+    and without template, prompts and files. Making a plan raises it for a prompt or a file that has no tokens.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Plans:
         files: Sequence[Path] = (),
         records: Sequence[Record] = (),
     ) -> None:
-        self._words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._words = whole_tokenizer(folder / "tokenizer.json")
+        self._first = tuple(first_tokens(self._words))
         self._prompts = prompts
         self._temperatures = temperatures
         self._answer_tokens_max = answer_tokens_max
@@ -67,6 +70,11 @@ class Plans:
         if prompts or self._parts:
             self._sources.insert(0, self._asked)
         self._read: dict[Path, tuple[int, ...]] = {}
+        if self._parts and not prompts and not all(map(self._encode, self._parts)):
+            lacking = "no tokens before the user's words or none after them"
+            raise ConfigError(
+                f"the chat template of {folder} has {lacking}: the target cannot ask itself: give --prompts"
+            )
         if not self._sources:
             needed = "give --prompts, --corpus or --from-record"
             raise ConfigError(f"{folder} has no chat template, so the target cannot ask itself: {needed}")
@@ -74,9 +82,16 @@ class Plans:
     def digest(self, first: int, count: int, target: str) -> str:
         """Returns a digest of everything that decides the texts first to first + count of the target of that digest."""
         facts = [target, first, count, self._temperatures, self._answer_tokens_max, self._seed, self._parts]
-        files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
+        if self._first and (self._files or self._parts is None):
+            facts.append(self._first)
         records = [list(map(list, (own.prompt_ids, own.output_ids))) for own in self.records]
-        return hashlib.sha256(json.dumps([*facts, list(self._prompts), *files, records]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([*facts, list(self._prompts), *self._file_digests, records]).encode()
+        ).hexdigest()
+
+    @cached_property
+    def _file_digests(self) -> list[str]:
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files]
 
     def length_max(self, first: int, count: int) -> int:
         """The most tokens of any of these texts."""
@@ -98,30 +113,36 @@ class Plans:
         if self._parts is None:
             assert prompt is not None
             ids = tuple(self._words.encode(prompt).ids)  # with the tokens that the tokenizer adds, as when served
-            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), 0, seed)
+            check_tokens(ids, f"--prompts: {prompt!r}")
+            return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(self._first), seed)
         before, after = self._parts
         begin = self._encode(before)
         if prompt is not None:
             ids = self._encode(before + prompt + after)
+            check_tokens(ids, f"--prompts: {prompt!r}")
             return TextPlan((Passage(ids, self._answer_tokens_max, temperature),), len(begin), seed)
         question = Passage(begin, QUESTION_TOKENS_MAX, 1.0)
         answer = Passage(self._encode(after), self._answer_tokens_max, temperature)
         return TextPlan((question, answer), len(begin), seed)
 
     def _window(self, index: int, seed: int) -> TextPlan:
-        """A window of a file that is drawn by the seed: continued, or as it is and one token more."""
+        """A window of a file that is drawn by the seed, after the tokens that every served text begins with: continued,
+        or as it is and one token more."""
         draws = random.Random(seed)
         file = draws.choice(self._files)
         if file not in self._read:
             self._read[file] = self._encode(read_text(file))
+            check_tokens(self._read[file], f"--corpus: {file}")
         ids, length = self._read[file], self._answer_tokens_max
         start = draws.randrange(max(1, len(ids) - length + 1))
         window = ids[start : start + length]
         temperature = self._temperatures[index // 2 % len(self._temperatures)]
         if index % 2 and len(window) > CONTINUED_PART:
-            given = window[: len(window) // CONTINUED_PART]
-            return TextPlan((Passage(given, length - len(given), temperature),), 0, seed)
-        return TextPlan((Passage(window, 1, temperature),), 0, seed)
+            window = window[: len(window) // CONTINUED_PART]
+            passage = Passage(self._first + window, length - len(window), temperature)
+        else:
+            passage = Passage(self._first + window, 1, temperature)
+        return TextPlan((passage,), len(self._first), seed)
 
     def _recorded(self, index: int, seed: int) -> TextPlan:
         """A recorded answer, its beginning if it is longer than others, after the end of what came before."""
@@ -134,23 +155,30 @@ class Plans:
         return tuple(self._words.encode(text, add_special_tokens=False).ids)
 
 
-def text_files(folder: Path | None) -> list[Path]:
-    """Returns the files below a folder, by name; none without one. Raises ConfigError for an empty folder or file, and
-    for files that are too large or not UTF-8."""
+def check_tokens(ids: Sequence[int], name: str) -> None:
+    """Raises ConfigError for a text without tokens: the target cannot continue it."""
+    if not ids:
+        raise ConfigError(f"{name} has 0 tokens in the target's tokenizer; it must have 1")
+
+
+def text_files(folder: Path | None, told: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """Returns the text files below a folder, by name; none without one. `told` is given a line if others are skipped.
+    Raises ConfigError for a folder with fewer than two, and for a file that cannot be read."""
     if folder is None:
         return []
-    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    every = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    files = [file for file in every if read_text(file)]
+    skipped = f"{len(every) - len(files)} of {len(every)} files are no UTF-8 text of 1 to {FILE_BYTES_MAX} bytes"
     if len(files) < 2:
-        raise ConfigError(f"--corpus {folder} has {len(files)} files; it must have 2, one to test with")
-    for file in files:
-        if not read_text(file).strip():
-            raise ConfigError(f"--corpus: {file} has no text")
+        raise ConfigError(f"--corpus {folder} has {len(files)} text files; it must have 2, one to test with; {skipped}")
+    if len(files) < len(every):
+        told(f"--corpus {folder}: {skipped}, and skipped")
     return files
 
 
 def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
     """Returns the texts of a file of `specdec coordinator --record`; none without one. Raises ConfigError for a file
-    with fewer than two, and for token ids that the target does not have."""
+    with fewer than two or one without tokens, and for token ids that the target does not have."""
     if file is None:
         return []
     try:
@@ -161,6 +189,8 @@ def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
         ]
         if any(len(own.accepted) != len(own.output_ids) or set(own.accepted) - set(SIGNS) for own in found):
             raise ValueError(f"accepted must have one of {SIGNS} for each of output_ids")
+        if not all(own.prompt_ids + own.output_ids for own in found):
+            raise ValueError("each text must have a token in prompt_ids or output_ids")
         ids = {token_id for own in found for token_id in own.prompt_ids + own.output_ids}
         known = all(isinstance(one, int) and 0 <= one < vocabulary_size for one in ids)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -177,25 +207,27 @@ def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int
     found: dict[float, tuple[int, int]] = {}
     for own in sorted(records, key=lambda record: record.temperature):
         accepted, tested = found.get(own.temperature, (0, 0))
-        more, rejected = own.accepted.count(ACCEPTED), own.accepted.count(REJECTED)
+        more, rejected = (own.accepted.count(RECORD_SIGNS[kind]) for kind in (TokenKind.ACCEPTED, TokenKind.RECOVERED))
         found[own.temperature] = accepted + more, tested + more + rejected
     return found
 
 
 def read_text(file: Path) -> str:
-    """Returns the text of a file. Raises ConfigError for one that is too large or not UTF-8."""
+    """Returns the text of a file; empty if it is not UTF-8, has a zero byte, is blank or too large. Raises ConfigError
+    for one that cannot be read."""
     try:
-        if file.stat().st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"--corpus: {file} has {file.stat().st_size} bytes; at most {FILE_BYTES_MAX} are read")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--corpus: {file} cannot be read: {error}") from None
+        text = file.read_text(encoding="utf-8") if file.stat().st_size <= FILE_BYTES_MAX else ""
+    except UnicodeDecodeError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"--corpus: {file} cannot be read: {error.strerror}") from None
+    return text if text.strip() and "\0" not in text else ""
 
 
 def turn_parts(folder: Path) -> tuple[str, str] | None:
     """Returns the text of a chat before the user's words and after them, up to the answer; None without a template.
     Raises ConfigError for a template that does not repeat the user's words once."""
-    template = ChatTemplate.read(folder)
+    template = ChatTemplate.read(folder, TEXT_DATE)
     if template is None:
         return None
     parts = template.render([{"role": "user", "content": MARK}]).split(MARK)

@@ -70,6 +70,7 @@ class DistillSettings(Settings):
             raise ValueError(f"{[*given, '--start'][0]} is for drafts: leave it out with --heads")
         if self.start and given:
             raise ValueError(f"{given[0]} is for new drafts: leave it out, --start {self.start} keeps its own")
-        if self.start and Path(self.start).resolve() == self.out.resolve():
-            raise ValueError(f"--out {self.out} is --start too; give another folder, and serve that afterwards")
+        for flag, folder in (("--target", self.target), ("--start", self.start)):
+            if folder and Path(folder).resolve() == self.out.resolve():
+                raise ValueError(f"--out {self.out} is {flag} too; give another folder, and serve that afterwards")
         return self

@@ -73,7 +73,7 @@ class Batch:
     inputs: Tensor  # [texts, length] int64, the student's ids
     learned: Tensor  # [texts, length] bool
     labels: Labels
-    temperatures: Tensor  # [learned positions] float32, of their texts
+    temperatures: Tensor  # [learned positions] float32, of their texts; at most 1: labels say nothing above
 
     @property
     def token_count(self) -> int:
@@ -89,10 +89,11 @@ class Data:
         self.texts = texts
         self._begins = begins.tolist()
         self._starts = [0, *texts.lengths.cumsum(0).tolist()]
-        ids, likeliest = texts.token_ids.long(), texts.likeliest_ids.long()
-        self._inputs = ids if own_ids is None else own_ids[ids]
-        self._own = likeliest if own_ids is None else own_ids[likeliest]
-        self._own = torch.where(self._own == unknown, -1, self._own).to(torch.int32)
+        self._own_ids, self._unknown = own_ids, unknown
+
+    def _own(self, ids: Tensor) -> Tensor:
+        """Returns the student's ids of the target's.  # int64"""
+        return ids.long() if self._own_ids is None else self._own_ids[ids.long()]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Returns these texts as one batch."""
@@ -102,12 +103,13 @@ class Data:
         chosen, temperatures = [], []
         for row, index in enumerate(indices):
             start, end, begin = self._starts[index], self._starts[index + 1], self._begins[index]
-            inputs[row, : end - start] = self._inputs[start:end]
+            inputs[row, : end - start] = self._own(texts.token_ids[start:end])
             learned[row, begin : end - start] = True
             chosen.append(torch.arange(start + begin, end))
-            temperatures.append(texts.temperatures[index].expand(len(chosen[-1])))
+            temperatures.append(texts.temperatures[index].clamp_max(1).expand(len(chosen[-1])))
         at = torch.cat(chosen)
-        labels = Labels(self._own[at].long(), texts.log_probs[at].float())
+        likeliest = self._own(texts.likeliest_ids[at])
+        labels = Labels(likeliest.where(likeliest != self._unknown, -1), texts.log_probs[at].float())
         return Batch(inputs, learned, labels, torch.cat(temperatures))
 
     def epoch(self, seed: int, epoch: int, batch_tokens: int) -> list[list[int]]:

@@ -88,6 +88,10 @@ class TokenKind(enum.IntEnum):
     BONUS = 3
 
 
+# Of an output token in a record: an accepted draft token, one in place of a rejected draft token, one without.
+RECORD_SIGNS = {TokenKind.ACCEPTED: "1", TokenKind.RECOVERED: "0", TokenKind.BONUS: "-"}
+
+
 class FinishReason(enum.Enum):
     """The reason for the end of a text."""
 

@@ -101,7 +101,8 @@ def test_the_command_makes_heads_of_its_target_and_continues(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Claim: `specdec distill --heads 2` writes a set that loads for its target, with its settings and evaluations, and
-    says how to serve it; run again it continues where it ended."""
+    says how to serve it; run again it continues where it ended. With more texts, which a checkpoint is not of, it is
+    refused before the target writes them."""
     out = tmp_path / "heads"
     run(monkeypatch, target, out, "--heads", "2")
     said = capsys.readouterr().err
@@ -113,6 +114,10 @@ def test_the_command_makes_heads_of_its_target_and_continues(
     assert {name.partition(" at ")[0] for name in facts["history"][-1]["acceptance"]} == {"head 1", "head 2"}
     run(monkeypatch, target, out, "--heads", "2")
     assert "continuing after" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, target, out, "--heads", "2", "--text-count", "80")
+    assert "is of other settings: remove it, or give another --out" in capsys.readouterr().err
+    assert len(list((out / "texts").iterdir())) == 2, "the texts of the first run"
 
 
 def test_flags_of_drafts_are_refused(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import tokenizers
 
+from specdec.chat import template as chat_template
+from specdec.chat.template import ChatTemplate
 from specdec.distill.command import plans_of
 from specdec.distill.plans import QUESTION_TOKENS_MAX, Plans, turn_parts
 from specdec.distill.settings import DistillSettings
@@ -22,6 +25,8 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }} [end]\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+WORDS_FIRST = "{% for message in messages %}{{ message.content }} [end]{% endfor %}"
+WORDS_LAST = "{% for message in messages %}[user] {{ message.content }}{% endfor %}"
 TWICE = "{% for message in messages %}{{ message.content }} {{ message.content }}{% endfor %}"
 ANSWER_TOKENS = 9
 
@@ -78,12 +83,40 @@ def test_the_question_is_the_targets_own(chat_target: Path) -> None:
     assert texts.temperatures.tolist() == [0.0] * 3, "those of the answers"
 
 
+def test_texts_of_a_template_with_a_date_go_on_the_next_day(chat_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: with a template that says today's date, plans and their digest are the same on another day, so a run that
+    was stopped continues with the texts it has, bit for bit; a chat has the date of its day. Conclusive: the clock of
+    the template's own function is replaced, and the chat shows that it is."""
+    (chat_target / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }} " + TEMPLATE)
+    told = []
+    for day in (1, 2):
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz: object = None) -> datetime:
+                return datetime(2026, 3, day)  # noqa: B023  # called before the next day
+
+        monkeypatch.setattr(chat_template, "datetime", Clock)
+        chat = ChatTemplate.read(chat_target)
+        assert chat is not None and chat.render([]).startswith(f"0{day} Mar 2026")
+        plans = Plans(chat_target, (0.0,), ANSWER_TOKENS, "1")
+        told.append((plans.digest(0, 3, "target"), plans.make(0, 3)))
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize(
-    ("template", "sentence"), [(None, "has no chat template"), (TWICE, "does not repeat the user's words once")]
+    ("template", "sentence"),
+    [
+        (None, "has no chat template"),
+        (TWICE, "does not repeat the user's words once"),
+        (WORDS_FIRST, "has no tokens before the user's words or none after them"),
+        (WORDS_LAST, "has no tokens before the user's words or none after them"),
+    ],
 )
 def test_a_target_that_cannot_ask_itself_is_refused(chat_target: Path, template: str | None, sentence: str) -> None:
-    """Claim: without a template, and with one that says the user's words twice, there are no such texts: the sentence
-    names the folder."""
+    """Claim: without a template, with one that says the user's words twice, and with one that has nothing before or
+    after them, there are no such texts: the sentence names the folder. Without tokens before them the first step has
+    none to feed; without tokens after them, the step after a question that an end token ends."""
     (chat_target / "chat_template.jinja").unlink()
     if template is not None:
         (chat_target / "chat_template.jinja").write_text(template)

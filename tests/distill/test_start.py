@@ -50,6 +50,10 @@ def run(monkeypatch: pytest.MonkeyPatch, target: Path, out: Path, *more: str) ->
     return ended.value.code
 
 
+def contents_of(*folders: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for folder in folders for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize("is_trimmed", [False, True])
 def test_it_begins_as_the_draft(target: Path, tmp_path: Path, is_trimmed: bool) -> None:
     """Claim: the student has the draft's weights in float32, of another architecture than the target's too, and saved
@@ -96,6 +100,7 @@ def test_it_learns_on_and_keeps_its_tokens(target: Path, tmp_path: Path, monkeyp
         (["--draft-vocabulary", "99"], "--draft-vocabulary is for new drafts: leave it out"),
         (["--heads", "2"], "--start is for drafts: leave it out with --heads"),
         (["--out", "{start}"], "--out {start} is --start too; give another folder"),
+        (["--out", "{target}"], "--out {target} is --target too; give another folder"),
         (["--start", "{start}/none"], "{start}/none: no such folder"),
         (["--text-tokens", "600"], "--start {start} has 512 positions: give a smaller --text-tokens"),
     ],
@@ -110,13 +115,13 @@ def test_flags_that_contradict_it_are_refused(
 ) -> None:
     """Claim: each is refused in one line that names flag, value and remedy, before anything is written."""
     start = make_tiny_model(tmp_path / "start", "gpt2", 3)
-    before = sorted(start.iterdir())
-    given = [flag.format(start=start) for flag in flags]
+    before = contents_of(start, target)
+    given = [flag.format(start=start, target=target) for flag in flags]
     capsys.readouterr()
     assert run(monkeypatch, target, tmp_path / "out", "--start", str(start), *given) in (1, 2)
     said = capsys.readouterr().err
-    assert sentence.format(start=start) in said and len(said.splitlines()) == 1, said
-    assert not (tmp_path / "out").exists() and sorted(start.iterdir()) == before
+    assert sentence.format(start=start, target=target) in said and len(said.splitlines()) == 1, said
+    assert not (tmp_path / "out").exists() and contents_of(start, target) == before
 
 
 def test_other_drafts_are_refused(target: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ TEXT_LENGTH, TEXT_COUNT = 5, 4
 BATCH_TOKENS = TEXT_LENGTH  # a text a step
 EVALUATE_TOKENS = TEXT_LENGTH - 1  # learned of a text: an evaluation after each step
 BUDGET_STEPS = 40
+
+
+def test_hotter_texts_are_tested_at_1() -> None:
+    """Claim: positions of a text above temperature 1, which live traffic has, count at 1, those of others at their own;
+    the texts keep theirs. Conclusive: of labels of some tokens, the others in one, only temperatures up to 1 give a
+    bound (`specdec.distill.losses.probabilities`)."""
+    texts = replace(texts_of(3).texts, temperatures=torch.tensor([0.0, 0.7, 1.8]))
+    batch = Data(texts, texts.learned_from, None).batch([0, 1, 2])
+    found = batch.temperatures.view(3, TEXT_LENGTH - 1)
+    assert torch.equal(found, torch.tensor([0.0, 0.7, 1.0])[:, None].expand_as(found))
 
 
 class ScriptedLearner:

@@ -118,7 +118,8 @@ def test_windows_of_files_are_labelled_and_continued(tmp_path, target):
     before = plans["train"].digest(0, 4, "")
     for name, content in contents.items():
         (tmp_path / name).write_text(content + "#")
-    assert plans["train"].digest(0, 4, "") != before
+    changed = plans_of(DistillSettings(**told, corpus=tmp_path), TARGET)["train"]
+    assert changed.digest(0, 4, "") != before
     texts = written(target, mixed.make(0, 4), 4)
     assert texts.lengths.tolist()[1] == 20 and tuple(tokens_of(texts)[1]) == mixed.make(1, 1)[0].passages[0].given
 
@@ -169,6 +170,7 @@ def test_the_acceptance_of_a_record_is_told(tmp_path):
         ('{"prompt_ids": [1], "output_ids": [4096], "accepted": "1", "temperature": 0}', "ids outside 0 to 4095"),
         ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1", "temperature": 0}', "one of 10- for each"),
         ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1x", "temperature": 0}', "one of 10- for each"),
+        ('{"prompt_ids": [], "output_ids": [], "accepted": "", "temperature": 0}', "each text must have a token"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
@@ -178,11 +180,72 @@ def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
         records_of(tmp_path / "record", 4096)
 
 
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_texts_without_tokens_are_refused(tmp_path: Path, template: str | None) -> None:
+    """Claim: a prompt and a file of characters that the tokenizer drops are refused by name when plans are made, with
+    and without a chat template. Conclusive: nothing of them can be fed, so the writer would wait for ever."""
+    words = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    words.normalizer = tokenizers.normalizers.Replace("~", "")
+    words.save(str(tmp_path / "tokenizer.json"))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match="--prompts: '~~' has 0 tokens"):
+        Plans(tmp_path, (0.0,), 9, "1", ["total", "~~"]).make(0, 2)
+    file = tmp_path / "dropped.txt"
+    file.write_text("~~")
+    with pytest.raises(ConfigError, match=f"--corpus: {file} has 0 tokens"):
+        Plans(tmp_path, (0.0,), 9, "1", ["total"], [file]).make(0, 2)
+
+
+def test_windows_begin_as_served_texts_do(tmp_path: Path) -> None:
+    """Claim: with a tokenizer that puts a token first, each window begins with it, of every part of a file, and it is
+    not learned, as with a prompt; a file longer than the tokenizer's own limit is not cut; and the digest has the token
+    and reads each file once. Conclusive: the same folder without token and limit gives the same windows."""
+    plain = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    plain.post_processor = None
+    file = tmp_path / "file.txt"
+    file.write_text("".join(f"value_{n} = {n * n}\n" for n in range(200)))
+    found = {}
+    for name in ("plain", "first"):
+        (tmp_path / name).mkdir()
+        if name == "first":
+            plain.post_processor = tokenizers.processors.TemplateProcessing(
+                single="<b> $A", special_tokens=[("<b>", 7)]
+            )
+            plain.enable_truncation(30)
+        plain.save(str(tmp_path / name / "tokenizer.json"))
+        found[name] = Plans(tmp_path / name, (1.0,), 20, "1", files=[file])
+    bare, own = (found[name].make(0, 12) for name in ("plain", "first"))
+    for before, after in zip(bare, own, strict=True):
+        (passage,), (expected,) = after.passages, before.passages
+        assert passage.given == (7, *expected.given) and passage.max_tokens == expected.max_tokens
+        assert (before.learned_from, after.learned_from) == (0, 1)
+    assert Plans(tmp_path / "first", (1.0,), 20, "1", ["total"]).make(0, 1)[0].learned_from == 1
+    assert found["plain"].digest(0, 4, "") != (known := found["first"].digest(0, 4, ""))
+    file.unlink()
+    assert found["first"].digest(0, 4, "") == known
+
+
+def test_files_without_text_are_skipped_and_told(tmp_path: Path) -> None:
+    """Claim: of a folder with a picture, an index with zero bytes and an empty file, the text files are read, and one
+    line tells how many were skipped. Nothing is told of text files alone."""
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("x")
+    lines: list[str] = []
+    assert text_files(tmp_path, lines.append) == [tmp_path / "one.txt", tmp_path / "two.txt"] and not lines
+    for name, content in {"picture.png": b"\x89PNG", "index": b"DIRC\0\0", "__init__.py": b"\n"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert text_files(tmp_path, lines.append) == [tmp_path / "one.txt", tmp_path / "two.txt"]
+    (line,) = lines
+    assert line.startswith(f"--corpus {tmp_path}: 3 of 5 files are no UTF-8 text")
+
+
 @pytest.mark.parametrize(
     "contents", [{}, {"one.txt": "x"}, {"one.txt": "x", "two.txt": " "}, {"one": "x", "two": b"\xff"}]
 )
 def test_a_corpus_that_cannot_be_used_is_refused(contents, tmp_path):
-    """Claim: fewer than two files, an empty one, and one that is not UTF-8 are refused before anything is written."""
+    """Claim: fewer than two files, one beside an empty one, and one beside one that is not UTF-8 are refused before
+    anything is written."""
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match="--corpus"):
