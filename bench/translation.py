@@ -84,12 +84,13 @@ def measured(options: argparse.Namespace, console: Console) -> dict[str, Estimat
     theirs = Theirs(target, draft, options.length)
     sums: dict[str, list[list[float]]] = {}
     prompts = list(heldout_prompts().values())[: options.prompts]
+    quiet = Console(quiet=True)
     with served(target, draft) as pair:
         for prompt in track(prompts, "texts", console=console, disable=not console.is_terminal):
             ids = theirs.tokenizer(prompt)["input_ids"]
             params = ResolvedSamplingParams(rule=Rule.GREEDY, seed=0, prompt_length=len(ids), temperature=0.0)
             text = Text(EVERYTHING, params, (*ids, 0), len(ids) - 1)
-            seen = asyncio.run(observe(pair.address, [text], options.length, options.tokens))
+            seen = asyncio.run(observe(pair.address, [text], options.length, options.tokens, quiet))
             sums.setdefault("specdec", []).extend([own.accepted, own.rounds] for own in seen if own.rule)
             sums.setdefault("transformers", []).append(theirs.accepted(ids, options.tokens))
     return {name: resampled(own, lambda sums: 1 + share(sums)) for name, own in sorted(sums.items())}

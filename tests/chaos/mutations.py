@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tests.chaos.wire import BYTES, FIXED32, FIXED64, VARINT, Node, fields_below, varint, write, written
+from tests.chaos.wire import BYTES, FIXED32, FIXED64, VARINT, Node, fields_below, key_of, varint, write, written
 
 NUMBERS = (0, 1, 2, 63, 64, 65, 127, 128, 1024, 1025, 2048, 2049, 2**16, 2**24, 2**24 + 1)
 NUMBERS += (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
@@ -254,7 +254,8 @@ class Mutator:
         absent = [field for field in descriptor.fields if field.number not in present]
         if not absent:
             return ""
-        field = self._random.choice(absent)
+        self._random.shuffle(absent)
+        field = min(absent, key=lambda own: self.field_counts[key_of(own)])  # some are in no message that is recorded
         nodes.append(self._made(field))
         return nodes[-1].key
 

@@ -130,7 +130,11 @@ TABLE = (
         ),
         MODEL_LIBRARIES,
     ),
-    Imports("specdec.chat", ("specdec.errors", "specdec.engine.model_folder"), NETWORK_LIBRARIES),
+    Imports(
+        "specdec.chat",
+        ("specdec.errors", "specdec.engine.model_folder", "specdec.engine.retokenizer"),
+        NETWORK_LIBRARIES,
+    ),
     Imports(
         "specdec.distill",
         ("specdec.errors", "specdec.settings", "specdec.chat", "specdec.decoding", "specdec.engine", *VALUES),
