@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -220,12 +221,13 @@ def references_of(address: str, texts: Sequence[Text]) -> dict[Text, Content]:
     return found
 
 
-def fill_pools(address: str, texts: list[Text]) -> None:
+def fill_pools(address: str, texts: list[Text], speculative: Sequence[Mapping[str, Any]] = ({},)) -> None:
     """Sends a burst of requests, so that the services' pools of threads have all that they ever start, and reads the
-    answers, of which some may be refused."""
+    answers, of which some may be refused. `speculative`: of the requests, in turn."""
     with open_channel(address) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
-        calls = [stub.Generate(texts[number % len(texts)].request({}), timeout=300) for number in range(BURST)]
+        asked = zip(range(BURST), itertools.cycle(texts), itertools.cycle(speculative))
+        calls = [stub.Generate(text.request(own), timeout=300) for _, text, own in asked]
         for call in calls:
             with contextlib.suppress(grpc.RpcError):
                 for _ in call:

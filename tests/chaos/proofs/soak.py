@@ -309,7 +309,8 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         references = references_of(made.steady["coordinator"].address, texts)
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
-        fill_pools(made.steady["coordinator"].address, texts)
+        for coordinator in made.coordinators:  # all services; a draft's cache takes memory where it was used once
+            fill_pools(coordinator.address, texts, SPECULATIVE)
         time.sleep(2.0)
         tasks = tasks_of(made)
         readers = Readers(references, (0.2, asked.pause), asked.seed)
