@@ -121,7 +121,8 @@ def choose(
     decodes: list[Feed[Payload, Answer]] = []
     for feed in feeds:
         (prompts if feed.context_count else decodes).append(feed)
-    share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # of the oldest, always
+    half = max(1, (prompt_rows_max or rows_max) // 2)
+    share = min(chunk_size, half, prompts[0].row_count) if prompts else 0  # of the oldest, always
     chosen: list[tuple[Feed[Payload, Answer], Piece[Payload]]] = []
     row_count = 0
     for feed in decodes:
@@ -137,9 +138,9 @@ def choose(
 
 def rows_beside_short(feeds: Sequence[Feed[Payload, Answer]], chunk_size: int) -> int:
     """Returns the rows of prompts in the next step, if it shall be a quick one because short feeds, of one chunk at
-    most, wait: half of its rows suffice for these; 0 if none waits."""
+    most, wait: half of its rows suffice for these, and it has half a chunk at least; 0 if none waits."""
     rows = sum(feed.row_count for feed in feeds if feed.fed_count + feed.row_count <= chunk_size)
-    return rows and max(chunk_size, 2 * rows)
+    return rows and max(chunk_size // 2, 2 * rows)
 
 
 def divide(

@@ -24,7 +24,10 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-SMALL_STEPS_FACTOR = 30.0  # after an abandoned step, for this times its time: at most 1/30 of the time is wasted
+# After an abandoned step, steps are small for this times its time: until they have lost as much as it did, by what they
+# were measured to lose, so that no other choice wastes less than half as much. At least and at most this.
+SMALL_STEPS_FACTORS = 5.0, 30.0
+FORGET = 0.95  # of the times of earlier steps, at each one
 POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
@@ -43,6 +46,30 @@ class Turn(Generic[Payload, Answer]):
     wake_s: float | None = None
     pieces: Sequence[Piece[Payload]] = ()
     done: Callable[[StepReport[Answer]], None] = lambda report: None
+
+
+@dataclass(slots=True)
+class PromptSpeed:
+    """Rows per second of steps of prompts, the latest ones most."""
+
+    rows: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, row_count: int, step_s: float) -> None:
+        """Counts a step."""
+        self.rows, self.seconds = FORGET * self.rows + row_count, FORGET * self.seconds + step_s
+
+    @property
+    def rate(self) -> float:
+        """0 before the first step."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+
+def small_steps_factor(small: PromptSpeed, large: PromptSpeed) -> float:
+    """The time of small steps after an abandoned one, over its time."""
+    least, most = SMALL_STEPS_FACTORS
+    lost_share = 1 - small.rate / large.rate if small.rate and large.rate else 0.0
+    return min(max(1 / lost_share, least), most) if lost_share > 0 else most
 
 
 NOTHING: Turn[Any, Any] = Turn()
@@ -83,6 +110,7 @@ class Engine(Generic[Payload, Answer]):
         self._prompt_rows_max = prompt_rows_max
         self._abandons_steps = abandons_steps and prompt_rows_max is not None
         self._small_until_s = 0.0  # no step is made to be abandoned before
+        self._small, self._large = PromptSpeed(), PromptSpeed()
         self._has_urgent_posts = False  # written by those who post, and by the engine thread
         self.abandoned_count = 0
         self.heartbeat = Heartbeat()
@@ -236,6 +264,9 @@ class Engine(Generic[Payload, Answer]):
             report, started_s, ended_s = self._timed(pieces, self._is_work_posted if is_large else None)
         except StepAbandoned:
             return
+        small = self._prompt_rows_max or 0
+        if not is_decoding and report.row_count > small // 2:
+            (self._large if report.row_count > small else self._small).add(report.row_count, ended_s - started_s)
         for (feed, piece), outcome in zip(chosen, report.outcomes):
             timing = feed.timing
             if not timing.step_count:
@@ -275,7 +306,7 @@ class Engine(Generic[Payload, Answer]):
             report = self.run(pieces, should_abandon)
         except StepAbandoned:
             now_s = time.perf_counter()
-            self._small_until_s = now_s + SMALL_STEPS_FACTOR * (now_s - started_s)
+            self._small_until_s = now_s + small_steps_factor(self._small, self._large) * (now_s - started_s)
             self.abandoned_count += 1
             raise
         except Exception as error:  # the runner catches errors of pieces; others are errors of the engine

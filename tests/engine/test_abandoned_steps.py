@@ -11,6 +11,7 @@ import torch
 from specdec.engine import scheduler
 from specdec.engine.feed import StepTiming
 from specdec.engine.model import load_model
+from specdec.engine.scheduler import SMALL_STEPS_FACTORS, PromptSpeed, small_steps_factor
 from tests.support.engine_bench import Bench
 
 PROMPTS = {name: [1 + (7 * place + len(name)) % 50 for place in range(100)] for name in ("a", "bb", "ccc")}
@@ -70,7 +71,7 @@ def post_short(bench: Bench, in_steps: set[int], layer: int, is_urgent: bool = T
 @pytest.mark.parametrize("layer", range(LAYER_COUNT))
 def test_newer_work_is_in_the_next_step_and_the_abandoned_one_runs_again(large: Bench, layer: int) -> None:
     """Claim: an urgent post ends a large step of prompts before its next layer; its feed is in the step after it, with
-    one chunk of rows; the prompts go on where they were, and every answer has the bits of a run without it.
+    twice its rows; the prompts go on where they were, and every answer has the bits of a run without it.
 
     Source: a prompt of 3 tokens waits for the step that runs when it arrives. Conclusive: at each layer, also where
     earlier ones have written their positions already; steps are compared by their rows, answers bit for bit.
@@ -83,7 +84,7 @@ def test_newer_work_is_in_the_next_step_and_the_abandoned_one_runs_again(large: 
     assert sizes[:2] == [LARGE, LARGE] and large.engine.abandoned_count == 1
     assert sum(rows for _, rows, _ in large.model.batches[2]) <= CHUNK and (0, 3, 1) in large.model.batches[2]
     first, second = (sorted({start for start, _, _ in large.model.batches[step]}) for step in (0, 1))
-    assert (first, second) == ([0], [8]) and (8, 5, 0) in large.model.batches[2], "the oldest goes on where it was"
+    assert (first, second) == ([0], [8]) and (8, 3, 0) in large.model.batches[2], "the oldest goes on where it was"
     assert all(torch.equal(outcomes[name], expected[name]) for name in expected) and len(outcomes) == len(expected)
 
 
@@ -109,19 +110,18 @@ def test_an_abandoned_step_leaves_zeros(large: Bench) -> None:
 
 
 def test_few_steps_are_abandoned(large: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: after an abandoned step, steps are small and run to their end, for 30 times the time that was wasted; and
-    posts that bring no work abandon none.
+    """Claim: after an abandoned step, steps are small and run to their end, for a multiple of the time that was wasted;
+    and posts that bring no work abandon none.
 
     Source: prompts must end whatever arrives. Conclusive: each step would be abandoned by a post of its own if it
     might; with a factor of 0 each large one is, so the factor is what keeps the steps.
     """
-    assert scheduler.SMALL_STEPS_FACTOR == 30
-    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTOR", 1e9)
+    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTORS", (1e9, 1e9))
     post_short(large, {1, 2, 3, 4, 5}, layer=1)
     large.run(lambda: submit_prompts(large), 3 + 1)
     assert large.engine.abandoned_count == 1 and max(step_sizes(large)[1:]) <= SMALL
 
-    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTOR", 0.0)
+    monkeypatch.setattr(scheduler, "SMALL_STEPS_FACTORS", (0.0, 0.0))
     large.engine._small_until_s = 0.0
     large.model.batches.clear()
     post_short(large, {1, 3, 5}, layer=1, is_urgent=False)
@@ -132,3 +132,42 @@ def test_few_steps_are_abandoned(large: Bench, monkeypatch: pytest.MonkeyPatch) 
     post_short(large, {1, 3, 5}, layer=1)
     large.run(lambda: submit_prompts(large), 3 + 3)
     assert large.engine.abandoned_count == 4
+
+
+def test_steps_are_small_until_they_lost_what_the_abandoned_one_did() -> None:
+    """Claim: the time of small steps after an abandoned one is its time over the share of speed that small steps lose,
+    as measured, within bounds: the longest where they lose nothing, or nothing was measured.
+
+    Source: rent until the rents are the price, then buy (Karlin et al. 1988): at most twice the loss of the best choice
+    afterwards. Conclusive: rates made by hand, the latest steps count most.
+    """
+    least, most = SMALL_STEPS_FACTORS
+
+    def rate(rows_per_s: float) -> PromptSpeed:
+        speed = PromptSpeed()
+        for _ in range(200):
+            speed.add(100, 1.0)
+        for _ in range(200):  # the machine is another now
+            speed.add(64, 64 / rows_per_s)
+        assert speed.rate == pytest.approx(rows_per_s, rel=1e-3)
+        return speed
+
+    assert small_steps_factor(rate(900.0), rate(1000.0)) == pytest.approx(10.0, rel=0.02)
+    assert small_steps_factor(rate(500.0), rate(1000.0)) == least
+    assert small_steps_factor(rate(999.0), rate(1000.0)) == most
+    assert small_steps_factor(rate(1001.0), rate(1000.0)) == small_steps_factor(PromptSpeed(), rate(1.0)) == most
+
+
+def test_steps_of_prompts_are_measured_by_their_size(large: Bench) -> None:
+    """Claim: a step of prompts with more rows than a small one counts as large, and one of most of a small one's rows
+    as small.
+
+    Conclusive: rows are counted where such steps ran, and only there.
+    """
+    large.run(lambda: submit_prompts(large), 3)
+    sizes = step_sizes(large)
+    assert (large.engine._large.rows > 0) == any(rows > SMALL for rows in sizes) and max(sizes) == LARGE
+    large.engine._small_until_s = float("inf")
+    before = large.engine._large.rows
+    large.run(lambda: [submit_prompts(large), submit(large, "short 2", SHORT)], 4)
+    assert large.engine._large.rows == before and large.engine._small.rows > 0

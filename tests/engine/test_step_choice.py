@@ -144,7 +144,7 @@ def test_without_decodes_prompts_fill_the_step() -> None:
 
 
 def test_a_step_is_quick_while_short_prompts_wait() -> None:
-    """Claim: while prompts of at most one chunk wait, the next step has one chunk of rows, or twice theirs, so that all
+    """Claim: while prompts of at most one chunk wait, the next step has half a chunk of rows, or twice theirs, so that all
     of these end in it; the end of a long prompt makes no step quick.
 
     Source: a short prompt waits for the step it is in, too. Conclusive: steps of each kind of queue, row by row.
@@ -152,7 +152,7 @@ def test_a_step_is_quick_while_short_prompts_wait() -> None:
     long, end = feed_of(LONG - 1, 1), feed_of(LONG - 1, 1)
     end.fed_count = LONG - 6
     assert rows_beside_short([long, end], 64) == 0
-    assert rows_beside_short([long, feed_of(2, 1)], 64) == 64
+    assert rows_beside_short([long, feed_of(2, 1)], 64) == 32
     shorts = [feed_of(29, 1), feed_of(19, 1), feed_of(63, 1)]
     assert rows_beside_short([long, *shorts], 64) == 2 * (30 + 20 + 64)
     rows = divide(2 * (30 + 20 + 64), [long, end, *shorts], 64)
