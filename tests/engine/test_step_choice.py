@@ -144,8 +144,8 @@ def test_without_decodes_prompts_fill_the_step() -> None:
 
 
 def test_a_step_is_quick_while_short_prompts_wait() -> None:
-    """Claim: while prompts of at most one chunk wait, the next step has half a chunk of rows, or twice theirs, so that all
-    of these end in it; the end of a long prompt makes no step quick.
+    """Claim: while prompts of at most one chunk wait, the next step has half a chunk of rows, or twice theirs, so that
+    all of these end in it; the end of a long prompt makes no step quick.
 
     Source: a short prompt waits for the step it is in, too. Conclusive: steps of each kind of queue, row by row.
     """
