@@ -138,8 +138,8 @@ async def observe(
 
 
 def probed(texts: Sequence[Text]) -> list[Text]:
-    """Returns the texts on whose prompts rounds are timed: of each temperature as many, since a drawn token takes other
-    work than the likeliest, and of prompts that lie apart; at least PROBED_TEXTS, where there are."""
+    """Returns the texts on whose prompts rounds are timed: equally many of each temperature, since a drawn token takes
+    other work than the likeliest, and of prompts that lie apart; at least PROBED_TEXTS, where there are."""
     groups: dict[float, list[Text]] = defaultdict(list)
     for text in texts:
         groups[text.params.temperature].append(text)

@@ -107,7 +107,7 @@ def sentence(advice: Advice, rtt_s: float) -> str:
         return (
             f"Plain decoding is faster than any number of draft tokens at a round trip of {1e3 * rtt_s:g} ms. "
             + (f"Drafting would pay {', or '.join(reached)}. " if reached else "")
-            + f"It does not pay {', '.join([*missed, 'at a batch of 1 session'])}."
+            + f"It does not pay {', or '.join([*missed, 'with one session'])}."
         )
     sessions = "1 session" if ends.batch == 1 else f"{ends.batch} sessions"
     limits = f"round trip of {1e3 * ends.rtt_s:.0f} ms, a draft step of {1e3 * ends.draft_step_s:.1f} ms"

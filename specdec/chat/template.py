@@ -51,7 +51,10 @@ class ChatTemplate:
         writes the special tokens, so the tokenizer adds none. Raises ConfigError, ModelRefused."""
         if self._tokenizer is None:
             self._tokenizer = whole_tokenizer(self._folder / "tokenizer.json")
-        return tuple(self._tokenizer.encode(self.render(messages), add_special_tokens=False).ids)
+        try:
+            return tuple(self._tokenizer.encode(self.render(messages), add_special_tokens=False).ids)
+        except (TypeError, UnicodeEncodeError):  # of a text with half a surrogate pair, such as standard input's
+            raise ConfigError("a message is not UTF-8") from None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Returns the prompt for the next answer. Raises ConfigError for messages the template refuses."""

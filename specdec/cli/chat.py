@@ -34,7 +34,9 @@ class ChatSettings(TlsSettings):
     model: str = setting(CHAT_MODEL, MODEL, "Target model with a chat template: folder or hub id.", min_length=1)
     draft_model: str = setting(str(CHAT_DRAFT), MODEL, "Draft model: folder or hub id.", min_length=1)
     address: Address | None = setting(
-        None, CONNECTION, "HOST:PORT of a coordinator that serves --model; absent: the services are started here."
+        None,
+        CONNECTION,
+        "HOST:PORT of a coordinator of this very --model; absent: the services are started here.",
     )
     system: str = setting("", PROMPT, "System message; absent: the template's own.")
     max_tokens: int = setting(512, SAMPLING, "Most tokens of an answer.", ge=1, le=(1 << 32) - 1)

@@ -170,9 +170,10 @@ def text_files(folder: Path | None, told: Callable[[str], None] = lambda line: N
     files = [file for file in every if read_text(file)]
     skipped = f"{len(every) - len(files)} of {len(every)} files are no UTF-8 text of 1 to {FILE_BYTES_MAX} bytes"
     if len(files) < 2:
-        raise ConfigError(f"--corpus {folder} has {len(files)} text files; it must have 2, one to test with; {skipped}")
+        why = f"; {skipped}" if every else ""
+        raise ConfigError(f"--corpus {folder} has {len(files)} text files; it must have 2, one to test with{why}")
     if len(files) < len(every):
-        told(f"--corpus {folder}: {skipped}, and skipped")
+        told(f"--corpus {folder}: {skipped} and are skipped")
     return files
 
 

@@ -121,8 +121,7 @@ def choose(
     decodes: list[Feed[Payload, Answer]] = []
     for feed in feeds:
         (prompts if feed.context_count else decodes).append(feed)
-    half = max(1, (prompt_rows_max or rows_max) // 2)
-    share = min(chunk_size, half, prompts[0].row_count) if prompts else 0  # of the oldest, always
+    share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # beside decodes
     chosen: list[tuple[Feed[Payload, Answer], Piece[Payload]]] = []
     row_count = 0
     for feed in decodes:
@@ -132,7 +131,7 @@ def choose(
         row_count += rows
         chosen.append((feed, feed.piece(rows)))
     left = min(rows_max - row_count, chunk_size if is_decoding or chosen else prompt_rows_max or rows_max)
-    counts = divide(max(left, share), prompts, chunk_size)
+    counts = divide(max(left, share) if chosen else left, prompts, chunk_size)
     return chosen + [(feed, feed.piece(count)) for feed, count in counts.items() if count]
 
 

@@ -24,10 +24,11 @@ from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
 
-# After an abandoned step, steps are small for this times its time: until they have lost as much as it did, by what they
-# were measured to lose, so that no other choice wastes less than half as much. At least and at most this.
+# After an abandoned step, steps are small until they have lost as much as it did, by what they were measured to lose:
+# within these bounds, times its time, no other choice wastes less than half as much. At most a sixth of the time is
+# wasted, where small steps lose a fifth or more.
 SMALL_STEPS_FACTORS = 5.0, 30.0
-FORGET = 0.95  # of the times of earlier steps, at each one
+KEPT = 0.95  # share of what earlier steps count, at each new one
 POSTS_PER_TURN = 128  # between two steps a coordinator with 64 sessions sends 64 messages at most; more wait for a step
 
 Stepped = Callable[[int, int, float], None]
@@ -57,7 +58,7 @@ class PromptSpeed:
 
     def add(self, row_count: int, step_s: float) -> None:
         """Counts a step."""
-        self.rows, self.seconds = FORGET * self.rows + row_count, FORGET * self.seconds + step_s
+        self.rows, self.seconds = KEPT * self.rows + row_count, KEPT * self.seconds + step_s
 
     @property
     def rate(self) -> float:

@@ -205,17 +205,17 @@ def advice_with(draft: str, rate: float, length: int) -> Advice:
         ),
         (
             Break(-0.001, 0.0005, 0),
-            "Drafting would pay with a draft step below 0.50 ms. It does not pay at any round trip, ",
+            "Drafting would pay with a draft step below 0.50 ms. It does not pay at any round trip, or ",
         ),
-        (Break(-0.001, -0.002, 0), "It does not pay at any round trip, at any draft step, "),
+        (Break(-0.001, -0.002, 0), "It does not pay at any round trip, or at any draft step, or "),
     ],
 )
 def test_a_draft_that_does_not_pay_is_told_its_limits(ends: Break, told: str) -> None:
     """Claim: where plain decoding is faster, the sentence has the round trip and the draft step below which drafting
-    would pay, says which of them it cannot reach, and that a batch is none: no limit is left out."""
+    would pay, says which of them it cannot reach, and that one session does not pay: no limit is left out."""
     text = sentence(replace(advice_with("draft", 19.0, 0), pays_until=ends), 0.005)
     begins = "Plain decoding is faster than any number of draft tokens at a round trip of 5 ms. "
-    assert text == f"{begins}{told}at a batch of 1 session."
+    assert text == f"{begins}{told}with one session."
 
 
 def test_the_table_of_all_drafts_shows_the_best_wherever_it_stands() -> None:

@@ -61,6 +61,7 @@ class Mutator:
         self._changes_max = changes_max
         self.fields = fields_below(message)
         self.field_counts: Counter[str] = Counter()
+        self._filled: Counter[str] = Counter()
         self.kind_counts: Counter[str] = Counter()
         self._message = message
         self._donors = donors
@@ -255,7 +256,8 @@ class Mutator:
         if not absent:
             return ""
         self._random.shuffle(absent)
-        field = min(absent, key=lambda own: self.field_counts[key_of(own)])  # some are in no message that is recorded
+        field = min(absent, key=lambda own: self._filled[key_of(own)])  # in turn: some are in no real message
+        self._filled[key_of(field)] += 1
         nodes.append(self._made(field))
         return nodes[-1].key
 

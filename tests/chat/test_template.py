@@ -111,6 +111,15 @@ def test_a_template_reaches_nothing_but_its_messages(tmp_path, template):
         found.render(CHATS["one question"])
 
 
+def test_a_message_that_is_not_utf_8_is_refused():
+    """Claim: a byte of standard input that is not UTF-8, which Python reads as half a surrogate pair in some locales,
+    is an error of its message, not of the conversation. Conclusive: such a text, and the same without it."""
+    found = ChatTemplate(MODELS / "target", CHATML, {})
+    assert found.encode([{"role": "user", "content": "caf"}])
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        found.encode([{"role": "user", "content": "caf\udce9"}])
+
+
 def test_an_invalid_template_is_refused_and_none_is_none(tmp_path):
     """Claim: a syntax error is named when the folder is read; a folder without a template has none."""
     with pytest.raises(ConfigError, match="not valid: Encountered unknown tag 'nothing'"):

@@ -33,6 +33,7 @@ from specdec.errors import ConfigError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.support.services import MODELS, running
+from tests.support.threads import one_thread  # noqa: F401  # prepare_libraries sets the number for the process
 
 CHAT = [sys.executable, "-m", "specdec.cli", "chat"]
 TEMPLATE = """{% for message in messages %}{% if message.role == 'user' %}# {% endif %}{{ message.content }}

@@ -11,7 +11,7 @@ import torch
 from specdec.engine import scheduler
 from specdec.engine.feed import StepTiming
 from specdec.engine.model import load_model
-from specdec.engine.scheduler import SMALL_STEPS_FACTORS, PromptSpeed, small_steps_factor
+from specdec.engine.scheduler import KEPT, SMALL_STEPS_FACTORS, PromptSpeed, small_steps_factor
 from tests.support.engine_bench import Bench
 
 PROMPTS = {name: [1 + (7 * place + len(name)) % 50 for place in range(100)] for name in ("a", "bb", "ccc")}
@@ -82,7 +82,7 @@ def test_newer_work_is_in_the_next_step_and_the_abandoned_one_runs_again(large: 
     outcomes = large.run(lambda: submit_prompts(large), 4)
     sizes = step_sizes(large)
     assert sizes[:2] == [LARGE, LARGE] and large.engine.abandoned_count == 1
-    assert sum(rows for _, rows, _ in large.model.batches[2]) <= CHUNK and (0, 3, 1) in large.model.batches[2]
+    assert sum(rows for _, rows, _ in large.model.batches[2]) == 2 * len(SHORT) and (0, 3, 1) in large.model.batches[2]
     first, second = (sorted({start for start, _, _ in large.model.batches[step]}) for step in (0, 1))
     assert (first, second) == ([0], [8]) and (8, 3, 0) in large.model.batches[2], "the oldest goes on where it was"
     assert all(torch.equal(outcomes[name], expected[name]) for name in expected) and len(outcomes) == len(expected)
@@ -138,8 +138,8 @@ def test_steps_are_small_until_they_lost_what_the_abandoned_one_did() -> None:
     """Claim: the time of small steps after an abandoned one is its time over the share of speed that small steps lose,
     as measured, within bounds: the longest where they lose nothing, or nothing was measured.
 
-    Source: rent until the rents are the price, then buy (Karlin et al. 1988): at most twice the loss of the best choice
-    afterwards. Conclusive: rates made by hand, the latest steps count most.
+    Source: rent until the rents are the price, then buy (Karlin et al. 1988): within the bounds, at most twice the loss
+    of the best choice afterwards. Conclusive: rates made by hand, the latest steps count most.
     """
     least, most = SMALL_STEPS_FACTORS
 
@@ -159,15 +159,40 @@ def test_steps_are_small_until_they_lost_what_the_abandoned_one_did() -> None:
 
 
 def test_steps_of_prompts_are_measured_by_their_size(large: Bench) -> None:
-    """Claim: a step of prompts with more rows than a small one counts as large, and one of most of a small one's rows
-    as small.
+    """Claim: a step of prompts with more rows than a small one counts as large, one of more than half of a small one's
+    rows as small, and any other as neither.
 
-    Conclusive: rows are counted where such steps ran, and only there.
+    Conclusive: each kind of step alone, and the rows that were counted are those that ran.
     """
-    large.run(lambda: submit_prompts(large), 3)
+
+    def counted(small_until_s: float, prompts: Callable[[], object], count: int) -> tuple[float, float]:
+        engine = large.engine
+        engine._small_until_s, engine._small, engine._large = small_until_s, PromptSpeed(), PromptSpeed()
+        large.model.batches.clear()
+        large.run(prompts, count)
+        return engine._small.rows, engine._large.rows
+
+    def ran(sizes: list[int]) -> float:
+        rows = 0.0
+        for size in sizes:
+            rows = KEPT * rows + size
+        return rows
+
+    found = counted(0.0, lambda: submit_prompts(large), 3)
     sizes = step_sizes(large)
-    assert (large.engine._large.rows > 0) == any(rows > SMALL for rows in sizes) and max(sizes) == LARGE
-    large.engine._small_until_s = float("inf")
-    before = large.engine._large.rows
-    large.run(lambda: [submit_prompts(large), submit(large, "short 2", SHORT)], 4)
-    assert large.engine._large.rows == before and large.engine._small.rows > 0
+    assert found == (ran([own for own in sizes if CHUNK < own <= SMALL]), ran([own for own in sizes if own > SMALL]))
+    assert found[1] > LARGE
+    small, of_large = counted(float("inf"), lambda: submit_prompts(large), 3)
+    assert small == ran([own for own in step_sizes(large) if own > CHUNK]) > SMALL and of_large == 0
+    assert counted(0.0, lambda: submit(large, "short 2", SHORT), 1) == (0, 0)
+
+
+def test_the_time_of_small_steps_is_by_the_speeds_of_both(large: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim: an abandoned step asks for the factor of the speed of small steps against that of large ones. Conclusive:
+    the objects that were given, in this order; the other order would always give the longest time."""
+    asked: list[tuple[PromptSpeed, PromptSpeed]] = []
+    monkeypatch.setattr(scheduler, "small_steps_factor", lambda *speeds: asked.append(speeds) or 0.0)
+    post_short(large, {1}, layer=1)
+    large.run(lambda: submit_prompts(large), 3 + 1)
+    ((small, of_large),) = asked
+    assert small is large.engine._small and of_large is large.engine._large

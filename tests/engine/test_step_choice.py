@@ -28,11 +28,13 @@ def feed_of(context_count: int, logit_count: int, start: int = 0) -> Feed:
 
 @dataclass
 class Steps:
-    """The queue of an engine, stepped by hand; `born` and `ended`: the steps at which a feed arrived and was done."""
+    """The queue of an engine, stepped by hand; `born` and `ended`: the steps at which a feed arrived and was done.
+    `small`: rows of prompts of a small step, if the engine makes these, and quick ones beside short prompts."""
 
     chunk_size: int
     rows_max: int
     prompt_rows_max: int | None = None
+    small: int | None = None
     waiting: list[Feed] = field(default_factory=list)
     born: dict[Feed, int] = field(default_factory=dict)
     ended: dict[Feed, int] = field(default_factory=dict)
@@ -44,7 +46,10 @@ class Steps:
         return feed
 
     def step(self, is_decoding: bool) -> list[tuple[Feed, Piece]]:
-        chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding, self.prompt_rows_max)
+        prompt_rows_max = self.prompt_rows_max
+        if self.small:
+            prompt_rows_max = min(self.small, rows_beside_short(self.waiting, self.chunk_size) or self.small)
+        chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding, prompt_rows_max)
         for feed, piece in chosen:
             assert piece.start == feed.next_position and piece.token_ids, "a piece goes on where the last one ended"
             assert piece.logit_count in (0, feed.logit_count), "rows with logits are not divided"
@@ -70,8 +75,10 @@ arrival_lists = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(sizes=sizes, arrivals=arrival_lists)
-def test_every_feed_ends_and_the_oldest_goes_on_in_every_step(sizes: tuple[int, int], arrivals: list[Arrival]) -> None:
+@given(sizes=sizes, arrivals=arrival_lists, small_chunks=st.sampled_from([0, 2, 4]))
+def test_every_feed_ends_and_the_oldest_goes_on_in_every_step(
+    sizes: tuple[int, int], arrivals: list[Arrival], small_chunks: int
+) -> None:
     """Claim: for all arrivals, in each step the oldest prompt and the oldest decode go on, steps are within their
     rows, and every feed is done.
 
@@ -79,7 +86,7 @@ def test_every_feed_ends_and_the_oldest_goes_on_in_every_step(sizes: tuple[int, 
     advances in every step, whatever is behind it, so each feed becomes the oldest and ends; the bound at the end
     follows from it.
     """
-    steps = Steps(*sizes)
+    steps = Steps(*sizes, small=small_chunks * sizes[0])
     decode_rows_max = max([logits for _, _, logits in arrivals], default=0)
     last = max([at for at, _, _ in arrivals], default=0)
     while steps.number <= last or steps.waiting:
@@ -141,6 +148,21 @@ def test_without_decodes_prompts_fill_the_step() -> None:
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=True)] == [64]
     steps.prompt_rows_max = 128
     assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 2
+
+
+def test_decodes_have_their_rows_beside_a_prompt_however_many_wait() -> None:
+    """Claim: short feeds that wait, which decodes are too, change neither the rows of a step nor those of decodes: half
+    of a small step is the prompt's share.
+
+    Source: guarantee 4. Conclusive: the smallest step the settings allow, and one decode more than it could hold.
+    """
+    steps = Steps(chunk_size=64, rows_max=64, small=128)
+    prompt = steps.submit(feed_of(1989, 1))
+    for _ in range(65):
+        steps.submit(feed_of(0, 1, 100))
+    chosen = steps.step(is_decoding=True)
+    assert sum(len(piece.token_ids) for _, piece in chosen) == 64 and len(chosen) == 32 + 1
+    assert prompt.fed_count == 32
 
 
 def test_a_step_is_quick_while_short_prompts_wait() -> None:

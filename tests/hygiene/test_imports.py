@@ -120,7 +120,6 @@ TABLE = (
             "specdec.advise.settings",
             "specdec.chat",
             "specdec.distill.settings",
-            "specdec.engine.chat_model",
             "specdec.engine.model_folder",
             "specdec.engine.parallel.place",
             "specdec.coordinator.service",

@@ -309,7 +309,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         references = references_of(made.steady["coordinator"].address, texts)
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
-        for coordinator in made.coordinators:  # all services; a draft's cache takes memory where it was used once
+        for coordinator in made.coordinators:  # all services; a draft's cache takes memory at its first use
             fill_pools(coordinator.address, texts, SPECULATIVE)
         time.sleep(2.0)
         tasks = tasks_of(made)
