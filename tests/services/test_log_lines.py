@@ -22,6 +22,7 @@ ABOUT_NONE = {
     "link up",
     "link down",
     "the cache holds less than one session of full length",
+    "vocabulary",
 }
 SECRET = "Zebrafinch"
 REQUESTS = 4
