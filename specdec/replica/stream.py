@@ -30,6 +30,7 @@ from specdec.rpc.limits import (
     UNTAKEN_ITEM_COUNT_MAX,
 )
 from specdec.rpc.link import TICK_S, check_item_count
+from specdec.rpc.rates import message_rate
 from specdec.rpc.server import Write, parse
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
@@ -138,8 +139,10 @@ class ReplicaStream:
         raise DeliveryStalled(f"the coordinator sent nothing for {SILENCE_S_MAX:g} s, not even a ping")
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        rate = message_rate()
         try:
             async for data in requests:
+                await rate.admit()
                 self._silence_s = 0.0
                 check_large(self._request, data)
                 message: Any = parse(self._request, data)

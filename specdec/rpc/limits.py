@@ -4,8 +4,9 @@ of what it sends. `LIMITS` is the one table of everything that comes over the wi
 The fields of `CALLS` are `Service/Method.what`, with `what` among `request_bytes`, `response_bytes` (of a message),
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
 `request_parts`, `request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`,
-`untaken_items`; those of connections are `Server.pings_per_s` and, of one call, `Server.metadata_bytes` of every port,
-and `Probes.what` of the port of the probes: `calls`, `connection_s`, `request_bytes`.
+`untaken_items`, `messages_per_s` (of one stream or link); those of connections are `Server.what` of every port:
+`connections`, `handshake_s`, `idle_s`, `calls_per_s` and `pings_per_s` of one, `metadata_bytes` of a call; and
+`Probes.what` of the port of the probes: `calls`, `connection_s`, `request_bytes`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ STREAMS_PER_CONNECTION_MAX = 1024
 READER_STALL_S_MAX = 30.0
 SILENCE_S_MAX = 10.0
 PINGS_PER_S_MAX = 2
+CONNECTION_COUNT_MAX, HANDSHAKE_S_MAX, CONNECTION_IDLE_S_MAX = 512, 10, 300
+CALLS_PER_S_MAX, MESSAGES_PER_S_MAX = 1000, 5000
 METADATA_BYTES_MAX = 8 << 10
 PROBE_COUNT_MAX, PROBE_CONNECTION_S_MAX, PROBE_REQUEST_BYTES_MAX = 16, 10, 4096
 
@@ -48,6 +51,11 @@ PROBE_CONNECTION_OPTIONS = (
     ("grpc.max_connection_age_ms", 1000 * PROBE_CONNECTION_S_MAX),
     ("grpc.max_connection_age_grace_ms", 1000),
     ("grpc.max_receive_message_length", PROBE_REQUEST_BYTES_MAX),
+)
+CONNECTION_OPTIONS = (
+    ("grpc.max_allowed_incoming_connections", CONNECTION_COUNT_MAX),
+    ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S_MAX),
+    ("grpc.max_connection_idle_ms", 1000 * CONNECTION_IDLE_S_MAX),
 )
 PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
 METADATA_OPTIONS = (
@@ -161,6 +169,37 @@ CALLS = (
         "ten pings of an idle link: a frozen coordinator is noticed earlier, by its connection; this is for one whose "
         "event loop stands still while gRPC's own threads keep the connection. A shorter stall costs its users no text",
         f"{STREAMS}.silence_s",
+    ),
+    Limit(
+        "MESSAGES_PER_S_MAX",
+        MESSAGES_PER_S_MAX,
+        "a step of 0.2 ms, each with a message; one costs the event loop some 0.1 ms, so half of its time. A peer that "
+        "sends more is read later",
+        f"{STREAMS}.messages_per_s",
+    ),
+    Limit(
+        "CONNECTION_COUNT_MAX",
+        CONNECTION_COUNT_MAX,
+        "of one port: half of the 1024 files that a process may have open by default. Further ones are closed at once",
+        "Server.connections",
+    ),
+    Limit(
+        "HANDSHAKE_S_MAX",
+        HANDSHAKE_S_MAX,
+        "a slow link needs 1 s; a connection that says nothing keeps no place",
+        "Server.handshake_s",
+    ),
+    Limit(
+        "CONNECTION_IDLE_S_MAX",
+        CONNECTION_IDLE_S_MAX,
+        "without a call; a gRPC client connects again at its next one",
+        "Server.idle_s",
+    ),
+    Limit(
+        "CALLS_PER_S_MAX",
+        CALLS_PER_S_MAX,
+        "of one connection: a call costs the event loop some 0.3 ms, so a third of its time; more are answered later",
+        "Server.calls_per_s",
     ),
     Limit(
         "PINGS_PER_S_MAX",

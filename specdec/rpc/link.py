@@ -24,6 +24,7 @@ from specdec.protocol.items import ITEM_COUNT_MAX
 from specdec.rpc.client import Response, call_unary
 from specdec.rpc.field_count import check_large
 from specdec.rpc.limits import MESSAGE_BYTES_SOFT, UNTAKEN_ITEM_COUNT_MAX
+from specdec.rpc.rates import message_rate
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import error_from_rpc
 from specdec.telemetry.clock import wall_offset_ns
@@ -171,10 +172,12 @@ class Link:
     async def _read(self, call: grpc.aio.StreamStreamCall, is_lost: asyncio.Future[None]) -> None:
         """Takes messages until one is malformed, which `is_lost` then says, and reads on to the end: after a failed
         write gRPC ends a call, and its own task, no sooner. By iteration, as `read` refuses to go on then."""
+        rate = message_rate()
         try:
             async for data in call:
                 if is_lost.done():
                     continue
+                await rate.admit()
                 self._silent_ticks = 0
                 self.bytes_received += len(data)
                 try:

@@ -23,6 +23,7 @@ from specdec.rpc.delivery import Delivery
 from specdec.rpc.field_count import check_field_count
 from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
+    CONNECTION_OPTIONS,
     HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
@@ -32,6 +33,7 @@ from specdec.rpc.limits import (
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
+from specdec.rpc.rates import CallRates
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
@@ -39,6 +41,7 @@ from specdec.telemetry.logs import get_logger
 MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's text seldom more than 16
 
 _SERVER_OPTIONS = (
+    *CONNECTION_OPTIONS,
     *KEEPALIVE_OPTIONS,
     *METADATA_OPTIONS,
     *PING_OPTIONS,
@@ -131,12 +134,13 @@ class Server:
         self._grace_over = False
         self.is_serving = False
         self._health = Health()
+        self._rates = CallRates()
         options = (
             *_SERVER_OPTIONS,
             ("grpc.max_receive_message_length", message_bytes),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
         )
-        interceptors = (_StrictParsing(),)
+        interceptors = (_StrictParsing(self._rates),)
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         self._health_port = HealthPort(self._health, interceptors) if settings.health_address else None
         for service, methods in services.items():
@@ -231,6 +235,7 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         try:
+            await self._rates.admit(context.peer())
             if self._draining:
                 raise ReplicaUnavailable("the service is stopping")
             if counted:
@@ -271,8 +276,11 @@ async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> No
 
 
 class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests; ends
-    reflection after READER_STALL_S_MAX."""
+    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests, at the
+    rate of `rates`; ends reflection after READER_STALL_S_MAX."""
+
+    def __init__(self, rates: CallRates) -> None:
+        self._rates = rates
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -283,6 +291,7 @@ class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         message_class = handler.request_deserializer.__self__  # `FromString`, bound to its class
 
         async def checked(data: bytes, context: Context) -> Message:
+            await self._rates.admit(context.peer())
             try:
                 return parse_small(message_class, data)
             except InvalidRequest as error:

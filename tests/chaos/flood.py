@@ -122,9 +122,10 @@ class UnaryFlood:
         self._method, self._addresses, self._random = method, addresses, random.Random(seed)
 
     async def run(self, messages: Sequence[Sequence[Node]], count: int, counts: Counts, width: int = 48) -> None:
-        """Sends `count` mutated messages, `width` at a time."""
+        """Sends `count` mutated messages, `width` at a time, each worker over a connection of its own."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-        channels = [grpc.aio.insecure_channel(address, options=options) for address in self._addresses]
+        addresses = itertools.islice(itertools.cycle(self._addresses), width)
+        channels = [grpc.aio.insecure_channel(address, options=options) for address in addresses]
         left, source = iter(range(count)), Source(messages, self._random.getrandbits(32))
 
         async def work(channel: grpc.aio.Channel) -> None:
@@ -133,7 +134,7 @@ class UnaryFlood:
                 await self._one(call, self.mutator.mutate(source.draw()), counts)
 
         try:
-            await asyncio.gather(*(work(channel) for channel, _ in zip(itertools.cycle(channels), range(width))))
+            await asyncio.gather(*map(work, channels))
         finally:
             for channel in channels:
                 await channel.close()
