@@ -20,7 +20,8 @@ ROUNDS = ((1, 1, 1, 1), (3, 0, 1, 8), (0, 0, 5, 0), (2, 2, 2, 2), (0, 1, 0, 0))
 
 def plain_logits(folder: Path, architecture: str, token_ids: list[int], width: int) -> torch.Tensor:
     """Logits at every position, from `transformers` itself."""
-    model = model_class(architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    kind = model_class(architecture)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0, :, :width]
 
@@ -35,7 +36,7 @@ def run_rounds(driver: Driver, texts: list[list[int]]) -> list[torch.Tensor]:
         output = driver.step(feeds)
         assert all(output.is_finite) and len(output.is_finite) == len(fed)
         for index, logits in zip(fed, output.logits.split([counts[i] for i in fed])):
-            found[index].append(logits)
+            found[index].append(logits.cpu())
     return [torch.cat(parts) for parts in found]
 
 

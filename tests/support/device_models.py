@@ -1,7 +1,7 @@
-"""The GPU's code on a CPU: tiny models with the device backend, and varlen attention as torch documents it.
+"""Tiny models with the device backend, on a GPU where there is one, and varlen attention as torch documents it.
 
-There is no GPU where these tests run. Planner, storage, padding, graph shapes and modules are the very code a GPU runs;
-attention is the plain way, a captured graph a repeated call.
+Without a GPU, planner, storage, padding, graph shapes and modules are the very code a GPU runs; attention is the plain
+way, a captured graph a repeated call.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 
 from specdec.engine import transformers_model
 from specdec.engine.cuda.backend import DeviceBackend
+from specdec.engine.devices import find_device
 from specdec.engine.model import load_model
 from specdec.engine.transformers_model import ModelTypes, TransformersModel
 from tests.support.engine_models import Driver
 
+DEVICE = find_device("auto")
 GRAPH_SEQUENCES_MAX = 4  # captured steps of more sequences are many and slow to repeat on a CPU
 
 
@@ -27,7 +29,7 @@ def load_on_device(
     has_stable_rows: bool = True,
     sequences_max: int = GRAPH_SEQUENCES_MAX,
 ) -> TransformersModel:
-    """A tiny model behind the device backend, with device "cpu"."""
+    """A tiny model behind the device backend, on DEVICE."""
 
     def backend(
         device: torch.device,
@@ -39,7 +41,7 @@ def load_on_device(
         return DeviceBackend(device, types.layers, positions_max, with_graphs, sequences_max, not has_stable_rows)
 
     with mock.patch.object(transformers_model, "backend_for", backend):
-        model = load_model(str(folder), dtype, has_stable_rows=has_stable_rows)
+        model = load_model(str(folder), dtype, device=str(DEVICE), has_stable_rows=has_stable_rows)
     assert isinstance(model, TransformersModel)
     return model
 
