@@ -73,7 +73,9 @@ def measured(settings: AdviseSettings, device: str, console: Console) -> list[li
     target = load_offline_target(settings.target, device)
     about = settings.text_temperatures, settings.text_tokens, settings.text_seed
     texts = written(target, folder, about, classes_of(settings.prompts), console, device)
-    return [readings_of(target, (settings.target, name), texts, device, console) for name in settings.draft]
+    shown = names_of(settings.draft)
+    names = [(settings.target, name, own) for name, own in zip(settings.draft, shown)]
+    return [readings_of(target, each, texts, device, console) for each in names]
 
 
 def times_of(settings: AdviseSettings, pair: Served, readings: Sequence[Reading], console: Console) -> Times:

@@ -19,7 +19,7 @@ from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
 from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder, shown_name
+from specdec.engine.model_folder import ModelFolder
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -128,11 +128,11 @@ def params_of(plan: TextPlan) -> ResolvedSamplingParams:
 
 
 def readings_of(
-    target: CausalModel, names: tuple[str, str], texts: Sequence[Text], device: str, console: Console
+    target: CausalModel, names: tuple[str, str, str], texts: Sequence[Text], device: str, console: Console
 ) -> list[Reading]:
-    """Returns one draft's agreement along all texts. `names`: of target and draft. Raises ConfigError for a draft with
-    fewer positions than a text, SpecdecError."""
-    target_name, draft_name = names
+    """Returns one draft's agreement along all texts. `names`: of target and draft, and the draft's in the bar. Raises
+    ConfigError for a draft with fewer positions than a text, SpecdecError."""
+    target_name, draft_name, shown_name = names
     draft = load_model(  # eager: it reads pieces of more rows than captured steps have
         draft_name, device=device, enforce_eager=True, has_stable_rows=False, target_tokenizer=target_name
     )
@@ -141,5 +141,5 @@ def readings_of(
         limit = f"the draft has {draft.description.positions_max} positions"
         raise ConfigError(f"the longest text has {longest} tokens; {limit}: lower --text-tokens")
     readers = Reader(target, longest, device), Reader(draft, longest, device)
-    shown = tracked(texts, f"{shown_name(draft_name)} reads", console)
+    shown = tracked(texts, f"{shown_name} reads", console)
     return [Reading(text, agreement_along(*readers, text.token_ids, text.first, text.params)) for text in shown]
