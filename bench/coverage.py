@@ -26,7 +26,7 @@ from specdec.advise.report import sums_of
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.model_folder import open_model_folder, shown_name
 from specdec.errors import ConfigError, SpecdecError
 from specdec.models.data import PROMPTS_FILE
 
@@ -86,7 +86,8 @@ def measured(asked: argparse.Namespace, console: Console) -> Coverage:
     about = asked.text_temperatures, asked.text_tokens, asked.text_seed
     texts = written(target, open_model_folder(asked.target), about, classes, console)
     drafts = asked.draft or [str(DRAFT_MODEL)]
-    readings = (readings_of(target, (asked.target, name), texts, "cpu", console) for name in drafts)
+    names = [(asked.target, name, shown_name(name)) for name in drafts]
+    readings = (readings_of(target, each, texts, "cpu", console) for each in names)
     return coverage_of([cell for own in readings for cell in cells_of(own)], asked.stated, asked.divisions)
 
 

@@ -23,7 +23,7 @@ from specdec.advise.forecast import Estimate
 from specdec.advise.measuring import EVERYTHING, readings_of, written
 from specdec.advise.report import cells_of
 from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.model_folder import open_model_folder, shown_name
 from specdec.errors import ConfigError
 from specdec.models.console import run_command
 from specdec.models.data import PROMPTS_FILE, read_prompts
@@ -60,10 +60,11 @@ def load_pair(options: argparse.Namespace) -> dict[str, LlamaForCausalLM]:
 def acceptance(options: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
     """Acceptance by temperature and rule, with the bounds of its 95 % interval, as `specdec advise` measures it: the
     target answers each prompt once at each temperature. `bound`: that of the best possible rule."""
-    names, console = (str(options.target), str(options.draft)), Console(stderr=True)
-    target = load_offline_target(names[0])
+    target_name, draft_name = str(options.target), str(options.draft)
+    names, console = (target_name, draft_name, shown_name(draft_name)), Console(stderr=True)
+    target = load_offline_target(target_name)
     about = TEMPERATURES, options.tokens, 0
-    texts = written(target, open_model_folder(names[0]), about, dict.fromkeys(prompts, EVERYTHING), console)
+    texts = written(target, open_model_folder(target_name), about, dict.fromkeys(prompts, EVERYTHING), console)
     cells = cells_of(readings_of(target, names, texts, "cpu", console))
 
     def told(estimate: Estimate) -> list[float]:
