@@ -25,6 +25,7 @@ from specdec.errors import ConfigError
 
 POLL_S = 0.05
 KILL_GRACE_S = 5.0  # beyond the drain grace of the service
+LOADING_S_MAX = 3600.0  # until a service is ready: the largest models come over a network
 
 
 def arguments_of(settings: Settings) -> list[str]:
@@ -55,6 +56,7 @@ class Child:
         self.address = ""
         self._unread = b""
         self._is_requested = False
+        self._late_s = time.monotonic() + LOADING_S_MAX
         self._events, writing = os.pipe()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
@@ -100,12 +102,16 @@ class Child:
         return self.address
 
     def check_ready(self, timeout_s: float) -> bool:
-        """Whether it serves; waits up to `timeout_s`. Raises ConfigError with its own message when it has ended."""
+        """Whether it serves; waits up to `timeout_s`. Raises ConfigError with its own message when it has ended; one
+        that is not ready LOADING_S_MAX after its start is ended."""
         deadline_s = time.monotonic() + timeout_s
         while not self.address:
             event = self._next_event(deadline_s)
             if event is None and self.is_running:
-                return False
+                if time.monotonic() < self._late_s:
+                    return False
+                self.process.kill()
+                raise ConfigError(f"the {self.command} service was not ready within {LOADING_S_MAX:g} s and is ended")
             if event is None or event["event"] == "failed":
                 code = self.process.wait()
                 ended = f"the {self.command} service ended with code {code} before it was ready"

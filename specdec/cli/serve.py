@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console
 
 from specdec.cli.keeper import Keeper
-from specdec.cli.processes import KILL_GRACE_S, Child, start, stop_all, wait_all_ready
+from specdec.cli.processes import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
@@ -24,7 +24,6 @@ from specdec.protocol.types import Description
 from specdec.settings import ServiceSettings
 
 POLL_S = 0.2
-LOADING_S_MAX = 3600.0  # the largest models come over a network
 DESCRIBE_TIMEOUT_S = 10.0
 INSECURE = TlsSettings(insecure=True)
 

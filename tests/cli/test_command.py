@@ -15,12 +15,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.cli import keeper
+from specdec.cli import keeper, processes
 from specdec.cli.processes import Child, wait_all_ready
-from specdec.config import DraftSettings, TargetSettings
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.folders import EMBEDDED_MODELS
+from tests.support.ports import free_port
 from tests.support.services import Client, Outcome
 from tests.support.waiting import until
 
@@ -311,6 +312,30 @@ def test_a_service_that_cannot_stay_is_given_up(folders, monkeypatch, capsys):
     assert [wait for name, wait in waits if name == "draft"] == ["1", "2", "4"]
     for child in children:
         child.stop()
+
+
+def test_a_service_that_never_gets_ready_again_is_ended(monkeypatch, capsys):
+    """Claim: a service that was started again and does not serve in time is ended and counts as ended: it is started
+    again after a pause. Conclusive: a real coordinator whose target does not exist would wait for ever; the limit here
+    is a second."""
+    monkeypatch.setattr(processes, "LOADING_S_MAX", 1.0)
+    children = [Child("coordinator", ["--help"])]
+    children[0].address = f"127.0.0.1:{free_port()}"
+    settings = CoordinatorSettings(target="127.0.0.1:1", tokenizer=str(EMBEDDED_MODELS / "target"))
+    one = keeper.Keeper(children, 0, settings)
+    children[0].process.wait(60)
+    one.look(time.monotonic())
+    one.look(time.monotonic() + keeper.RESTART_WAIT_S_MAX)
+    late = children[0]
+    try:
+        until(lambda: one.look(time.monotonic()) or not late.is_running, 60.0)
+        one.look(time.monotonic())
+    finally:
+        children[0].stop(0.0)
+    said = capsys.readouterr().err
+    assert late.process.returncode == -signal.SIGKILL
+    assert "the coordinator service was not ready within 1 s and is ended" in said
+    assert re.search("the coordinator service ended with code -9; .* it is started again in 2 s", said)
 
 
 def test_nothing_is_left_when_the_parent_is_killed():

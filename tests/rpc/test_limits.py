@@ -5,10 +5,11 @@ Messages are built from valid ones by enlarging one field, so a refusal can have
 
 from __future__ import annotations
 
+import importlib
 import math
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,8 +38,13 @@ from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
+from tests.hygiene.sources import ROOT
 
-FILES = (types_pb, coordinator_pb, draft_pb, target_pb)
+PROTO = ROOT / "proto"
+FILES = tuple(
+    importlib.import_module(".".join(path.relative_to(PROTO).with_suffix("").parts) + "_pb2")
+    for path in sorted(PROTO.rglob("*.proto"))
+)
 BY_FIELD = {field: limit for limit in LIMITS for field in limit.field_names()}
 NO_SIZE = (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_MESSAGE)
 SIZED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -68,10 +74,17 @@ def key_of(field: FieldDescriptor) -> str:
     return f"{field.containing_type.name}.{field.name}"
 
 
+def with_nested(messages: Iterable[Descriptor]) -> Iterator[Descriptor]:
+    """Messages and those declared in them: entries of maps too."""
+    for message in messages:
+        yield message
+        yield from with_nested(message.nested_types)
+
+
 def limited_fields() -> Iterator[str]:
     """Every field of the wire that must have a limit."""
     for file in FILES:
-        for message in file.DESCRIPTOR.message_types_by_name.values():
+        for message in with_nested(file.DESCRIPTOR.message_types_by_name.values()):
             for field in message.fields:
                 if field.is_repeated:
                     yield key_of(field)
@@ -82,9 +95,9 @@ def limited_fields() -> Iterator[str]:
 
 
 def test_every_field_has_one_limit() -> None:
-    """Claim: each repeated, string, bytes and number field of the four proto files has exactly one limit with a name
+    """Claim: each repeated, string, bytes and number field of every proto file has exactly one limit with a name
     and a reason (style: a limit on everything, with a name and the reason for its value). Conclusive: the fields come
-    from the descriptors, so a new field without a limit fails, and so does a limit of a field that is gone."""
+    from the files in `proto/`, so a new field without a limit fails, and so does a limit of a field that is gone."""
     calls = [call for limit in CALLS for call in limit.field_names()]
     named = [field for limit in LIMITS for field in limit.field_names()]
     assert sorted(named) == sorted((*limited_fields(), *calls))

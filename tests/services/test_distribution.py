@@ -9,6 +9,7 @@ pass does not depend on a chosen seed and a failure is one run in a million.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy
@@ -16,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
+from transformers import AutoModelForCausalLM
 
 from specdec.engine.table_model import write_table_model
-from tests.support.services import SHAPES, Outcome, Services, fixed, running
+from tests.support.services import MODELS, SHAPES, Outcome, Services, fixed, running
 
 VOCABULARY_SIZE = 4
 P_LIMIT = 1e-6
@@ -133,3 +135,70 @@ def test_the_joint_distribution_of_the_first_three_tokens(services: Services, mo
     enough = expected * counts.sum() >= 5
     statistic = ((counts - expected * counts.sum()) ** 2 / (expected * counts.sum()))[enough].sum()
     assert stats.chi2.sf(statistic, int(enough.sum()) - 1) > P_LIMIT
+
+
+def continuations(prompt: list[int], top_k: int, length: int) -> dict[tuple[int, ...], dict[int, float]]:
+    """Returns the shipped target's distribution of the next token after every text of likeliest tokens, fewer than
+    `length`: text -> token -> probability, by `transformers` without a cache."""
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    found: dict[tuple[int, ...], dict[int, float]] = {}
+    texts: list[tuple[int, ...]] = [()]
+    for _ in range(length):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1].double()
+        likeliest = logits.topk(top_k)
+        for text, tokens, kept in zip(texts, likeliest.indices.tolist(), likeliest.values):
+            found[text] = dict(zip(tokens, torch.softmax(kept, -1).tolist()))
+        texts = [(*text, token) for text in texts for token in found[text]]
+    return found
+
+
+@pytest.mark.slow
+def test_heads_and_predictions_have_the_targets_distribution():
+    """n = 100,000 tokens of the shipped target with its heads, in texts of five tokens so that all 121 contexts of its
+    three likeliest tokens can be enumerated. A third of the texts predict their likeliest continuation, which is right
+    often and has all its probability on one token. The same sample rejects a bias of 5 % towards that token."""
+    prompt, top_k, length, text_count = [532, 279, 307, 1040, 8], 3, 5, 20_000  # `for i in range(`
+    probs = continuations(prompt, top_k, length)
+    likeliest: list[int] = []
+    for _ in range(length):
+        own = probs[tuple(likeliest)]
+        likeliest.append(max(own, key=own.__getitem__))
+    sources = ("PROPOSER_HEADS",), ("PROPOSER_PREDICTION",), ("PROPOSER_HEADS", "PROPOSER_PREDICTION")
+    asked = {"prompt": prompt, "max_tokens": length, "top_k": top_k, "temperature": 1.0, "ignore_eos": True}
+    requests = [
+        {
+            **asked,
+            "speculative": {**fixed(6, proposers=[*sources[index % 3]]), "rule": "RULE_REJECTION"},
+            "prediction": likeliest if index % 3 else (),
+        }
+        for index in range(text_count)
+    ]
+    heads = {"heads": str(MODELS / "target-heads")}
+    with running(MODELS / "target", None, threads=1, dtype="float32", target=heads) as services:
+        outcomes = services.client.generate_all(requests, width=16)
+    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for outcome in outcomes:
+        assert len(outcome.token_ids) == length
+        for place, token in enumerate(outcome.token_ids):
+            counts[tuple(outcome.token_ids[:place])][token] += 1
+    for source in ("heads", "prediction"):
+        used = [outcome.finished.statistics for outcome in outcomes]
+        offered, accepted = (
+            sum(getattr(own, f"num_{source}_{what}_tokens") for own in used) for what in ("draft", "accepted")
+        )
+        assert accepted > 1_000 and accepted < 0.95 * offered, (source, accepted, offered)
+
+    def p_of(bias: float) -> float:
+        statistic, freedom = 0.0, 0
+        for context, seen in counts.items():
+            own, total = probs[context], seen.total()
+            assert seen.keys() <= own.keys()
+            likely = max(own, key=own.__getitem__)
+            expected = {token: total * ((1 - bias) * p + bias * (token == likely)) for token, p in own.items()}
+            if min(expected.values()) >= 5:
+                statistic += sum((seen[token] - count) ** 2 / count for token, count in expected.items())
+                freedom += len(own) - 1
+        return float(stats.chi2.sf(statistic, freedom))
+
+    assert p_of(0.0) > P_LIMIT > p_of(0.05)
