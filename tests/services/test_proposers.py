@@ -31,11 +31,15 @@ WAYS["all"] = fixed(
 )
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["float32", *(pytest.param(own, marks=pytest.mark.slow) for own in ("bfloat16", "float32/2", "bfloat16/2"))],
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
-    """The shipped pair and its heads; its greedy texts repeat themselves."""
-    heads = {"heads": str(MODELS / "target-heads")}
-    with running(MODELS / "target", MODELS / "draft", threads=1, dtype=request.param, target=heads) as services:
+    """The shipped pair and its heads; its greedy texts repeat themselves. A parameter is type/ranks of the target."""
+    dtype, _, ranks = request.param.partition("/")
+    own = {"heads": str(MODELS / "target-heads"), "tensor_parallel_size": int(ranks or 1)}
+    with running(MODELS / "target", MODELS / "draft", threads=1, dtype=dtype, target=own) as services:
         yield services
 
 
@@ -89,17 +93,18 @@ def test_each_source_alone_changes_nothing(pair: Services, source: str, temperat
 def test_sources_change_nothing_in_a_batch(
     pair: Services, batch: list[tuple[dict[str, Any], Outcome]], way: str
 ) -> None:
-    """Claim: each source alone, and all at once, changes no token, log-probability or usage of 3 and 8 texts at a time,
-    greedy and seeded, in both types. Conclusive: plain decoding of each text alone is the reference; tokens of the
-    source were offered, of each where all are asked. Predictions have one wrong token in six."""
+    """Claim: each source alone, and all at once, changes no token, log-probability or usage of 1, 3 and 8 texts at a
+    time, greedy and seeded, in both types, over one rank and two. Conclusive: plain decoding of each text alone is the
+    reference; tokens of the source were offered, of each where all are asked. Predictions have one wrong token in
+    six."""
     offered: Counter[str] = Counter()
-    for width in (3, 8):
+    for width in (1, 3, 8):
         asked = [
             {
                 **one,
                 "speculative": WAYS[way],
                 "prediction": with_errors(off.token_ids) if way == "prediction" or way == "all" and index % 2 else (),
-                "cache_salt": way if width == 3 else "",  # a store of its own without these texts, and one with them
+                "cache_salt": way if width == 3 else "",  # a store of its own without these texts, or one with some
             }
             for index, (one, off) in enumerate(batch[:width])
         ]
