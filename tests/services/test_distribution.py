@@ -183,7 +183,7 @@ def test_heads_and_predictions_have_the_targets_distribution():
         for place, token in enumerate(outcome.token_ids):
             counts[tuple(outcome.token_ids[:place])][token] += 1
     used = [outcome.finished.statistics for outcome in outcomes]
-    assert sum(own.num_paths for own in used) > 1.2 * sum(own.num_spec_steps for own in used)
+    assert sum(own.num_paths for own in used) > sum(own.num_spec_steps for own in used) + 1_000
     for source in ("heads", "prediction"):
         offered, accepted = (
             sum(getattr(own, f"num_{source}_{what}_tokens") for own in used) for what in ("draft", "accepted")
