@@ -156,8 +156,8 @@ def continuations(prompt: list[int], top_k: int, length: int) -> dict[tuple[int,
 @pytest.mark.slow
 def test_heads_and_predictions_have_the_targets_distribution():
     """n = 100,000 tokens of the shipped target with its heads, in texts of five tokens so that all 121 contexts of its
-    three likeliest tokens can be enumerated. A third of the texts predict their likeliest continuation, which is right
-    often and has all its probability on one token. The same sample rejects a bias of 5 % towards that token."""
+    three likeliest tokens can be enumerated. Two thirds of the texts predict their likeliest continuation, which is
+    right often and has all its probability on one token. The same sample rejects a bias of 5 % towards that token."""
     prompt, top_k, length, text_count = [532, 279, 307, 1040, 8], 3, 5, 20_000  # `for i in range(`
     probs = continuations(prompt, top_k, length)
     likeliest: list[int] = []
