@@ -114,12 +114,15 @@ class AutoPolicy:
         self.wants_heads = self.is_speculating and (self._heads_accepted >= self._heads_min or is_due)
 
     def _learn_level(self, record: RoundRecord) -> None:
-        """Updates the session's level, by the tokens up to the first rejection."""
-        tested = record.tested_count
+        """Updates the session's level, by the tokens up to the first rejection. Where none was tested: by whether the
+        draft had the committed one, else a draft that is always wrong would keep the level of its first rounds."""
+        tested, accepted = record.tested_count, record.accepted_count
+        if not tested and record.plan.window and record.was_looked_up:
+            tested, accepted = 1, int(record.was_found)
         if not tested:
             return
         expected = probability(self._level)
-        surprise, variance = record.accepted_count - tested * expected, expected * (1 - expected)
+        surprise, variance = accepted - tested * expected, expected * (1 - expected)
         step = surprise / max(variance, LEVEL_VARIANCE_MIN)
         self._level = min(max(self._level + step / (self._tested + LEVEL_TESTED), -LEVEL_MAX), LEVEL_MAX)
         self._tested = min(self._tested + tested, LEVEL_TESTED_MAX)
