@@ -24,6 +24,7 @@ from specdec.protocol.growth import Growth
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
+from specdec.protocol.proposers import PredictionProposer, SuffixProposer, SuffixStore
 from specdec.protocol.report import Delta
 from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
@@ -33,7 +34,7 @@ from specdec.replica.handler import ItemHandler
 from specdec.target_service.admission import Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
-from tests.simulation.model import TokenStorage
+from tests.simulation.model import VOCABULARY_SIZE, TokenStorage
 from tests.simulation.planting import Bug
 
 
@@ -414,6 +415,30 @@ def older_heads_kept(real: Callable) -> Callable:
     return mutant
 
 
+def forgets_the_text_alone(self: SuffixStore) -> None:
+    """The places of a forgotten text stay."""
+    _, (_, text) = self._texts.popitem(last=False)
+    self._token_count -= len(text)
+
+
+def ends_in(token_id: int) -> Callable[[Callable], Callable]:
+    """One more token ends every run."""
+    return lambda real: (
+        lambda self, committed: [run._replace(token_ids=(*run.token_ids, token_id)) for run in real(self, committed)]
+    )
+
+
+def takes_its_runs_for_text(real: Callable) -> Callable:
+    """The tokens of a run are added to the text that it was found for."""
+
+    def mutant(self: SuffixProposer, committed: list[int]) -> Any:
+        runs = real(self, committed)
+        committed += [run.token_ids[0] for run in runs[:1]]
+        return runs
+
+    return mutant
+
+
 FENCES = (
     Bug(
         "a result of another round is accepted",
@@ -684,7 +709,13 @@ HEADS = (
     ),
 )
 
-BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS)
+SOURCES = (
+    Bug("a forgotten text is found", SuffixStore, "_forget", instead(forgets_the_text_alone)),
+    Bug("a prediction ends in a token of no vocabulary", PredictionProposer, "propose", ends_in(VOCABULARY_SIZE)),
+    Bug("earlier text is taken for this one", SuffixProposer, "propose", takes_its_runs_for_text),
+)
+
+BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
 HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)

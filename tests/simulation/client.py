@@ -25,10 +25,12 @@ from specdec.policy.policy import FixedPolicy, Policy
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.proposers import (
+    STORED_TOKEN_BYTES,
     LocalProposer,
     NgramProposer,
     PredictionProposer,
     SuffixProposer,
+    SuffixStore,
 )
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams
@@ -43,6 +45,7 @@ from tests.simulation.wandering import WanderingPolicy
 RETRY_S = 0.15
 READ_S = 0.002
 EARLIER_LENGTH = 600
+STORE_BYTES_MAX = 3 * EARLIER_LENGTH * STORED_TOKEN_BYTES // 2  # the text of another order does not fit beside it
 SETTINGS = CoordinatorSettings(
     target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto", suffix_store_mb=1
 )
@@ -162,6 +165,9 @@ class Coordinator:
     speculation: Speculation = field(default_factory=lambda: Speculation(SETTINGS))
     is_alive: bool = True
     target_cache: CacheSize | None = None
+
+    def __post_init__(self) -> None:
+        self.speculation._store = SuffixStore(STORE_BYTES_MAX)
 
     def _proposers(self, order: Order, committed: list[int]) -> list[LocalProposer]:
         """The coordinator's own proposers of an order."""
