@@ -78,6 +78,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
             draft=draft,
             tokenizer=str(folder / "target"),
             metrics_address=page,
+            max_num_seqs=STREAMS,
         )
         coordinator = stack.enter_context(start("coordinator", settings))
         client = Client(coordinator.wait_ready())
@@ -87,15 +88,23 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
 
 def test_a_named_plan_shrinks_beside_others_and_has_a_maximum(planted: Planted) -> None:
     """Claim: a request that names 16 draft tokens offers them alone; beside others that name the same it offers far
-    fewer, says so, and has the same text; one that names 64 nodes is refused by field and limit.
+    fewer, says so, and has the same text. Only beside as many as the coordinator takes is one more refused. One that
+    names 64 nodes is refused by field and limit.
 
     Source: a client's FIXED overrode the load control. Conclusive: the requests alone and beside others are the same,
-    the prompt has a match for nearly every pair of tokens, and the target's step grows with its rows.
+    the prompt has a match for nearly every pair of tokens, and the target's step grows with its rows; the refused one
+    came while all others ran with these plans.
     """
     prompt = random.Random(1).choices(range(1, VOCABULARY_SIZE), k=1500)
-    asked = {"prompt": prompt, "max_tokens": 60, "speculative": LONG, **ASKED}
+    asked = {"prompt": prompt, "max_tokens": 120, "speculative": LONG, **ASKED}
     alone = planted.client.generate(**asked, seed=0)
-    beside = planted.client.generate_all([{**asked, "seed": seed} for seed in range(STREAMS)], STREAMS)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        texts = [pool.submit(planted.client.generate, **asked, seed=seed) for seed in range(STREAMS)]
+        until(lambda: read_page(planted.page).value("specdec_num_requests_running") == STREAMS)
+        with pytest.raises(grpc.RpcError) as refused:
+            planted.client.generate([1], max_tokens=1)
+        beside = [text.result() for text in texts]
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     statistics = [one.finished.statistics for one in (alone, *beside)]
     offered, *others = (one.num_draft_tokens / one.rounds for one in statistics)
     assert offered > 8 and sum(others) / STREAMS < offered / 3
