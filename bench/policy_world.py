@@ -224,8 +224,9 @@ class Simulated(Simulation):
         self._commit(stream, ranks)
         stream.path_length(self.now_s, SPARE_TOKENS)  # goes as far along the committed tokens as has arrived
         was_found = not stream.ahead
+        was_looked_up = was_found or (len(stream.ahead) == 1 and stream.root.arrival_s <= self.now_s)
         kind = TokenKind.BONUS if len(ranks) > offered else TokenKind.RECOVERED
-        counts = offered, len(ranks) - 1, len(ranks), kind, True, was_found, 0, 0
+        counts = offered, len(ranks) - 1, len(ranks), kind, was_looked_up, was_found, 0, 0
         of_step = 0.0, rows, count, active
         record = RoundRecord(round_index, plan, *counts, *times_s, queue_s, step_s, *of_step)
         session.timeline.append((self.now_s, stream.committed_count))
