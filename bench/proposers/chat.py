@@ -104,7 +104,7 @@ def chat_results(
     for kind, prompts in (("copying", copying), ("prose", prose)):
         names = [prompt.name for prompt in prompts]
         for own, plain in ((found, OFF.name), (peer, "generate")):
-            part = Found({variant: {name: texts[name] for name in names} for variant, texts in own.texts.items()})
+            part = own.of(names)
             for variant in part.texts:
                 ratios = [part.ratio(variant, plain, per_second, cyclic) for cyclic in (False, True)]
                 shown = [str(ratio) if ratio else "" for ratio in ratios]
@@ -115,8 +115,7 @@ def chat_results(
                     reached = None if ratio is None else ratio.median
                     bars.append(Bar(f"{kind}: {variant} / off", bound, reached, shown[0]))
         if kind == "copying":
-            sides = {"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]}
-            both = Found({side: {name: texts[name] for name in names} for side, texts in sides.items()})
+            both = Found({"ours": found.texts[LOCAL_AUTO.name], "theirs": peer.texts["prompt lookup"]}).of(names)
             ratio = both.ratio("ours", "theirs", per_second, False)
             bars.append(
                 Bar(

@@ -7,7 +7,7 @@ a cycle are counted apart.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,14 @@ class Found:
 
     def add(self, variant: str, prompt: str, text: Text) -> None:
         self.texts.setdefault(variant, {})[prompt] = text
+
+    def of(self, prompts: Collection[str]) -> Found:
+        """The texts of these prompts, of variants that have one: not every variant has one of every prompt."""
+        own = {
+            variant: {name: text for name, text in texts.items() if name in prompts}
+            for variant, texts in self.texts.items()
+        }
+        return Found({variant: texts for variant, texts in own.items() if texts})
 
     def ratio(self, variant: str, over: str, of: Callable[[Text], float], cyclic: bool | None = False) -> Ratio | None:
         """A variant over another, prompt by prompt; `cyclic` None: all texts, else by whether plain text cycles."""
