@@ -114,9 +114,9 @@ class AutoPolicy:
         self.wants_heads = self.is_speculating and (self._heads_accepted >= self._heads_min or is_due)
 
     def _learn_level(self, record: RoundRecord) -> None:
-        """Updates the session's level, by the tokens up to the first rejection. Where none was tested: by whether the
-        draft had the committed one, else a draft that is always wrong would keep the level of its first rounds."""
-        tested, accepted = record.tested_count, record.accepted_count
+        """Updates the session's level, by the draft model's tokens up to the first rejection. Where none was tested: by
+        whether it had the committed one, else a draft that is always wrong would keep the level of its first rounds."""
+        tested, accepted = record.model_tested_count, record.model_accepted_count
         if not tested and record.plan.window and record.was_looked_up:
             tested, accepted = 1, int(record.was_found)
         if not tested:

@@ -137,6 +137,13 @@ class RoundRecord(NamedTuple):
         return self.accepted_proposers.count(Proposer.DRAFT) if self.proposers else self.accepted_count
 
     @property
+    def model_tested_count(self) -> int:
+        """Places of the walked path at which tokens of the draft model were tested: the accepted ones, and a rejection
+        if it had more."""
+        accepted = self.model_accepted_count
+        return accepted + (self.tested_count > self.accepted_count and self.model_offered_count > accepted)
+
+    @property
     def round_s(self) -> float:
         """Seconds from verdict to verdict."""
         return self.end_s - self.start_s
