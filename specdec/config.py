@@ -200,7 +200,7 @@ class SpeculationSettings(Settings):
         3, SPECULATION, "With policy fixed: draft tokens per verification; 0: plain decoding.", ge=0, le=64
     )
     num_speculative_tokens_max: int = setting(
-        16, SPECULATION, "Maximum draft tokens per verification, under every policy.", ge=0, le=64
+        31, SPECULATION, "Maximum draft tokens per verification, under every policy.", ge=0, le=64
     )
     draft_window_max: int = setting(
         32, SPECULATION, "With policy fixed: maximum draft window, at least --num-speculative-tokens-max.", ge=0, le=64

@@ -104,8 +104,8 @@ def test_flags_are_spelt_as_users_know_them():
         ("coordinator", ["--tokenizer", "t"], "--target is missing"),
         (
             "serve",
-            ["--num-speculative-tokens", "20"],
-            "--num-speculative-tokens 20 is above --num-speculative-tokens-max 16",
+            ["--num-speculative-tokens", "32"],
+            "--num-speculative-tokens 32 is above --num-speculative-tokens-max 31",
         ),
         (
             "serve",
