@@ -50,7 +50,7 @@ SAMPLING_CASES = {
     "greedy with temperature": ({"temperature": 1, "speculative": {"rule": "RULE_GREEDY"}}, "speculative.rule"),
     "rejection with seed": ({"seed": 1, "speculative": {"rule": "RULE_REJECTION"}}, "speculative.rule"),
     "coupled at 0": ({"temperature": 0, "speculative": {"rule": "RULE_COUPLED"}}, "speculative.rule"),
-    "too long a draft": ({"speculative": {"num_speculative_tokens": 17}}, "speculative.num_speculative_tokens"),
+    "too long a draft": ({"speculative": {"num_speculative_tokens": 32}}, "speculative.num_speculative_tokens"),
     "resume beyond the end": ({"max_tokens": 2, "resume": [1, 1, 1]}, "resume.output_token_ids"),
     "resume with unknown token": ({"resume": [99]}, "resume.output_token_ids[0]"),
 }
