@@ -199,7 +199,7 @@ class SpeculationSettings(Settings):
     num_speculative_tokens: int = setting(
         3, SPECULATION, "With policy fixed: draft tokens per verification; 0: plain decoding.", ge=0, le=64
     )
-    num_speculative_tokens_max: int = setting(
+    num_speculative_tokens_max: int = setting(  # by default 32 rows with the token before them: whole tiles
         31, SPECULATION, "Maximum draft tokens per verification, under every policy.", ge=0, le=64
     )
     draft_window_max: int = setting(
