@@ -159,7 +159,7 @@ class Drafter:
         session.window = max(0, item.committed_length + item.window - len(session.tokens))
         session.nodes_per_step, session.siblings = item.nodes_per_step, item.siblings
         session.has_siblings |= item.siblings > 0
-        session.is_urgent = item.urgent
+        session.wait_length = item.wait_length
         session.traced_step_count = DETAILED_STEP_COUNT_MAX if item.trace.detailed and self._tracing.is_on else 0
         session.group = item.trace
         self._growing[session] = None
@@ -239,7 +239,8 @@ class Drafter:
         is_drawn_tree = session.has_siblings and session.opened.params.rule is Rule.REJECTION
         # A node takes the time of all sessions, and that of their coordinator.
         likelihood_min = min(LIKELIHOOD_MIN * len(self._sessions), LIKELIHOOD_MIN_MOST)
-        return session.growth.take(count, reach, session.nodes_per_step == 1 or is_drawn_tree, likelihood_min)
+        is_chain, wait_reach = session.nodes_per_step == 1 or is_drawn_tree, len(session.tokens) + session.wait_length
+        return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
     def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
         """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
@@ -311,7 +312,7 @@ class Drafter:
     def _held_steps_max(self, session: DraftSession) -> int:
         """Returns the number of further steps that a session's nodes wait for. Under REJECTION none: when the steps end
         depends on the tokens drawn, and an offer must not."""
-        if session.is_urgent or session.traced_step_count or session.opened.params.rule is Rule.REJECTION:
+        if session.wait_length or session.traced_step_count or session.opened.params.rule is Rule.REJECTION:
             return 0
         return min(len(self._sessions) // SESSIONS_PER_HELD_STEP, HELD_STEPS_MAX)
 

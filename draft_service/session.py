@@ -17,9 +17,9 @@ from specdec.replica.handler import ReplicaSession
 class DraftSession(ReplicaSession):
     """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
 
-    `reading`: of a draft with another tokenizer. `is_urgent`: a verification waits for its nodes. `grown`: nodes to
-    send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number of next steps
-    recorded in detail, below the span of `group`. `worked_s`: of steps since the item before.
+    `reading`: of a draft with another tokenizer. `wait_length`: of the proposal path that a verification waits for.
+    `grown`: nodes to send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number
+    of next steps recorded in detail, below the span of `group`. `worked_s`: of steps since the item before.
     """
 
     cells: Cells
@@ -30,7 +30,7 @@ class DraftSession(ReplicaSession):
     nodes_per_step: int = 1
     siblings: int = 0
     has_siblings: bool = False  # or had: under REJECTION its trees then grow along first draws only
-    is_urgent: bool = False
+    wait_length: int = 0
     grown: list[DraftNode] = field(default_factory=list)
     held_step_count: int = 0
     traced_step_count: int = 0

@@ -37,7 +37,7 @@ def evaluated_count(nodes: Nodes) -> int:
 @dataclass(slots=True)
 class Reader:
     """One session on a text, of which `length` tokens are committed; `fresh_count` nodes came since the last commit.
-    Its commits are urgent: the nodes of every step come at once."""
+    Its commits tell of a wait: the nodes of every step come at once."""
 
     number: int
     text: Sequence[int]
@@ -51,7 +51,7 @@ class Reader:
         name, context = (self.number, 1), self.length
         own = replace(params, seed=self.number)  # no two sessions share their noise
         opened = Open(*name, own, len(self.text) + WINDOW, vocabulary_size)
-        fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1, urgent=True)
+        fed = Commit(*name, context, tuple(self.text[context - 1 : context]), window=1, wait_length=1)
         return [opened, Extend(*name, 0, tuple(self.text[: context - 1])), fed]
 
     def take(self, nodes: Nodes) -> int:
@@ -71,4 +71,4 @@ class Reader:
         self.fresh_count = 0
         self.length += 1
         token_id = self.text[self.length - 1]
-        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step, urgent=True)
+        return Commit(self.number, 1, self.length, (token_id,), WINDOW, self.nodes_per_step, wait_length=1)

@@ -108,21 +108,27 @@ class Growth:
         return kept, freed
 
     def take(
-        self, count_max: int, reach: int, is_chain: bool = False, likelihood_min: float = LIKELIHOOD_MIN
+        self,
+        count_max: int,
+        reach: int,
+        is_chain: bool = False,
+        likelihood_min: float = LIKELIHOOD_MIN,
+        wait_reach: int = 0,
     ) -> list[DraftTreeNode]:
         """Takes the likeliest nodes to evaluate, at most `count_max`, best first and none below `likelihood_min`; the
         caller evaluates or returns them.
 
         A child of an evaluated node stays within `reach`, the longest path the tree may have. A chain continues along
-        proposal children however unlikely they are, and ignores the branches of an earlier tree.
+        proposal children however unlikely they are, and ignores the branches of an earlier tree. So does every tree
+        until its proposal path has the length `wait_reach`, with one node of each step: a verification waits for it.
         """
         if is_chain:
             return self._take_chain(reach)
-        taken: list[DraftTreeNode] = []
+        taken = self._take_chain(min(reach, wait_reach))
         while self._candidates and len(taken) < count_max:
             entry = heapq.heappop(self._candidates)
             node = entry[2]
-            if not self._is_open(node):
+            if not self._is_open(node) or node in taken:
                 continue
             if node.length >= reach:
                 self._beyond.append(node)

@@ -176,7 +176,8 @@ class Commit(NamedTuple):
     """Tokens became final up to `committed_length`; the tree may reach `window` positions further.
 
     `nodes_per_step`: nodes of this session that one draft step may evaluate; 1 grows a chain without branches.
-    `siblings`: further children sent with each proposal child. `urgent`: a verification may wait for the nodes.
+    `siblings`: further children sent with each proposal child. `wait_length`: the next verification may wait for a
+    proposal path of that length; 0: it does not wait.
     """
 
     session: int
@@ -187,7 +188,7 @@ class Commit(NamedTuple):
     nodes_per_step: int = 1
     trace: Trace = NO_TRACE
     siblings: int = 0
-    urgent: bool = False
+    wait_length: int = 0
 
     def checked(self) -> Commit:
         """Itself. Raises InvalidRequest where it breaks a limit."""
@@ -197,6 +198,7 @@ class Commit(NamedTuple):
         check_integer("window", self.window, 0, DRAFT_LENGTH_LIMIT)
         check_integer("nodes_per_step", self.nodes_per_step, 1, NODES_PER_STEP_LIMIT)
         check_integer("siblings", self.siblings, 0, SIBLINGS_MAX)
+        check_integer("wait_length", self.wait_length, 0, DRAFT_LENGTH_LIMIT)
         return self
 
     @property

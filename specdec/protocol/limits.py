@@ -194,7 +194,7 @@ SPECULATION = (
         "DRAFT_LENGTH_LIMIT",
         types.DRAFT_LENGTH_LIMIT,
         "draft tokens of a round, and positions of a draft tree: deeper ones are hardly ever committed",
-        """VerifyItem.draft_token_ids,draft_probs,parents,parents[] CommitItem.window
+        """VerifyItem.draft_token_ids,draft_probs,parents,parents[] CommitItem.window,wait_length
         SpeculativePolicy.num_speculative_tokens,draft_window
         CoordinatorDescribeResponse.num_speculative_tokens,num_speculative_tokens_max,draft_window_max""",
     ),

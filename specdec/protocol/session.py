@@ -374,8 +374,7 @@ class Session:
         extends, suffix = catch_up(self.number, self.draft_incarnation, self.committed, self._draft_known_length)
         name = (self.number, self.draft_incarnation)
         length, count = len(self.committed), max(1, plan.nodes_per_step)
-        sides = plan.siblings, plan.wait_length > 0
-        commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, *sides)
+        commit = Commit(*name, length, suffix, plan.window, count, NO_TRACE, plan.siblings, plan.wait_length)
         self._draft_known_length, self._draft_window = len(self.committed), plan.window
         return [*map(ToDraft, extends), ToDraft(commit)]
 

@@ -51,7 +51,7 @@ SAME = types_pb.DraftProbs()  # the distribution of the sibling before
 _NAME = ("session", "incarnation")
 _EXTEND = (*_NAME, "start_position")
 _VERIFICATION = (*_NAME, "round_index", "base_position", "suffix_token_ids", "draft_token_ids")
-_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings", "urgent")
+_COMMIT = (*_NAME, "committed_length", "suffix_token_ids", "window", "nodes_per_step", "siblings", "wait_length")
 _FAILURE = (*_NAME, "code", "reason", "message", "field", "retry_after_ms")
 _MISSING = (*_NAME, "known_length", "unknown")
 _TIMES = ("queue_us", "forward_us", "sampling_us")
@@ -182,7 +182,7 @@ def _commit_from_message(message: draft_pb.CommitItem) -> items.Commit:
         message.nodes_per_step or 1,
         trace_from_message(message.trace) if message.HasField("trace") else items.NO_TRACE,
         message.siblings,
-        message.urgent,
+        message.wait_length,
     ).checked()
 
 

@@ -28,7 +28,7 @@ class DraftRequestItem(_message.Message):
     def __init__(self, open: _Optional[_Union[_types_pb2.OpenItem, _Mapping]] = ..., extend: _Optional[_Union[_types_pb2.ExtendItem, _Mapping]] = ..., commit: _Optional[_Union[CommitItem, _Mapping]] = ..., close: _Optional[_Union[_types_pb2.CloseItem, _Mapping]] = ...) -> None: ...
 
 class CommitItem(_message.Message):
-    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step", "siblings", "urgent")
+    __slots__ = ("session", "incarnation", "committed_length", "suffix_token_ids", "window", "trace", "nodes_per_step", "siblings", "wait_length")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -37,7 +37,7 @@ class CommitItem(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     NODES_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     SIBLINGS_FIELD_NUMBER: _ClassVar[int]
-    URGENT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     committed_length: int
@@ -46,8 +46,8 @@ class CommitItem(_message.Message):
     trace: _types_pb2.TraceContext
     nodes_per_step: int
     siblings: int
-    urgent: bool
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ..., siblings: _Optional[int] = ..., urgent: bool = ...) -> None: ...
+    wait_length: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., committed_length: _Optional[int] = ..., suffix_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., trace: _Optional[_Union[_types_pb2.TraceContext, _Mapping]] = ..., nodes_per_step: _Optional[int] = ..., siblings: _Optional[int] = ..., wait_length: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("stamp", "items")

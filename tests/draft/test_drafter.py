@@ -77,12 +77,12 @@ class Draft:
             Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step),
         )
 
-    def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8, urgent: bool = False) -> bool:
+    def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8, wait_length: int = 0) -> bool:
         tree = self.trees[session]
         was_inside = tree.commit(token_ids)
         suffix = tuple(tree.committed[-len(token_ids) :])
         length, window = len(tree.committed), self.windows[session]
-        self.tell(Commit(session, 1, length, suffix, window, nodes_per_step, urgent=urgent))
+        self.tell(Commit(session, 1, length, suffix, window, nodes_per_step, wait_length=wait_length))
         return was_inside
 
     def take(self, answer: object) -> None:
@@ -220,7 +220,7 @@ def test_beside_many_sessions_nodes_leave_with_those_of_the_next_steps(
     draft.step()
     next_token = draft.trees[1].root.proposal
     assert next_token is not None
-    draft.commit(1, next_token.token_id, nodes_per_step=1, urgent=True)
+    draft.commit(1, next_token.token_id, nodes_per_step=1, wait_length=8)
     assert draft.node_counts[4:] == [1], "the commit lets go what was held"
     draft.step()
     assert draft.node_counts[5:] == [1], "only the session that is waited for sends at once"

@@ -70,9 +70,9 @@ class Grower:
         self.evaluated: list[tuple[int, ...]] = []
         self.remote = OwnTree(list(committed))
 
-    def grow(self, count: int, reach: int = 99, is_chain: bool = False) -> list[DraftNode]:
+    def grow(self, count: int, reach: int = 99, is_chain: bool = False, wait_reach: int = 0) -> list[DraftNode]:
         sent: list[DraftNode] = []
-        for taken in self.growth.take(count, reach, is_chain):
+        for taken in self.growth.take(count, reach, is_chain, wait_reach=wait_reach):
             self.evaluated.append(tuple(node.token_id for node in self.growth.path(taken)))
             filed, name = self.growth.file(taken), self.growth.reserve_name()
             sent += [] if filed is None else [filed]
@@ -180,6 +180,26 @@ def test_a_chain_goes_on_however_unlikely_it_is_and_a_tree_stops() -> None:
         (node,) = chain.take(1, 99, is_chain=True)
         chain.evaluated(node, [chain.reserve_name()], guesses_after(node.token_id)[:1], None)
     assert [len(chain.path(node)) for node in chain.take(1, 99, is_chain=True)] == [40]
+
+
+def test_a_tree_that_is_waited_for_grows_its_proposal_path_first() -> None:
+    """Claim: while a verification waits for a path, each step has the next node of it, however unlikely, so that the
+    wait ends after as many steps; the other nodes are the likeliest ones, and with the path complete all are.
+    Conclusive: every evaluated path is compared with those of a tree that nothing waits for, by enumeration."""
+    length = 12
+    path = proposals_after(1, length)
+    grower = Grower([1])
+    for step in range(length):
+        before = len(grower.evaluated)
+        grower.grow(4, wait_reach=1 + length)
+        assert tuple(path[:step]) in grower.evaluated[before:]
+    assert likelihoods([tuple(path[: length - 1])], 1)[0] < LIKELIHOOD_MIN, "the tree alone leaves this path out"
+    while grower.grow(4, wait_reach=1 + length):
+        pass
+    likely, own = Grower([1]), [tuple(path[:step]) for step in range(length)]
+    while likely.grow(4):
+        pass
+    assert sorted(grower.evaluated) == sorted({*likely.evaluated, *own})
 
 
 def proposals_after(token_id: int, count: int) -> list[int]:

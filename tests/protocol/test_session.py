@@ -330,14 +330,14 @@ def test_a_wait_does_not_change_the_plan_and_its_limits():
     assert [action.item.draft_token_ids for action in actions] == [()]
 
 
-def test_a_commit_is_urgent_where_the_plan_waits():
-    """Claim: the draft learns whether a verification may wait for its nodes."""
+def test_a_commit_tells_the_length_that_the_plan_waits_for():
+    """Claim: the draft learns for how many tokens a verification may wait."""
     session = make_session(draft_length=2)
     begin(session)
     for wait_length in (session.plan.wait_length, 0):
         session.plan = replace(session.plan, wait_length=wait_length)
         commits = [action.item for action in session.on_draft_up() if isinstance(action.item, Commit)]
-        assert [commit.urgent for commit in commits] == [wait_length > 0]
+        assert [commit.wait_length for commit in commits] == [wait_length]
 
 
 def test_malformed_nodes_are_dropped_from_the_first_on_and_pause_drafting():

@@ -160,7 +160,7 @@ VALID = (
             SamplerOutput((1, 2), (0.5,), (-1.0,), (POSITION, POSITION), HEADS),
         ),
     ),
-    (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE, urgent=True)),
+    (draft_pb.DraftRequest, items.Commit(1, 1, 9, (1,), 3, trace=TRACE, wait_length=3)),
     (draft_pb.DraftResponse, items.Nodes(1, 1, 1, 9, (items.DraftNode(1, 0, 2, True, PROBS),))),
 )
 REQUEST = coordinator_pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"logit_bias": [{"token_id": 1}]})
