@@ -56,7 +56,7 @@ def advise(settings: AdviseSettings) -> int:
                 checks.append(observed_of(settings, pair, advice, own, console))
     tell(settings, advices, checks)
     if settings.plot:
-        view.draw(settings.plot, advices, times)
+        view.picture_of(advices, times).savefig(settings.plot, dpi=110)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -143,15 +144,16 @@ def rate_of(advice: Advice) -> float:
 
 
 def check_plot(file: Path) -> None:
-    """Raises ConfigError if `draw` could not write this picture: without matplotlib or the folder."""
+    """Raises ConfigError if this picture could not be written: without matplotlib or the folder."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'specdec[bench]'")
     if not file.parent.is_dir():
         raise ConfigError(f"--plot is {file}; there is no folder {file.parent}")
 
 
-def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
-    """Writes the picture: acceptance of the first draft by class and temperature, tokens/s of all by round trip."""
+def picture_of(advices: Sequence[Advice], times: Sequence[Times]) -> Any:
+    """Returns the picture, of matplotlib: acceptance of the first draft by class, temperature and rule, a place in the
+    colour of its first rule; and tokens/s of all drafts by round trip."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,16 +162,19 @@ def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
     cells = advices[0].cells
     classes = list(dict.fromkeys(cell.prompt_class for cell in cells))
     temperatures = sorted({cell.temperature for cell in cells})
-    known = {(cell.prompt_class, cell.temperature): next(iter(cell.acceptance.values())).value for cell in cells}
-    grid = [[known.get((name, temperature), float("nan")) for temperature in temperatures] for name in classes]
+    known = {(cell.prompt_class, cell.temperature): [own.value for own in cell.acceptance.values()] for cell in cells}
+    rules = {cell.temperature: " / ".join(cell.acceptance) for cell in cells}
+    grid = [[known.get((name, temperature), [float("nan")]) for temperature in temperatures] for name in classes]
     picture, (left, right) = pyplot.subplots(1, 2, figsize=(12, 1.5 + 0.6 * max(4, len(classes))), layout="constrained")
-    left.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    left.set_xticks(range(len(temperatures)), [f"{temperature:g}" for temperature in temperatures])
+    left.imshow([[values[0] for values in row] for row in grid], vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    columns = [f"{temperature:g}\n{rules[temperature]}" for temperature in temperatures]
+    left.set_xticks(range(len(temperatures)), columns)
     left.set_yticks(range(len(classes)), classes)
-    for row, values in enumerate(grid):
-        for column, value in enumerate(values):
-            left.text(column, row, f"{value:.2f}", ha="center", va="center", color="white" if value < 0.6 else "black")
-    left.set(xlabel="temperature", title=f"acceptance, {advices[0].draft}")
+    for row, places in enumerate(grid):
+        for column, values in enumerate(places):
+            told, color = " / ".join(f"{value:.2f}" for value in values), "white" if values[0] < 0.6 else "black"
+            left.text(column, row, told, ha="center", va="center", color=color)
+    left.set(xlabel="temperature and rule", title=f"acceptance, {advices[0].draft}")
     for advice, own in zip(advices, times):
         rates = [
             max(own.rate(advice.plans[length - 1].tokens.value, length) for length in LENGTHS)
@@ -179,5 +184,4 @@ def draw(file: Path, advices: Sequence[Advice], times: Sequence[Times]) -> None:
     right.axhline(advices[0].plain_rate, color="grey", linestyle="--", label="plain decoding")
     right.set(xlabel="round trip to the draft, ms", ylabel="tokens/s, best k", ylim=(0, None), title="forecast")
     right.legend()
-    picture.savefig(file, dpi=110)
-    pyplot.close(picture)
+    return picture

@@ -17,7 +17,7 @@ from specdec.advise.forecast import Break, Estimate, Times
 from specdec.advise.measuring import EVERYTHING, Reading, Text
 from specdec.advise.report import Advice, ChainPlan, advice_of, cells_of, plans_of, price_of, rounds_forecast
 from specdec.advise.settings import AdviseSettings
-from specdec.advise.view import acceptance_table, length_table, sentence, sweep_table
+from specdec.advise.view import RTTS_MS, acceptance_table, length_table, picture_of, sentence, sweep_table
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -254,6 +254,28 @@ def test_drafts_are_called_what_distinguishes_them(tmp_path: Path, monkeypatch: 
         console.print(sweep_table([advice_with(long, 24.0, 1), advice_with("owner/draft", 20.0, 1)]))
     rows = [line.split("│") for line in shown.get().splitlines() if line.startswith("│")]
     assert "".join(row[1].strip() for row in rows) == f"{long}owner/draft"
+
+
+def test_the_picture_shows_every_cell_and_every_draft() -> None:
+    """Claim: its left half has a place for each class and temperature with the acceptance of each rule, its right half
+    a line of tokens/s over the round trip for each draft, and plain decoding. By hand: with one draft token of which
+    half pass, a round of 50 ms and the round trip beyond 3 ms has 1.5 tokens."""
+    pytest.importorskip("matplotlib")
+    one, two = advice_with("one", 24.0, 1), advice_with("two", 36.0, 1)
+    greedy, sampled = (cells_of([measured_text(name, 0.5, 0.25)])[0] for name in ("facts", "code"))
+    rules = {"COUPLED": Estimate(0.25, 0.2, 0.3), "REJECTION": Estimate(0.75, 0.7, 0.8)}
+    cells = [greedy, replace(sampled, temperature=0.7, acceptance=rules)]
+    advices = [replace(one, cells=cells, plans=one.plans * 8), replace(two, plans=two.plans * 8)]
+    picture = picture_of(advices, [TIMES] * 2)
+    left, right = picture.axes
+    assert [text.get_text() for text in left.texts] == ["0.50", "nan", "nan", "0.25 / 0.75"]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["facts", "code"]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["0\nGREEDY", "0.7\nCOUPLED / REJECTION"]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["one", "two", "plain decoding"]
+    first = right.lines[0]
+    found = dict(zip(first.get_xdata(), first.get_ydata()))
+    assert found[RTTS_MS[0]] == pytest.approx(1.5 / (0.047 + RTTS_MS[0] / 1e3)) and len(found) == len(RTTS_MS)
+    assert list(right.lines[2].get_ydata()) == [20.0, 20.0]
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
