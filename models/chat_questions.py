@@ -104,22 +104,22 @@ REWRITINGS = (
     "My phone is broke and the seller dont want to give me the money back.",
     "Farmers in the region grow wheat and corn, while the hills are used for wine.",
 )  # fmt: skip
-CLASSES = (
-    (FACT_FORMS, FACTS),
-    (EXPLAIN_FORMS, EXPLANATIONS),
-    (WRITING_FORMS, WRITINGS),
-    (ADVICE_FORMS, ADVICE),
-    (CODE_FORMS, CODE),
-    (REWRITING_FORMS, REWRITINGS),
-)
+CLASSES = {
+    "facts": (FACT_FORMS, FACTS),
+    "explain": (EXPLAIN_FORMS, EXPLANATIONS),
+    "writing": (WRITING_FORMS, WRITINGS),
+    "advice": (ADVICE_FORMS, ADVICE),
+    "code": (CODE_FORMS, CODE),
+    "rewriting": (REWRITING_FORMS, REWRITINGS),
+}
 
 
-def questions(seed: int) -> list[str]:
-    """Returns all questions, one class after the other in turn, each class shuffled."""
+def questions(seed: int) -> list[tuple[str, str]]:
+    """Returns all questions, each with its class, one class after the other in turn, each class shuffled."""
     draws = random.Random(seed)
     shuffled = []
-    for forms, subjects in CLASSES:
-        own = [form.format(subject, other=draws.choice(subjects)) for form in forms for subject in subjects]
+    for name, (forms, subjects) in CLASSES.items():
+        own = [(name, form.format(subject, other=draws.choice(subjects))) for form in forms for subject in subjects]
         draws.shuffle(own)
         shuffled.append(own)
     return [one for turn in itertools.zip_longest(*shuffled) for one in turn if one is not None]
@@ -133,7 +133,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     found = questions(asked.seed)
-    asked.out.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in found))
+    asked.out.write_text("".join(json.dumps({"class": name, "prompt": one}) + "\n" for name, one in found))
     print(f"{asked.out}: {len(found)} questions")
 
 

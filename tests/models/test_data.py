@@ -167,8 +167,9 @@ def test_no_question_to_train_on_is_one_that_measures() -> None:
 
     lines = (EMBEDDED_MODELS / "chat_prompts.jsonl").read_text().splitlines()
     heldout = [words(json.loads(line)["prompt"]) for line in lines]
-    own = list(map(words, questions(1)))
+    own = [words(question) for _, question in questions(1)]
     assert len(own) > 2000
+    assert {name for name, _ in questions(1)} == {json.loads(line)["class"] for line in lines}
     assert questions(1) == questions(1) != questions(2)
     nearest = max(len(one & other) / len(one | other) for one in own if one for other in heldout)
     assert 0.4 < nearest <= 0.6
