@@ -24,7 +24,15 @@ from specdec.distill.learners import DraftLearner, HeadsLearner
 from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_files
 from specdec.distill.settings import DistillSettings
 from specdec.distill.start import Start, open_start
-from specdec.distill.student import StudentShape, build_student, check_shape, most_used, save_student, write_facts
+from specdec.distill.student import (
+    StudentShape,
+    build_student,
+    check_shape,
+    most_used,
+    save_student,
+    share_of,
+    write_facts,
+)
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.writing import TextWriter
@@ -49,6 +57,7 @@ MAY_CHANGE = {
 FILE_TEXTS = 64  # of one file; the held-out texts are one
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HELDOUT_MAX = 16  # of given prompts and files, a tenth: no text of theirs is learned
+HELDOUT_TEMPERATURES = (0.0, 0.7, 1.0)  # tested at, whatever the texts to learn from have
 
 Item = TypeVar("Item")
 
@@ -171,7 +180,8 @@ def learn_draft(
     learner = make_draft_learner(student, own_size, plan)
     trainer = Trainer(learner, plan, learned, tested, settings.out / CHECKPOINT_FILE, clock)
     train(trainer, "the draft learns", console)
-    save_student(student, folder, token_ids, settings.out, facts_of(settings, trainer))
+    share = 1.0 if token_ids is None else share_of(token_ids, heldout)
+    save_student(student, folder, token_ids, share, settings.out, facts_of(settings, trainer))
     console.print(f"{settings.out} holds the draft; serve it: specdec draft --model {settings.out}", soft_wrap=True)
 
 
@@ -275,10 +285,11 @@ def plans_of(
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
     files = text_files(settings.corpus, told)
     records = records_of(settings.from_record, folder.token_string_count)
-    parts = zip(("heldout", "train"), split(prompts), split(files), split(records))
+    heldout = tuple(sorted({*HELDOUT_TEMPERATURES, *temperatures}))
+    parts = zip(("heldout", "train"), (heldout, temperatures), split(prompts), split(files), split(records))
     return {
-        name: Plans(folder.path, temperatures, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept)
-        for name, asked, read, kept in parts
+        name: Plans(folder.path, at, settings.text_tokens, f"{name}/{settings.text_seed}", asked, read, kept)
+        for name, at, asked, read, kept in parts
     }
 
 

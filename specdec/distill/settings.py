@@ -36,7 +36,9 @@ class DistillSettings(Settings):
     texts: Path | None = setting(None, PROMPT, "Folder of texts written before; absent: OUT/texts.")
     text_count: int = setting(2048, PROMPT, "Texts the target writes, in files of 64.", ge=1, le=1 << 24)
     text_tokens: int = setting(192, PROMPT, "Most tokens of an answer.", ge=8, le=1 << 16)
-    text_temperatures: str = setting("0,0.7,1", PROMPT, "Temperatures of the texts, in turn; at most 1.")
+    text_temperatures: str = setting(
+        "0,0.7,1", PROMPT, "Temperatures of the texts, in turn; at most 1. Held-out texts have 0, 0.7 and 1 too."
+    )
     text_seed: int = setting(0, PROMPT, "Seed of the texts.", ge=0, le=1 << 32)
     heads: int = setting(
         0, MODEL, "Train this many heads on the target, one for each later position; 0: a draft.", ge=0, le=HEADS_MAX

@@ -56,6 +56,14 @@ def most_used(texts: LabelledTexts, count: int, always: Sequence[int] = ()) -> T
     return ids.sort().values
 
 
+def share_of(token_ids: Tensor, texts: LabelledTexts) -> float:
+    """Returns the share of the target's own tokens in the answers of these texts that are among `token_ids`: an
+    estimate of the target's probability that a draft with these tokens can reach."""
+    every = zip(texts.token_ids.split(texts.lengths.tolist()), texts.answered_from.tolist())
+    answers = torch.cat([own[answered_from + 1 :] for own, answered_from in every])
+    return torch.isin(answers, token_ids.to(answers.dtype)).double().mean().item()
+
+
 def student_config(target: Any, shape: StudentShape, vocabulary_size: int) -> Any:
     """Returns the target's configuration with the student's sizes. Raises ConfigError for impossible ones."""
     config = copy.deepcopy(target)
@@ -160,8 +168,11 @@ def _copy_projected_embeddings(target: Any, student: Any, rows: Tensor) -> None:
     own[:, :width] = projected * (own.std() / projected.std())
 
 
-def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, out: Path, facts: dict[str, Any]) -> None:
-    """Writes a model folder: bf16 weights, the target's tokenizer, the vocabulary map, and the facts of the run."""
+def save_student(
+    student: Any, target: ModelFolder, token_ids: Tensor | None, share: float, out: Path, facts: dict[str, Any]
+) -> None:
+    """Writes a model folder: bf16 weights, the target's tokenizer, the vocabulary map with its `share` of the target's
+    tokens in held-out texts, and the facts of the run."""
     places: set[int] = set()
     state = {}
     for name, weight in student.state_dict().items():
@@ -178,7 +189,7 @@ def save_student(student: Any, target: ModelFolder, token_ids: Tensor | None, ou
             shutil.copyfile(target.path / name, out / name)
     (out / VOCABULARY_FILE).unlink(missing_ok=True)  # of an earlier draft
     if token_ids is not None:
-        known = json.dumps({"target_token_ids": token_ids.tolist()})
+        known = json.dumps({"target_token_ids": token_ids.tolist(), "share": share})
         (out / VOCABULARY_FILE).write_text(known + "\n", encoding="utf-8")
     write_manifest(out)
     write_facts(out, facts)

@@ -23,11 +23,12 @@ VOCABULARY_FILE = "draft_vocabulary.json"
 
 class VocabularyMap:
     """The map of a draft. `size`: the target's ids; `own_size`: the tokens it can propose, `columns` [own_size] of its
-    output layer, `target_token_ids` [own_size] of the target. `own_ids` [ids read]: the draft's token by id."""
+    output layer, `target_token_ids` [own_size] of the target. `own_ids` [ids read]: the draft's token by id.
+    `known_share`: of the target's tokens in texts of its own, if that was measured when the draft was made."""
 
-    def __init__(self, target_token_ids: Tensor, size: int) -> None:
+    def __init__(self, target_token_ids: Tensor, size: int, known_share: float | None = None) -> None:
         """A draft whose token i is token target_token_ids[i] of the target, and that has one more."""
-        self.size, self.own_size = size, len(target_token_ids)
+        self.size, self.own_size, self.known_share = size, len(target_token_ids), known_share
         self.retokenizer: Retokenizer | None = None
         self.target_token_ids = target_token_ids
         self.columns = torch.arange(self.own_size)
@@ -43,12 +44,15 @@ class VocabularyMap:
         file = folder / VOCABULARY_FILE
         if not file.is_file():
             return None
-        ids = read_json(file).get("target_token_ids")
+        told = read_json(file)
+        ids, share = told.get("target_token_ids"), told.get("share")
         if not isinstance(ids, list) or not all(isinstance(one, int) and 0 <= one < size for one in ids):
             raise ModelRefused(f"{file}: target_token_ids must be a list of ids from 0 to {size - 1}")
         if len(set(ids)) != len(ids) or len(ids) != output_width - 1:
             raise ModelRefused(f"{file}: it must name {output_width - 1} different ids, one fewer than the model has")
-        return cls(torch.tensor(ids), size)
+        if share is not None and not (isinstance(share, float) and 0 <= share <= 1):
+            raise ModelRefused(f"{file}: share is {share!r}; it must be a number from 0 to 1")
+        return cls(torch.tensor(ids), size, share)
 
     @classmethod
     def by_strings(cls, retokenizer: Retokenizer, output_width: int, fewer: VocabularyMap | None) -> VocabularyMap:
@@ -75,7 +79,10 @@ class VocabularyMap:
         return self
 
     def share(self, tokenizer: Path, text: str) -> float:
-        """Returns the share of the target's tokens of a text, by its tokenizer file, that the draft can propose."""
+        """Returns the share of the target's tokens that the draft can propose: of those in texts of the target if that
+        is known, else of those of a text, by the target's tokenizer file."""
+        if self.known_share is not None:
+            return self.known_share
         ids = whole_tokenizer(tokenizer).encode(text, add_special_tokens=False).ids
         known = set(self.target_token_ids.tolist())
         return sum(token_id in known for token_id in ids) / max(1, len(ids))

@@ -71,6 +71,17 @@ def test_templates_render_as_transformers_renders_them(tmp_path, template, chat,
         assert ours.render(CHATS[chat], begins) == expected and len(expected) > 10
 
 
+@pytest.mark.parametrize("chat", CHATS)
+def test_the_chat_models_own_template_renders_as_transformers_renders_it(chat):
+    """Claim: so does the template of SmolLM2-135M-Instruct, which its shipped draft has too."""
+    folder = MODELS / "smollm2-draft"
+    ours, theirs = ChatTemplate.read(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours is not None
+    for begins in (True, False):
+        expected = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=begins)
+        assert ours.render(CHATS[chat], begins) == expected and "<|im_start|>user" in expected
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_have_the_tokens_of_transformers(tmp_path, template):
     """Claim: a conversation has the token ids that `apply_chat_template` gives: special tokens are those the template

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,17 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from specdec.cli.main import main
-from specdec.distill.command import plans_of
+from specdec.config import DraftSettings
+from specdec.decoding.proposal import proposals
+from specdec.distill.command import distill, plans_of
 from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, save_student
+from specdec.draft_service.drafter import TREE_CELLS
+from specdec.draft_service.service import make_drafter
 from specdec.engine.architectures import SUPPORTED
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
+from specdec.engine.scheduler import Engine
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused
+from specdec.protocol.types import DraftVocabulary
+from specdec.replica.loading import describe
+from specdec.telemetry.tracing import Tracing
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
 from tests.support.services import MODELS, SHAPES, fixed, running
 
@@ -191,6 +201,54 @@ def test_tokens_it_lacks_are_never_proposed(draft: Path):
         load_model(str(draft))
 
 
+def test_a_draft_with_a_part_of_the_tokens_says_so(draft: Path, texts: Path) -> None:
+    """Claim: Describe and the log tell that it has a part of the target's tokens, their number, and their share of the
+    tokens that the target wrote in the held-out texts. Conclusive: the share is counted here, token by token."""
+    known = set(json.loads((draft / VOCABULARY_FILE).read_text())["target_token_ids"])
+    (file,) = texts.glob("heldout-*")
+    held = load_file(file)
+    begin, written = 0, []
+    for length, answered_from in zip(held["lengths"].tolist(), held["answered_from"].tolist()):
+        written += held["token_ids"][begin + answered_from + 1 : begin + length].tolist()
+        begin += length
+    share = sum(token_id in known for token_id in written) / len(written)
+    assert 0.5 < share < 1
+    model = load_model(str(draft), has_stable_rows=False)
+    described = describe(model, DraftSettings(model=str(draft), insecure=True), TREE_CELLS)
+    assert (described.draft_vocabulary, described.draft_vocabulary_size) == (DraftVocabulary.SUBSET, DRAFT_VOCABULARY)
+    assert described.draft_vocabulary_share == pytest.approx(share)
+    with capture_logs() as logs:
+        make_drafter(Engine(model, 24, 16, proposals), described, None, Tracing())
+    assert f"is a part of the target: it proposes 1,500 of 4,096 tokens, {share:.0%} of those" in logs[0]["relation"]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_distilled(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim: the command writes texts of a target of every supported architecture and trains a draft for it, which
+    `transformers` and the engine load; its bars tell tokens per second and the time left, and each evaluation its
+    tokens, seconds and acceptance by rule and temperature. Conclusive: a tiny target of each; the weights are not those
+    the draft began with."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as for a user
+    folder = make_tiny_model(tmp_path / "target", name, pad_token_id=287)
+    (tmp_path / "prompts.txt").write_text("\n".join(f"{word} is" for word in "a b c d e f g h i j k".split()))
+    told = {"text_count": 64, "text_tokens": 8, "tokens": 600, "evaluate_tokens": 300, "batch_tokens": 128}
+    settings = DistillSettings(
+        target=str(folder), out=tmp_path / "out", prompts=tmp_path / "prompts.txt", device="cpu", threads=1, **told
+    )
+    assert distill(settings) == 0
+    said = capsys.readouterr().err
+    for part in ("the target writes", "the draft learns", "tokens/s", "GREEDY 0", "COUPLED 0.7", "REJECTION 1"):
+        assert part in said, said
+    assert re.search(r"\d:\d\d:\d\d", said) and re.search(r"600 tokens +\d+ s", said), said
+    began = build_student(open_model_folder(str(folder)), StudentShape(1), None, seed=0).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(settings.out, dtype=torch.float32)
+    assert any(not torch.allclose(own, began[key], atol=1e-3) for key, own in model.state_dict().items())
+    assert load_model(str(settings.out), has_stable_rows=False).description.vocabulary_size == 288
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
     """Claim: for every supported architecture a student of one layer, of the target's size and of another, is loaded by
@@ -212,6 +270,6 @@ def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
         kept = token_ids if shape.draft_vocabulary_size else None
         student = build_student(target, shape, kept, seed=0)
         out = tmp_path / f"{shape.hidden_size}-{shape.draft_vocabulary_size}"
-        save_student(student, target, kept, out, {})
+        save_student(student, target, kept, 1.0, out, {})
         AutoModelForCausalLM.from_pretrained(out)
         assert load_model(str(out), has_stable_rows=False).description.vocabulary_size == 288

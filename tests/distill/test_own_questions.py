@@ -46,18 +46,19 @@ def ids_of(folder: Path, text: str) -> tuple[int, ...]:
 def test_without_data_the_target_asks_itself(chat_target: Path) -> None:
     """Claim: a folder with a chat template gives, without prompts and files, texts of two passages: the template up to
     the user's words and a question that the target draws at temperature 1, then the template up to the answer and the
-    answer at the temperatures in turn. The template's beginning is not learned, and each text has its own seed, as have
-    the held-out ones. Conclusive: the template's parts are written here by hand, and tokenized by the folder's
-    tokenizer."""
+    answer at the temperatures in turn, held-out ones at 0, 0.7 and 1 whatever was asked for. The template's beginning
+    is not learned, and each text has its own seed, as have the held-out ones. Conclusive: the template's parts are
+    written here by hand, and tokenized by the folder's tokenizer."""
     assert turn_parts(chat_target) == (BEFORE, AFTER)
     told = {"target": str(chat_target), "out": chat_target / "out", "tokens": 1, "text_tokens": ANSWER_TOKENS}
     splits = plans_of(DistillSettings(**told, text_temperatures="0,0.7"), open_model_folder(str(chat_target)))
     plans = {name: own.make(0, 4) for name, own in splits.items()}
     begin, middle = ids_of(chat_target, BEFORE), ids_of(chat_target, AFTER)
     question = Passage(begin, QUESTION_TOKENS_MAX, 1.0)
-    for own in plans.values():
+    for split, temperatures in (("train", (0.0, 0.7, 0.0, 0.7)), ("heldout", (0.0, 0.7, 1.0, 0.0))):
+        own = plans[split]
         assert [plan.passages for plan in own] == [
-            (question, Passage(middle, ANSWER_TOKENS, temperature)) for temperature in (0.0, 0.7, 0.0, 0.7)
+            (question, Passage(middle, ANSWER_TOKENS, temperature)) for temperature in temperatures
         ]
         assert {plan.learned_from for plan in own} == {len(begin)}
     assert len({plan.seed for own in plans.values() for plan in own}) == 8

@@ -67,7 +67,7 @@ def test_it_begins_as_the_draft(target: Path, tmp_path: Path, is_trimmed: bool) 
     assert own.keys() == reference.keys() and all(torch.equal(own[name], reference[name]) for name in own)
     assert not student.training and all(weight.requires_grad for weight in student.parameters())
     assert (None if opened.token_ids is None else opened.token_ids.tolist()) == (KNOWN if is_trimmed else None)
-    save_student(student, folder, opened.token_ids, tmp_path / "out", {})
+    save_student(student, folder, opened.token_ids, 0.5, tmp_path / "out", {})
     assert load_model(str(tmp_path / "out"), has_stable_rows=False).description.vocabulary_size == 288
     assert (tmp_path / "out" / VOCABULARY_FILE).is_file() == is_trimmed
 
