@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -43,16 +44,18 @@ class Ranks:
 
 
 def measure_ranks(
-    prompts: Sequence[str], rules: Sequence[str], token_count: int, with_siblings: bool = False
+    prompts: Sequence[str],
+    rules: Sequence[str],
+    token_count: int,
+    with_siblings: bool = False,
+    pair: tuple[Path, Path] = (TARGET_MODEL, DRAFT_MODEL),
 ) -> dict[str, Ranks]:
     """By rule; the shipped target stands for the deepened one, which is the same function. `with_siblings`: under
     REJECTION the guesses after the first are drawn and tested as siblings, as in a tree."""
-    target, draft = (
-        load_model(str(folder), "float32", has_stable_rows=False) for folder in (TARGET_MODEL, DRAFT_MODEL)
-    )
+    target, draft = (load_model(str(folder), "float32", has_stable_rows=False) for folder in pair)
     temperatures = {rule: rule_of(rule)[1] for rule in rules}
     about = ",".join(f"{one:g}" for one in sorted(set(temperatures.values()))), token_count, 0
-    folder = open_model_folder(str(TARGET_MODEL))
+    folder = open_model_folder(str(pair[0]))
     texts = written(target, folder, about, dict.fromkeys(prompts, EVERYTHING), Console(stderr=True))
     longest = max(len(text.token_ids) for text in texts)
     readers = Reader(target, longest), Reader(draft, longest)

@@ -59,6 +59,12 @@ def options() -> argparse.Namespace:
         help="of trees, as bench.pipeline lists them",
     )
     parser.add_argument(
+        "--pair",
+        choices=["embedded", "chat"],
+        default="embedded",
+        help="of trees: the deepened embedded target, or the chat model (%(default)s)",
+    )
+    parser.add_argument(
         "--waited-only", action="store_true", help="trees: only plans that wait, whose tokens a step no load changes"
     )
     parser.add_argument(

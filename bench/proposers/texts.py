@@ -91,10 +91,11 @@ def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, 
 
 
 @contextmanager
-def served(folder: Path, draft: Path | None, *coordinators: dict[str, Any]) -> Iterator[list[Any]]:
-    """Yields a stub for each coordinator; all share one target in bfloat16 and one draft in float32, with one thread
-    each."""
-    own = {"speculation_policy": "auto"}, {"dtype": "float32"}
+def served(
+    folder: Path, draft: Path | None, *coordinators: dict[str, Any], draft_dtype: str = "float32"
+) -> Iterator[list[Any]]:
+    """Yields a stub for each coordinator; all share one target in bfloat16 and one draft, with one thread each."""
+    own = {"speculation_policy": "auto"}, {"dtype": draft_dtype}
     with running(folder, draft, *own, threads=1, dtype="bfloat16") as services:
         stubs = [pb_grpc.CoordinatorServiceStub(grpc.insecure_channel(services.coordinator.address))]
         children = []

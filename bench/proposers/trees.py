@@ -1,5 +1,6 @@
-"""Trees and chains on the deepened target by rule: tokens per target step and per second, and `auto` with and without
-trees; greedy also assisted generation of `transformers` at its best settings."""
+"""Trees and chains by rule, on the deepened target or the chat pair: tokens per target step and per second, and `auto`
+with and without trees; greedy on the deepened target also assisted generation of `transformers` at its best settings,
+which cannot use the chat pair's draft, as this has a part of the tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import argparse
 import heapq
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,24 @@ from rich.table import Table
 
 from specdec.bench.assisted import Assisted
 from specdec.bench.bars import Bar
+from specdec.bench.chat_pair import questions
 from specdec.bench.deepened import write_deepened
-from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
+from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.bench.pipeline import ranks
 from specdec.bench.pipeline.measurements import ratio_of
 from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
+from specdec.bench.prompts import Prompt
+from specdec.bench.proposers.chat import chat_request
 from specdec.bench.proposers.texts import Found, generate, median_of, per_round, per_second, served
+from specdec.chat.template import ChatTemplate
+from specdec.engine.chat_model import chat_model
+from specdec.folders import CHAT_DRAFT
+from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
+from specdec.v1 import coordinator_service_pb2 as pb
 
-SHAPES = {4: ((3, 1), (4, 2)), 8: ((4, 2), (6, 1), (8, 2)), 16: ((6, 3), (8, 3), (12, 3))}  # rows: depths and siblings
+# By rows: depths and siblings. The first of each are for drafts that are seldom right, the last one also grows.
+SHAPES = {4: ((1, 3), (3, 1), (4, 2)), 8: ((2, 3), (4, 2), (6, 1), (8, 2)), 16: ((3, 3), (6, 3), (8, 3), (12, 3))}
 ROWS = tuple(SHAPES)
 CHAINS = (CHAIN, *map(synchronous, (1, 2, 3, 4, 6, 8)))
 AUTO_CHAINS, AUTO_TREES = replace(AUTO, name="auto, chains"), replace(AUTO, name="auto, trees")
@@ -51,31 +61,61 @@ def fixed_variants(waited_only: bool) -> list[Variant]:
     return [OFF, *(one for one in every if one.is_synchronous or not waited_only)]
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target, a draft and its type, and prompts by name. `plain`: the folders of target and draft, the target a
+    smaller one of the same function if there is one. `template`: of a chat model."""
+
+    target: Path
+    draft: Path
+    draft_dtype: str
+    prompts: dict[str, str]
+    plain: tuple[Path, Path]
+    template: ChatTemplate | None = None
+
+    def request(self, variant: Variant, rule: str, name: str, tokens: int) -> pb.GenerateRequest:
+        """A generation after the prompt of that name."""
+        prompt = self.prompts[name]
+        if self.template is None:
+            return request_of(variant, rule, prompt, tokens)
+        return chat_request(self.template, Prompt(name, "chat", prompt), variant, tokens, rule)
+
+
+def pair_of(name: str, prompt_count: int, scratch: Path) -> Pair:
+    """Returns the deepened target with the shipped draft, or the chat pair with as many questions of every class."""
+    if name == "chat":
+        folder, chosen = chat_model(), questions(-(-prompt_count // len(CHAT_CLASSES)))
+        prompts = {question.name: question.prompt for question in chosen}
+        return Pair(folder, CHAT_DRAFT, "auto", prompts, (folder, CHAT_DRAFT), ChatTemplate.read(folder))
+    prompts = {str(name): prompt for name, prompt in list(heldout_prompts().items())[:prompt_count]}
+    return Pair(write_deepened(scratch), DRAFT_MODEL, "float32", prompts, (TARGET_MODEL, DRAFT_MODEL))
+
+
 def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
-    """Trees and chains on the deepened target, by rule."""
-    prompts = list(heldout_prompts().items())[: asked.prompts]
+    """Trees and chains on a pair, by rule."""
     chains_only = {"draft_siblings_max": 0}
     tables, bars, written = [], [], {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_deepened(Path(scratch))
-        with served(folder, DRAFT_MODEL, chains_only, {}) as (fixed, plain_auto, tree_auto):
+        pair = pair_of(asked.pair, asked.prompts, Path(scratch))
+        names = list(pair.prompts)
+        with served(pair.target, pair.draft, chains_only, {}, draft_dtype=pair.draft_dtype) as stubs:
+            fixed, plain_auto, tree_auto = stubs
             for rule in [RULES_DEFAULT[number] for number in asked.rules]:
                 found = Found()
                 ways = [(one, fixed) for one in fixed_variants(asked.waited_only)]
                 if not asked.waited_only:
                     ways += [(AUTO_CHAINS, plain_auto), (AUTO_TREES, tree_auto)]
-                peer = Peer(folder, asked) if rule == RULES_DEFAULT[0] and not asked.waited_only else None
-                for name, prompt in track([prompts[0], *prompts], rule, console=Console(stderr=True)):
+                has_peer = rule == RULES_DEFAULT[0] and not asked.waited_only and pair.template is None
+                peer = Peer(pair.target, asked) if has_peer else None
+                for name in track([names[0], *names], rule, console=Console(stderr=True)):
                     for variant, stub in ways:
-                        found.add(
-                            variant.name, str(name), generate(stub, request_of(variant, rule, prompt, asked.tokens))
-                        )
+                        found.add(variant.name, name, generate(stub, pair.request(variant, rule, name, asked.tokens)))
                     if peer is not None:
-                        peer.tokens_per_s[str(name)] = peer.generate(prompt)
+                        peer.tokens_per_s[name] = peer.generate(pair.prompts[name])
                 tables.append(tree_table(rule, found, [variant for variant, _ in ways]))
                 bars += tree_bars(rule, found)
-                texts = [prompt for _, prompt in prompts]
-                guesses = ranks.measure_ranks(texts, [rule], asked.tokens, with_siblings=True)[rule]
+                texts = list(pair.prompts.values())
+                guesses = ranks.measure_ranks(texts, [rule], asked.tokens, with_siblings=True, pair=pair.plain)[rule]
                 bars += static_bars(rule, found, guesses)
                 bars += [peer.bar(found)] if peer is not None else []
                 written[rule] = {
