@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.simulation.bugs import BUGS
-from tests.simulation.many import run_many
+from tests.simulation.many import quiet, run_many
 from tests.simulation.planting import hunt
 from tests.simulation.schedule import run_seed
 from tests.simulation.tally import Tally
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="with --seed: print every message and step")
     parser.add_argument("--bugs", type=int, metavar="COUNT", help="plant each bug and look for it in COUNT schedules")
     arguments = parser.parse_args()
+    quiet()
     if arguments.seed is not None:
         return one(arguments.seed, arguments.trace)
     if arguments.bugs is not None:
