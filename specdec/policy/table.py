@@ -144,6 +144,9 @@ class Table:
     """The plans of all requests of one rule with the same limit of draft tokens and the same proposers; `plans`: as
     `catalogue` returns them.
 
+    The formulas are of the draft alone. The coordinator's own proposers and heads bring their `local_accepted` tokens
+    in the share of the rounds in which the draft brings none, 1 / (1 + accepted) for runs of independent guesses.
+
     `use`: a factor of the tokens that formulas promise of the draft, below 1 where all its plans together bring less
     than 1 / FORMULA_SLACK of these at the measured acceptance, as its tokens come late or are not worth a row: such a
     draft is useless. `drafted_s`: the end of the last round with the draft.
@@ -218,7 +221,9 @@ class Table:
             if line.plan.window:
                 line.keep(line.alike(self._draft.network_s))
             offered, accepted, wait_s = prior_of(line.plan, self._draft, sessions, target_s, acceptance)
-            self._expect(line, (offered, self.use * accepted, wait_s))
+            useful = self.use * accepted
+            local = self.local_accepted / (1 + useful) if line.plan.window else 0.0
+            self._expect(line, (offered + local, useful + local, wait_s))
             line.formula_gain = accepted / expected_accepted(acceptance, line.length)
 
     def best_worth(self) -> float:
