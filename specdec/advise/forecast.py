@@ -63,12 +63,22 @@ def _expected(passes: Sequence[float], length: int, of_round: Callable[[int], in
     return sums[0]
 
 
-def bootstrapped(groups: Sequence[Group], of: Callable[[Sequence[Group]], float]) -> Estimate:
+def bootstrapped(
+    groups: Sequence[Group],
+    of: Callable[[Sequence[Group]], float],
+    other: Callable[[random.Random], Group] | None = None,
+) -> Estimate:
     """The value of all groups, and its interval by bootstrap over the groups, which are prompts: neighbouring tokens,
     and texts of one prompt, are dependent. A share `tail_of` the number of groups of the resamples lies beyond each
-    end."""
+    end. `other`: draws a group that stands for prompts like none of these; resamples have it as often as any."""
     draws = random.Random(1)
-    found = sorted(of(draws.choices(groups, k=len(groups))) for _ in range(RESAMPLES))
+    places = range(len(groups) + (other is not None))
+
+    def resample() -> list[Group]:
+        chosen = draws.choices(places, k=len(places))
+        return [groups[place] if place < len(groups) or other is None else other(draws) for place in chosen]
+
+    found = sorted(of(resample()) for _ in range(RESAMPLES))
     beyond = int(RESAMPLES * tail_of(len(groups)))
     return Estimate(of(groups), found[beyond], found[-1 - beyond])
 
@@ -76,6 +86,19 @@ def bootstrapped(groups: Sequence[Group], of: Callable[[Sequence[Group]], float]
 def resampled(groups: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]) -> Estimate:
     """The same for a value of the sums of all groups' numbers."""
     return bootstrapped(groups, lambda chosen: of([sum(column) for column in zip(*chosen)]))
+
+
+def resampled_part(groups: Sequence[Sequence[float]]) -> Estimate:
+    """The first sum over the second where the first is a part of the second, such as accepted draft tokens, with its
+    interval. Resamples of the prompts at hand say nothing of others that are like none of them, such as the few on
+    which a poor draft is right: one more prompt, of mean size, stands for these, its part drawn anew each time, all
+    parts equally likely (Ferguson 1973; Muliere and Secchi 1996, a bootstrap with a prior)."""
+    mean = sum(whole for _, whole in groups) / len(groups)
+
+    def part(chosen: Sequence[Sequence[float]]) -> float:
+        return share([sum(column) for column in zip(*chosen)])
+
+    return bootstrapped(groups, part, lambda draws: (mean * draws.random(), mean))
 
 
 def tail_of(count: int) -> float:

@@ -21,6 +21,7 @@ from specdec.advise.forecast import (
     expected_rounds,
     lorenz_share,
     resampled,
+    resampled_part,
     share,
 )
 from specdec.advise.measuring import Reading, by_prompt
@@ -112,7 +113,7 @@ def cells_of(readings: Sequence[Reading]) -> list[Cell]:
 def cell_of(name: str, temperature: float, readings: Sequence[Reading]) -> Cell:
     """Returns the measures of some texts together."""
     rules = list(readings[0].agreement.accepted)
-    acceptance = {rule.name: resampled(sums_of(readings, rule), share) for rule in rules}
+    acceptance = {rule.name: resampled_part(sums_of(readings, rule)) for rule in rules}
 
     parts = [reading.agreement for reading in readings]
 
@@ -166,9 +167,8 @@ def rounds_forecast(readings: Sequence[Reading], length: int, rule: Rule | None 
     that have a rule, or of all, each under the rule that reproduces it."""
     own = [reading for reading in readings if rule is None or rule in reading.agreement.passes]
     texts = [reading.text for reading in own]
-    sums = accepted_of(own, length, rule), rounds_of(own, length, rule)
-    acceptance, tokens = (resampled(by_prompt(texts, numbers), share) for numbers in sums)
-    return acceptance, tokens
+    acceptance = resampled_part(by_prompt(texts, accepted_of(own, length, rule)))
+    return acceptance, resampled(by_prompt(texts, rounds_of(own, length, rule)), share)
 
 
 def plans_of(readings: Sequence[Reading], times: Times, prices: tuple[float, float]) -> list[ChainPlan]:

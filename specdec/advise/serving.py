@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.advise.forecast import Estimate, Times, line_through, resampled, share
+from specdec.advise.forecast import Estimate, Times, line_through, resampled, resampled_part, share
 from specdec.advise.measuring import Text, by_prompt, tracked
 from specdec.cli.demo import Run, fill
 from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
@@ -101,7 +101,7 @@ class Outcome:
 
 def acceptance_of(outcomes: Sequence[Outcome]) -> Estimate:
     """Accepted / verified draft tokens."""
-    return estimated(outcomes, lambda own: (own.accepted, own.drafted))
+    return resampled_part(by_prompt([own.text for own in outcomes], [(own.accepted, own.drafted) for own in outcomes]))
 
 
 def mean_length_of(outcomes: Sequence[Outcome]) -> Estimate:
