@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from specdec.advise.forecast import Estimate, resampled, share
+from specdec.advise.forecast import Estimate, resampled_part, share
 from specdec.advise.measuring import Reading, classes_of, readings_of, written
 from specdec.advise.report import sums_of
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude
@@ -66,7 +66,7 @@ def coverage_of(cells: Sequence[Sequence[Sequence[float]]], stated: int, divisio
         own = []
         for _ in range(divisions):
             order = draws.sample(prompts, len(prompts))
-            told: Estimate = resampled(order[:stated], share)
+            told: Estimate = resampled_part(order[:stated])
             seen = share([sum(column) for column in zip(*order[stated:])])
             hits.append(told.low <= seen <= told.high)
             own.append((told.high - told.low) / 2)
