@@ -10,10 +10,10 @@ from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, one
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.speculation import Speculation
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DraftTimes, catalogue
+from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted
 from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
 from specdec.policy.steps import Steps
-from specdec.policy.table import Table
+from specdec.policy.table import Table, probability
 from specdec.protocol.offer import make_offer
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import GenerationRequest
@@ -277,6 +277,25 @@ def test_a_draft_without_the_next_token_loses_its_promise_though_nothing_is_test
         return drafted
 
     assert drafted_rounds(has_token=False)[1] < 80 and drafted_rounds(has_token=True)[1] == 160
+
+
+def test_a_plan_promises_the_tokens_of_other_proposers_too() -> None:
+    """Claim: a draft's plan that was not measured promises, beside the tokens of its formula, E of a round, those that
+    local proposers had accepted, L, in the share 1 / (1 + E) of the rounds, in which it brings none; plain decoding
+    promises what it did. Conclusive: tokens of a round are worth times seconds, and E is that without local tokens."""
+    table = auto()._table
+    table.refresh(1.0)
+    chain = next(line for line in table.drafting if line.plan.wait_length == 4 and not line.plan.siblings)
+
+    def tokens() -> float:
+        return chain.gain * expected_accepted(probability(table.level), chain.length)
+
+    alone, off = tokens(), table.off.worth(table.level)
+    assert alone > 0.5
+    table.local_accepted = 0.75
+    table.refresh(1.1)
+    assert tokens() == pytest.approx(alone + 0.75 / (1 + alone), rel=0.01)
+    assert table.off.worth(table.level) == pytest.approx(off)
 
 
 def test_refused_guesses_of_others_say_nothing_of_the_draft() -> None:
