@@ -45,10 +45,11 @@ def acceptance_table(cells: Sequence[Cell]) -> Table:
     """Two lines for each class and temperature: values, and half the widths of their intervals."""
     title = "acceptance of a draft token (95 %), and how the distributions differ"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("prompts", "T", "rule", "acceptance", "TV", "tenth", "KL", "entropy", "ECE", "reach"):
+    for name in ("prompts", "T", "rule", "accepted", "TV", "tenth", "KL", "entropy", "ECE", "reach"):
         table.add_column(name, justify="left" if name in ("prompts", "rule") else "right")
     for cell in cells:
-        rules = [[rule, of(value)] for rule, value in cell.acceptance.items()] + [["", ""]]
+        told = {rule: f"{value.value:.2f} {narrow(value)}" for rule, value in cell.acceptance.items()}
+        rules = [*map(list, told.items()), ["", ""]]
         means = cell.divergence, cell.entropy, cell.calibration_error
         values = [f"{mean.value:.2f}" for mean in (cell.variation, *means)]
         tenth = cell.variation_in_tenth
