@@ -28,7 +28,7 @@ from specdec.engine.model_folder import open_model_folder
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
-BRANCH_COUNT = 2
+BRANCH_COUNT = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,6 +323,26 @@ def residual_not_carried(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     return world(depth=1)
 
 
+def sibling_against_the_whole_target(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
+    """A later sibling is tested against the whole target distribution; the recovered token is drawn as it should be."""
+    left_after, normalise = verification_module.residual, verification_module.normalised
+    held: dict[str, Any] = {}
+
+    def normalised(masses, lines):
+        held["left"] = normalise(masses, lines)
+        return held["target"]
+
+    def residual(target, *entries):
+        left = held.pop("left", None)
+        if left is None:
+            left = held["target"] = target
+        return left_after(left, *entries)
+
+    monkeypatch.setattr(verification_module, "normalised", normalised)
+    monkeypatch.setattr(verification_module, "residual", residual)
+    return world(depth=1)
+
+
 def one_uniform(monkeypatch: pytest.MonkeyPatch) -> SiblingWorld:
     """All siblings are tested with one uniform number."""
     real = rejection.accept_draws
@@ -388,6 +408,7 @@ MUTATIONS = {
     "drawn with replacement, tested without": drawn_with_replacement,
     "drawn without replacement, tested with": drawn_once_tested_with,
     "residual not carried to the next sibling": residual_not_carried,
+    "residual not carried to the test alone": sibling_against_the_whole_target,
     "one uniform for all siblings": one_uniform,
     "likelihood-ordered siblings": lambda patch: world(kind=LikeliestFirst, depth=1),
     "a sibling sent only if it was evaluated": lambda patch: world(kind=SentIfEvaluated, depth=1),

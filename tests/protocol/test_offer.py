@@ -160,6 +160,28 @@ def test_equal_tokens_of_several_proposers_are_one_node(rule: Rule) -> None:
     assert offer.proposers[0] is Proposer.NGRAM and offer.local_count([0]) == 1
 
 
+@pytest.mark.parametrize("rule", Rule)
+def test_matches_of_a_length_that_never_comes_true_lose_their_rows(rule: Rule) -> None:
+    """Claim: a proposer's tokens are weighed by outcomes of the same length of match: after forty outcomes each, runs
+    of short matches, all wrong, are offered no more, and runs of long ones, all right, as before.
+
+    Conclusive: at first both are offered at this least probability, and the outcomes are counted by the features that
+    the offers name, as a session counts them.
+    """
+    calibration, limits = Calibration(), Limits(4, 4, reach_min=0.2)
+    runs = {length: Run(Proposer.NGRAM, (1, 2), strength=length) for length in (2, 10)}
+
+    def offered(length: int) -> Offer:
+        return make_offer(DraftTree(ROOT).root, [runs[length]], rule, limits, calibration)
+
+    assert offered(2).token_ids and offered(10).token_ids == (1, 2)
+    for length in runs:
+        ((_, features),) = offered(length).guesses[0]
+        for _ in range(40):
+            calibration.record(features, length == 10)
+    assert not offered(2).token_ids and offered(10).token_ids == (1, 2)
+
+
 def test_drawn_siblings_stand_in_the_order_of_their_draws() -> None:
     """Claim: under REJECTION drawn siblings are offered from the first on, without a gap; one whose token a guess
     before it named is skipped, and a guess named by a drawn one before it too; a guess has all weight on its token."""

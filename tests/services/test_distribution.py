@@ -156,26 +156,33 @@ def continuations(prompt: list[int], top_k: int, length: int) -> dict[tuple[int,
 @pytest.mark.slow
 def test_heads_and_predictions_have_the_targets_distribution():
     """n = 100,000 tokens of the shipped target with its heads, in texts of five tokens so that all 121 contexts of its
-    three likeliest tokens can be enumerated. Two thirds of the texts predict their likeliest continuation, which is
-    right often and has all its probability on one token. The same sample rejects a bias of 5 % towards that token."""
+    three likeliest tokens can be enumerated. Half of the texts predict their likeliest continuation, which is right
+    often and has all its probability on one token; a quarter has drawn siblings of the draft beside heads. The same
+    sample rejects a bias of 5 % towards the likeliest token."""
     prompt, top_k, length, text_count = [532, 279, 307, 1040, 8], 3, 5, 20_000  # `for i in range(`
     probs = continuations(prompt, top_k, length)
     likeliest: list[int] = []
     for _ in range(length):
         own = probs[tuple(likeliest)]
         likeliest.append(max(own, key=own.__getitem__))
-    sources = ("PROPOSER_HEADS",), ("PROPOSER_PREDICTION",), ("PROPOSER_HEADS", "PROPOSER_PREDICTION")
+    drafted = {"draft_window": 8, "draft_nodes_per_step": 4, "draft_siblings": 2, "draft_wait_ms": 20}
+    ways = (
+        fixed(6, proposers=["PROPOSER_HEADS"]),
+        fixed(6, proposers=["PROPOSER_PREDICTION"]),
+        fixed(6, proposers=["PROPOSER_HEADS", "PROPOSER_PREDICTION"]),
+        fixed(8, proposers=["PROPOSER_DRAFT", "PROPOSER_HEADS"], **drafted),
+    )
     asked = {"prompt": prompt, "max_tokens": length, "top_k": top_k, "temperature": 1.0, "ignore_eos": True}
     requests = [
         {
             **asked,
-            "speculative": {**fixed(6, proposers=[*sources[index % 3]]), "rule": "RULE_REJECTION"},
-            "prediction": likeliest if index % 3 else (),
+            "speculative": {**ways[index % 4], "rule": "RULE_REJECTION"},
+            "prediction": likeliest if index % 4 in (1, 2) else (),
         }
         for index in range(text_count)
     ]
     heads = {"heads": str(MODELS / "target-heads")}
-    with running(MODELS / "target", None, threads=1, dtype="float32", target=heads) as services:
+    with running(MODELS / "target", MODELS / "draft", threads=1, dtype="float32", target=heads) as services:
         outcomes = services.client.generate_all(requests, width=16)
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for outcome in outcomes:
@@ -184,7 +191,7 @@ def test_heads_and_predictions_have_the_targets_distribution():
             counts[tuple(outcome.token_ids[:place])][token] += 1
     used = [outcome.finished.statistics for outcome in outcomes]
     assert sum(own.num_paths for own in used) > sum(own.num_spec_steps for own in used) + 1_000
-    for source in ("heads", "prediction"):
+    for source in ("model", "heads", "prediction"):
         offered, accepted = (
             sum(getattr(own, f"num_{source}_{what}_tokens") for own in used) for what in ("draft", "accepted")
         )

@@ -24,7 +24,7 @@ from specdec.protocol.growth import Growth
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
-from specdec.protocol.proposers import PredictionProposer, SuffixProposer, SuffixStore
+from specdec.protocol.proposers import NgramProposer, PredictionProposer, SuffixProposer, SuffixStore
 from specdec.protocol.report import Delta
 from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
@@ -431,7 +431,7 @@ def ends_in(token_id: int) -> Callable[[Callable], Callable]:
 def takes_its_runs_for_text(real: Callable) -> Callable:
     """The tokens of a run are added to the text that it was found for."""
 
-    def mutant(self: SuffixProposer, committed: list[int]) -> Any:
+    def mutant(self: Any, committed: list[int]) -> Any:
         runs = real(self, committed)
         committed += [run.token_ids[0] for run in runs[:1]]
         return runs
@@ -713,6 +713,7 @@ SOURCES = (
     Bug("a forgotten text is found", SuffixStore, "_forget", instead(forgets_the_text_alone)),
     Bug("a prediction ends in a token of no vocabulary", PredictionProposer, "propose", ends_in(VOCABULARY_SIZE)),
     Bug("earlier text is taken for this one", SuffixProposer, "propose", takes_its_runs_for_text),
+    Bug("a repetition is taken for text", NgramProposer, "propose", takes_its_runs_for_text),
 )
 
 BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES)

@@ -30,13 +30,14 @@ SILENT = structlog.testing.ReturnLogger()  # faults make the driven classes log 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run went. `problem` is empty when every property held; `points` names each point; `sources`: accepted draft
-    tokens by proposer."""
+    """How a run went. `problem` is empty when every property held; `points` names each point; `tree_count`: rounds
+    that accepted tokens of a tree; `sources`: accepted draft tokens by proposer."""
 
     problem: str
     token_count: int
     offered_count: int
     accepted_count: int
+    tree_count: int
     points: list[str]
     virtual_s: float
     faults: Counter
@@ -80,6 +81,7 @@ def run(scenario: Scenario, plan: Plan, seed: int, rng: random.Random, transcrip
         sum(len(client.output) for client in world.clients),
         sum(watched.offered_count for watched in world.ledger.sessions.values()),
         sum(watched.accepted_count for watched in world.ledger.sessions.values()),
+        sum(watched.tree_count for watched in world.ledger.sessions.values()),
         world.faults.points,
         world.clock.now_s,
         world.faults.counts,

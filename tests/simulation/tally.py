@@ -18,6 +18,7 @@ class Tally:
     token_count: int = 0
     offered_count: int = 0
     accepted_count: int = 0
+    tree_count: int = 0
     virtual_s: float = 0.0
     faults: Counter = field(default_factory=Counter)
     cache: Counter = field(default_factory=Counter)
@@ -30,6 +31,7 @@ class Tally:
         self.token_count += report.token_count
         self.offered_count += report.offered_count
         self.accepted_count += report.accepted_count
+        self.tree_count += report.tree_count
         self.virtual_s += report.virtual_s
         self.faults += report.faults
         self.cache += report.cache
@@ -52,7 +54,8 @@ class Tally:
     def __str__(self) -> str:
         lines = [
             f"{self.count} schedules, {self.token_count} tokens, {self.virtual_s:.0f} virtual seconds",
-            f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted",
+            f"{self.offered_count} draft tokens offered, {self.accepted_count} accepted; "
+            f"{self.tree_count} rounds accepted tokens of a tree",
             "accepted by source: " + ", ".join(f"{name} {count}" for name, count in self.sources.items()),
             "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
             f"{sum(self.faults.values())} faults:",

@@ -24,6 +24,7 @@ def check_schedules(first: int, count: int) -> Tally:
     assert tally.cache["preemptions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
     assert min(tally.sources[own.name] for own in PROPOSER_FIELDS) > count / 20, str(tally)
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
+    assert tally.tree_count > count, str(tally)
     return tally
 
 

@@ -62,7 +62,7 @@ class Watched:
     asked: dict[int, Verification] = field(default_factory=dict)
     offered_count: int = 0
     accepted_count: int = 0
-    branch_count: int = 0  # rounds that accepted tokens of a tree
+    tree_count: int = 0  # rounds that accepted tokens of a tree
     incarnation: int = 0
     known: set[tuple[int, Path]] = field(default_factory=set)
     proposed: dict[Path, tuple[int, DraftProbs | None]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Watched:
         if new != expected[: len(new)]:
             raise Violation(f"session {session.number} committed {new} at {self.seen_length}, not {expected}")
         self.accepted_count += len(new) - 1
-        self.branch_count += len(new) > 1 and bool(self.asked[length - len(new)].parents)
+        self.tree_count += len(new) > 1 and bool(self.asked[length - len(new)].parents)
         self.seen_length = length
 
     def _round(self) -> list[int]:
