@@ -23,7 +23,7 @@ from specdec.engine.tile_sizes import TileSizes
 
 GATHER_BYTES_MAX = 2 << 20  # of a group: its keys, values, scores and weights stay in a processor's cache
 READ_ROWS = 8  # query rows of a head that take as long to attend to a split of keys as the split takes to read
-SHARED_READS_MIN = 8  # reads of a key split that sharing must save: it takes more kernel calls
+SHARED_READS_MIN = 2  # reads of a key split that sharing must save: it takes more kernel calls
 SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less than more kernel calls
 
 
