@@ -34,7 +34,7 @@ from specdec.bench.streams import PROMPT_CHARACTERS, Block, block_of, jump_rate,
 from specdec.errors import SpecdecError
 
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
-JUMP_TOKENS = 1000, 200  # the first stream's, which outlasts the others, and theirs, for over two seconds of any text
+JUMP_TOKENS = 1500, 300  # the first stream's, and those of the others, for over two seconds of any text
 QUICK = {"streams": [1, 8], "pairs": 3, "pairs_max": 0, "max_tokens": 32}
 
 

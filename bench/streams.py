@@ -102,7 +102,7 @@ def run_block(
 async def jump_rate(
     address: str, variant: Variant, rule: str, prompts: Sequence[str], max_tokens: tuple[int, int]
 ) -> float:
-    """Tokens a second of all streams from two seconds after the others joined the first, until one of them ends.
+    """Tokens a second of all streams from two seconds after the others joined the first, until one of the others ends.
 
     `max_tokens` of the first and of the others. The first has run for two seconds alone by then.
     """
@@ -112,9 +112,9 @@ async def jump_rate(
         await asyncio.sleep(ADAPTED_S)
         others = [read(stub, request_of(variant, rule, prompt, max_tokens[1])) for prompt in prompts[1:]]
         jumped_s = time.perf_counter()
-        streams = [*await asyncio.gather(*others), await first]
-    ended_s = min(stream.last_s for stream in streams)
-    deltas = [delta for stream in streams for delta in stream.deltas]
+        joined, alone = await asyncio.gather(*others), await first
+    ended_s = min(stream.last_s for stream in joined)
+    deltas = [delta for stream in (*joined, alone) for delta in stream.deltas]
     return rate_between(deltas, jumped_s + ADAPTED_S, ended_s)
 
 
