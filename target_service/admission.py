@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open, Verification
-from specdec.protocol.shape import path_tokens
 from specdec.replica.handler import IDLE_S as LEFT_S
 from specdec.replica.handler import Reply, log_names
 from specdec.replica.metrics import COUNTERS
-from specdec.target_service.session import FedBranch, TargetSession
+from specdec.target_service.session import TargetSession
 from specdec.telemetry.logs import get_logger
 
 RUN_POSITIONS = 64  # of a run, at least
@@ -154,7 +153,7 @@ class Admission:
         if not self._grow(table, session.run_end) or not self._branch_out(session):
             cache.free(table)
             return False
-        session.fed_length, session.fed_draft = table.length, ()
+        session.holds(table.length)
         if self._shares_prefixes:
             self.counters["prefix_query_tokens"] += length
             self.counters["prefix_hit_tokens"] += table.length
@@ -184,11 +183,7 @@ class Admission:
             return True
         if self._branch_block_count(session) > self._cache.free_block_count:
             return False
-        tokens = path_tokens(session.wanted_paths, session.work.draft_token_ids if session.work else ())
-        session.branches = [
-            FedBranch(self._cache.take_branch(len(session.tokens), end), len(session.tokens), path)
-            for end, path in zip(session.wanted_ends, tokens[1:])
-        ]
+        session.branch_out(self._cache)
         return True
 
     def _grow(self, table: BlockTable, end: int) -> bool:
@@ -218,7 +213,8 @@ class Admission:
         self._cache.free(session.table)
         self.counters["preemptions"] += 1
         session.preemptions += 1
-        session.fed_length, session.fed_draft, session.feed = 0, (), None
+        session.holds(0)
+        session.feed = None
         if session.work is not None:
             self._wait(session)
 

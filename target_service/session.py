@@ -12,7 +12,7 @@ from specdec.engine.feed import Feed
 from specdec.engine.kv_cache import BranchBlocks, KVCache
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Verification, VerificationResult
-from specdec.protocol.shape import Branch, branches
+from specdec.protocol.shape import Branch, branches, path_tokens
 from specdec.protocol.types import SamplerOutput
 from specdec.replica.handler import ReplicaSession
 
@@ -86,14 +86,22 @@ class TargetSession(ReplicaSession):
         if self.counts is not None:
             self.counts.move(self.tokens, min(length, self.counts.length))
         super().cut(length)
-        self.work = self.feed = None
+        self.drop_work()
         if self.fed_length > length:
-            self.fed_length, self.fed_draft = length, ()
+            self.holds(length)
 
     def fail(self, error: SpecdecError) -> None:
         """Answers the current request with an error, and drops it."""
-        self.work = self.feed = None
+        self.drop_work()
         super().fail(error)
+
+    def drop_work(self) -> None:
+        """Drops the current request; its pending feed will not run."""
+        self.work = self.feed = None
+
+    def holds(self, length: int, drafted: tuple[int, ...] = ()) -> None:
+        """Its table holds the first `length` committed tokens, then these draft tokens, once the feed has run."""
+        self.fed_length, self.fed_draft = length, drafted
 
     def agreement(self) -> int:
         """The number of committed tokens that the table holds already."""
@@ -108,6 +116,13 @@ class TargetSession(ReplicaSession):
                 self.fed_draft = branch.token_ids
             cache.drop_branch(branch.blocks)
         self.branches.clear()
+
+    def branch_out(self, cache: KVCache) -> None:
+        """Takes blocks, which must be free, for the further paths of the current request."""
+        base, paths = len(self.tokens), path_tokens(self.wanted_paths, self.work.draft_token_ids if self.work else ())
+        self.branches = [
+            FedBranch(cache.take_branch(base, end), base, path) for end, path in zip(self.wanted_ends, paths[1:])
+        ]
 
     def drop_branches(self, cache: KVCache) -> None:
         """Frees all paths but that of its table."""

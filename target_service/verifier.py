@@ -72,7 +72,7 @@ class Verifier:
 
     def close(self, session: TargetSession) -> None:
         """Releases a session's blocks; its pending feed will not run."""
-        session.work = session.feed = None
+        session.drop_work()
         self._step_delay.left(session)
         self._admission.leave(session)
 
@@ -141,7 +141,7 @@ class Verifier:
             ],
         )
         session.feed = feed
-        session.fed_length, session.fed_draft = base, drafted[: first.end]
+        session.holds(base, drafted[: first.end])
         self._engine.submit(feed)
         feed.submitted_s = session.requested_s
         rows = min(feed.row_count, self._engine.chunk_size)
@@ -175,7 +175,7 @@ class Verifier:
         item = session.last
         assert item is not None, "a feed runs for the last verification"
         now_s = session.quiet_since_s = time.perf_counter()
-        session.work = session.feed = None
+        session.drop_work()
         session.active_s = time.monotonic()
         self._admission.cache_prefix(session)
         self._step_delay.answered(session, now_s)

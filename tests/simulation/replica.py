@@ -239,7 +239,7 @@ class Process:
         held = self.held.get((stream, number))
         if held is None:
             return
-        says_so = says_so or getattr(held, "feed", None) is not None
+        says_so = says_so or getattr(held, "work", None) is not None  # a request that waits for blocks has no feed yet
         name = held.name
         self.handler.handle(stream, [Close(*name)], lambda _: None)
         if says_so:
