@@ -12,13 +12,15 @@ from tests.simulation.schedule import FAULTS_MIN, Report
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over runs, and the seeds of those in which something did not hold or too little happened."""
+    """Counts over runs, and the seeds of those in which something did not hold or too few tokens were committed.
+    `few_faults_count`: runs that ended before FAULTS_MIN faults."""
 
     count: int = 0
     token_count: int = 0
     offered_count: int = 0
     accepted_count: int = 0
     tree_count: int = 0
+    few_faults_count: int = 0
     virtual_s: float = 0.0
     faults: Counter = field(default_factory=Counter)
     cache: Counter = field(default_factory=Counter)
@@ -39,8 +41,7 @@ class Tally:
         problem = report.problem
         if not problem and report.token_count < TOKENS_MIN:
             problem = f"only {report.token_count} tokens"
-        if not problem and sum(report.faults.values()) < FAULTS_MIN:
-            problem = f"only {sum(report.faults.values())} faults"
+        self.few_faults_count += sum(report.faults.values()) < FAULTS_MIN
         if problem:
             self.problems[seed] = problem
 
@@ -58,7 +59,7 @@ class Tally:
             f"{self.tree_count} rounds accepted tokens of a tree",
             "accepted by source: " + ", ".join(f"{name} {count}" for name, count in self.sources.items()),
             "the target's cache: " + ", ".join(f"{name} {count}" for name, count in self.cache.items()),
-            f"{sum(self.faults.values())} faults:",
+            f"{sum(self.faults.values())} faults, fewer than {FAULTS_MIN} in {self.few_faults_count} schedules:",
             *(f"  {fault.name.lower():18} {self.faults[fault]:7}  {fault.value}" for fault in Fault),
             f"{len(self.problems)} schedules in which a property does not hold",
             *(f"  --seed {seed}: {problem[:300]}" for seed, problem in self.problems.items()),

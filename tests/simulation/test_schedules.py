@@ -24,7 +24,7 @@ def check_schedules(first: int, count: int) -> Tally:
     assert tally.cache["preemptions"] > count / 20 and tally.cache["prefix_hit_tokens"] > count, str(tally)
     assert min(tally.sources[own.name] for own in PROPOSER_FIELDS) > count / 20, str(tally)
     assert tally.offered_count > 3 * count and tally.accepted_count > 1.5 * count, str(tally)
-    assert tally.tree_count > count, str(tally)
+    assert tally.tree_count > count and 5_000 * tally.few_faults_count <= count, str(tally)
     return tally
 
 
@@ -33,8 +33,9 @@ def test_a_thousand_schedules_keep_every_property() -> None:
     request, is waited for without end or leaks anything.
 
     Conclusive because session, tree, draft, verifier and cache are the real ones, the text is known beforehand, each
-    schedule commits at least 20 tokens under at least 3 faults (counted when they had an effect, all kinds alike), the
-    draft takes part, and test_planted_bugs.py shows that the properties notice bugs.
+    schedule commits at least 20 tokens under at least 3 faults (counted when they had an effect, all kinds alike; one
+    in 5,000 may end before its third), the draft takes part, and test_planted_bugs.py shows that the properties notice
+    bugs.
     """
     assert check_schedules(0, SCHEDULE_COUNT).count == SCHEDULE_COUNT
 
