@@ -25,7 +25,7 @@ from specdec.engine.tile_sizes import ROW_MULTIPLE, aligned, probe
 from specdec.errors import ModelRefused
 
 NAME = "specdec_paged"
-KEY_SPLIT = 128  # cached positions per product; the library would split longer products by rules of its own
+KEY_SPLIT = 64  # cached positions per product; the library would split longer products by rules of its own
 CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_COUNTS = (1, 2, 3, 8)
 # Arguments of models to an attention function without effect here: positions are the plan's.

@@ -15,7 +15,7 @@ import torch
 from tests.support.engine_models import Driver, random_tokens
 
 STARTS = (190, 128, 127, 112, 63, 17, 16, 15, 1, 0)  # on both sides of block and split borders
-LENGTH = 200  # beyond one key split of 128 and many blocks of 16
+LENGTH = 200  # beyond three key splits of 64 and many blocks of 16
 NAMES = ("target", "draft", "llama", "qwen2", "gpt2", "odd")
 MODELS = [(name, dtype, 1) for name in NAMES for dtype in ("float32", "bfloat16")]
 # Windows of 40, some of 150, capped scores and logits, norms of heads; modules that stay `transformers`' own.

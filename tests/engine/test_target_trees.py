@@ -22,7 +22,7 @@ from tests.support.engine_models import Driver, random_tokens
 
 NAMES = ("target", "llama", "gpt2", "odd", "gemma3-wide")
 MODELS = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16")]
-# Committed lengths around block and key split borders; from 257 on the paths read their common splits once.
+# Committed lengths around block and key split borders; from 129 on the paths read their common splits once.
 BASES = (1, 15, 16, 17, 126, 127, 128, 129, 160, 257, 382, 384)
 # Two branches at the root, one below the first token, one below the last of a branch.
 PARENTS = (0, 1, 2, 2, 1, 0, 6, 7, 6, 0)
@@ -116,10 +116,10 @@ def test_each_row_has_the_bits_of_its_path(
         driver.cache.release(table)
         driver.cache.check_integrity()
     driver.cache.release(longest)
-    assert {0, 2} <= shared_counts, "no tree read its common splits once"
+    assert {0, 2, 4} <= shared_counts, "no tree read its common splits once"
 
 
-@pytest.mark.parametrize("block_size", [8, 64, 128])
+@pytest.mark.parametrize("block_size", [8, 32, 64])
 @pytest.mark.parametrize("name", ["target", "gemma2"])
 def test_common_splits_change_no_bits(
     name: str, block_size: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -153,7 +153,7 @@ def test_common_splits_change_no_bits(
             for branch in blocks:
                 driver.cache.drop_branch(branch)
             driver.cache.release(table)
-    assert {1, 2, 3} <= shared_counts
+    assert {2, 4, 5} <= shared_counts
 
 
 def watch_shared_splits(monkeypatch: pytest.MonkeyPatch) -> set[int]:
