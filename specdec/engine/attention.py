@@ -26,6 +26,7 @@ from specdec.errors import ModelRefused
 
 NAME = "specdec_paged"
 KEY_SPLIT = 64  # cached positions per product; the library would split longer products by rules of its own
+TREE_KEYS = 2 * KEY_SPLIT  # of one tile with all paths: those since the first row's split began, and of the rows
 CANDIDATE_QUERY_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCH_COUNTS = (1, 2, 3, 8)
 # Arguments of models to an attention function without effect here: positions are the plan's.
@@ -51,7 +52,7 @@ class QueryGroup:
     `query_rows` [tiles * kv heads * splits * group size * width] int64: rows of the queries seen as [rows * heads,
     head size], in the order (tile, kv head, split, query head of it, row): repeated for every split. `cells`
     [2 * tiles * kv heads * blocks] int64: cache cells, keys then values. `mask` [tiles * kv heads * splits, group size
-    * width, KEY_SPLIT] float32: 0 where a row may attend, minus infinity elsewhere. `shared`: see there.
+    * width, KEY_SPLIT] float32: 0 where a row may attend, minus infinity elsewhere.
     """
 
     split_count: int
@@ -59,23 +60,24 @@ class QueryGroup:
     query_rows: torch.Tensor
     cells: torch.Tensor
     mask: torch.Tensor
-    shared: SharedSplits | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSplits:
-    """The key splits before those of a group, the same for all its tiles: the paths of one sequence. So they are read
-    once, and attended to by one tile with the rows of all.
+class TreeGroup:
+    """The rows of all paths of a sequence as one tile, so that keys are read once, not once a path.
 
-    `whole`: the group of that tile. Indices, int64: `to_tiles` [tiles * kv heads * splits * group size * width], the
-    row of the whole tile, in its order (kv head, split, query head, row), for each row of each tile; `from_tiles`, the
-    reverse; `results` [tiles * kv heads * group size * width], the row in the order (kv head, query head, row).
+    `before`: the key splits before that of the first row; None if no row sees one. `own`: the keys after these, as one
+    split of TREE_KEYS: cached positions, then the rows of the step; its `cells` are single positions, its mask
+    [kv heads, group size * width, TREE_KEYS] hides from a row those not on its path. The softmax needs the order of a
+    chain, the products any order in which hidden keys add exact zeros. So, int64: `places` [group size * width,
+    splits * KEY_SPLIT], the own key at each position of a row's path, and `keys` [group size * width, splits *
+    TREE_KEYS], the position of each own key, by split; hidden ones where there is none.
     """
 
-    whole: QueryGroup
-    to_tiles: torch.Tensor
-    from_tiles: torch.Tensor
-    results: torch.Tensor
+    before: QueryGroup | None
+    own: QueryGroup
+    places: torch.Tensor
+    keys: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class AttentionPlan:
     storage: PagedStorage
     row_count: int
     written: torch.Tensor
-    groups: Mapping[int | None, tuple[QueryGroup, ...]]
+    groups: Mapping[int | None, tuple[QueryGroup | TreeGroup, ...]]
     output_rows: torch.Tensor
     sources: torch.Tensor | None = None
     should_abandon: Callable[[], bool] | None = None
@@ -115,13 +117,13 @@ class AttentionPlan:
         flat = queries.reshape(-1, size)
         if flat.dtype != torch.float32:
             flat = flat.float()
-        cells = storage.cells[layer]
-        groups = self.groups[rule.window]
-        if len(groups) == 1:
-            together = _attend(flat, cells, groups[0], rule)
-        else:
-            together = torch.cat([_attend(flat, cells, group, rule) for group in groups])
-        # together: [all tiles * heads * width, head size]
+        parts = [
+            _attend_tree(flat, storage.cells[layer], storage.positions[layer], group, rule)
+            if isinstance(group, TreeGroup)
+            else _attend(flat, storage.cells[layer], group, rule)
+            for group in self.groups[rule.window]
+        ]
+        together = parts[0] if len(parts) == 1 else torch.cat(parts)  # [all tiles * heads * width, head size]
         output = together.index_select(0, self.output_rows).view(rows, head_count, size)
         return output if output.dtype == queries.dtype else output.to(queries.dtype)
 
@@ -155,37 +157,57 @@ def paged_attention(
 
 def _attend(queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule) -> torch.Tensor:
     """softmax(capped(q k^T * scaling) + mask) v for every tile and head of a group: [tiles * heads * width, size]."""
-    size, shared, own_count = queries.shape[1], group.shared, group.split_count
-    width = group.mask.shape[1]
+    size, count, width = queries.shape[1], group.split_count, group.mask.shape[1]
     scores, values = _scores(queries, cells, group, rule)
-    scores = scores.view(-1, own_count, width, KEY_SPLIT)  # [tiles * kv heads, splits, group size * width, KEY_SPLIT]
-    if shared is not None:
-        whole_scores, whole_values = _scores(queries, cells, shared.whole, rule)
-        before = whole_scores.view(-1, KEY_SPLIT).index_select(0, shared.to_tiles)
-        scores = torch.cat((before.view(len(scores), -1, width, KEY_SPLIT), scores), 1)
-    count = scores.shape[1]
     if count == 1:
-        return torch.bmm(torch.softmax(scores[:, 0], -1), values).view(-1, size)
-    rows = scores.transpose(1, 2).reshape(-1, width, count * KEY_SPLIT)
-    weights = torch.softmax(rows, -1).view(-1, width, count, KEY_SPLIT).transpose(1, 2)
-    own_weights = weights[:, count - own_count :].reshape(-1, width, KEY_SPLIT)
-    parts = [*torch.bmm(own_weights, values).view(-1, own_count, width, size).unbind(1)]
-    if shared is not None:
-        whole_weights = weights[:, : count - own_count].reshape(-1, KEY_SPLIT).index_select(0, shared.from_tiles)
-        whole = torch.bmm(whole_weights.view_as(whole_scores), whole_values)
-        total = _sum([*whole.view(-1, count - own_count, *whole.shape[1:]).unbind(1)])
-        parts.insert(0, total.view(-1, size).index_select(0, shared.results).view(-1, width, size))
+        return torch.bmm(torch.softmax(scores, -1), values).view(-1, size)
+    weights = torch.softmax(_joined(scores, count), -1)
+    parts = torch.bmm(_by_split(weights, count), values).view(-1, count, width, size)
+    return _sum([*parts.unbind(1)]).view(-1, size)
+
+
+def _attend_tree(
+    queries: torch.Tensor, cells: torch.Tensor, positions: torch.Tensor, group: TreeGroup, rule: ScoreRule
+) -> torch.Tensor:
+    """As `_attend`, for the one tile of a tree: [heads * width, size]. `positions`: the same cache by position."""
+    size, before, before_count = queries.shape[1], group.before, 0
+    own_scores, own_values = _scores(queries, positions, group.own, rule)
+    heads, width, _ = own_scores.shape
+    scores = own_scores.gather(2, group.places.expand(heads, -1, -1))
+    parts: list[torch.Tensor] = []
+    if before is not None:
+        before_scores, before_values = _scores(queries, cells, before, rule)
+        before_count = before.split_count
+        scores = torch.cat((_joined(before_scores, before_count), scores), 2)
+    weights = torch.softmax(scores, -1)  # [kv heads, group size * width, positions]
+    if before is not None:
+        seen = _by_split(weights[:, :, : before_count * KEY_SPLIT], before_count)
+        parts += torch.bmm(seen, before_values).view(heads, before_count, width, size).unbind(1)
+    own_weights = weights[:, :, before_count * KEY_SPLIT :].gather(2, group.keys.expand(heads, -1, -1))
+    parts += [torch.bmm(part, own_values) for part in own_weights.split(TREE_KEYS, 2)]
     return _sum(parts).view(-1, size)
+
+
+def _joined(scores: torch.Tensor, split_count: int) -> torch.Tensor:
+    """scores [tiles * splits, rows, KEY_SPLIT] -> [tiles, rows, splits * KEY_SPLIT]."""
+    _, rows, keys = scores.shape
+    return scores.view(-1, split_count, rows, keys).transpose(1, 2).reshape(-1, rows, split_count * keys)
+
+
+def _by_split(weights: torch.Tensor, split_count: int) -> torch.Tensor:
+    """The reverse of `_joined`."""
+    tiles, rows, _ = weights.shape
+    return weights.reshape(tiles, rows, split_count, -1).transpose(1, 2).reshape(tiles * split_count, rows, -1)
 
 
 def _scores(
     queries: torch.Tensor, cells: torch.Tensor, group: QueryGroup, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns scores [tiles * kv heads * splits, group size * width, KEY_SPLIT], minus infinity where masked, and the
-    values [tiles * kv heads * splits, KEY_SPLIT, size] to be weighted."""
-    splits, width, _ = group.mask.shape
+    """Returns scores [tiles * kv heads * splits, group size * width, keys], minus infinity where masked, and the
+    values [tiles * kv heads * splits, keys, size] to be weighted. `cells`: the cache by block or by position."""
+    splits, width, keys_max = group.mask.shape
     tiles = queries.index_select(0, group.query_rows).view(splits, width, -1)
-    keys, values = cells.index_select(0, group.cells).view(2, splits, KEY_SPLIT, -1).unbind()
+    keys, values = cells.index_select(0, group.cells).view(2, splits, keys_max, -1).unbind()
     if rule.softcap is None:
         return torch.baddbmm(group.mask, tiles, keys.transpose(1, 2), alpha=rule.scaling), values
     raw = torch.bmm(tiles, keys.transpose(1, 2)).mul_(rule.scaling / rule.softcap)

@@ -22,6 +22,7 @@ from specdec.engine.tile_memory import StableTiles, stable_tiles
 from specdec.engine.tile_sizes import TileSizes
 from specdec.engine.tiled_modules import FREE_WIDTHS, OutputLayer, TiledLinear, Weight, replace_modules
 from specdec.engine.tree_attention import TreePlanner
+from specdec.engine.tree_probe import probe_tree_tiles
 from specdec.errors import ConfigError
 
 OUTPUT_ROWS_MAX = 128  # for which kernels of an output layer are made at loading; steps with more logits are rare
@@ -143,7 +144,8 @@ class CpuBackend:
         for linear in self._linears:
             linear.set_widths(widths)
         make_kernels(self._linears, widths)
-        return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows)
+        tree_tiles = probe_tree_tiles(self._shape, query_tiles)
+        return StepPlanner(self._storage, self._shape.head_count, query_tiles, widths, self._shape.windows, tree_tiles)
 
 
 def make_kernels(linears: Iterable[TiledLinear], widths: TileSizes) -> None:

@@ -8,22 +8,21 @@ operations cost a third of torch's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 
 import numpy
 import torch
 
-from specdec.engine.attention import KEY_SPLIT, AttentionPlan, QueryGroup, SharedSplits
+from specdec.engine.attention import KEY_SPLIT, TREE_KEYS, AttentionPlan, QueryGroup, TreeGroup
 from specdec.engine.backend import StepInput
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import TileSizes
 
 GATHER_BYTES_MAX = 2 << 20  # of a group: its keys, values, scores and weights stay in a processor's cache
-READ_ROWS = 8  # query rows of a head that take as long to attend to a split of keys as the split takes to read
-SHARED_READS_MIN = 2  # reads of a key split that sharing must save: it takes more kernel calls
 SHORT_TILE = 8  # tiles up to this size share a group: a few more rows cost less than more kernel calls
 
 
@@ -55,22 +54,51 @@ class QueryTile:
 
 
 @dataclass(frozen=True, slots=True)
-class TileTree:
-    """A tile for each path of a sequence, in the order of their rows. Their first `shared_split_count` key splits are
-    the same, and are read once."""
+class TreeTile:
+    """The rows of a sequence with several paths, the first at `position`, as one tile.
 
-    tiles: list[QueryTile]
-    shared_split_count: int
+    `blocks`: those of the first path; `row_blocks` [rows]: the block that each row is written to. `paths` [rows,
+    longest]: the rows on a row's path, counted from `first_row`, its own the last; -1 beyond.
+    """
 
-    def whole(self) -> QueryTile:
-        """The rows of all paths as one tile."""
-        positions = numpy.concatenate([tile.row_positions() for tile in self.tiles])
-        first = self.tiles[0]
-        return QueryTile(first.blocks, first.first_row, len(positions), int(positions.min()), positions)
+    blocks: numpy.ndarray
+    first_row: int
+    position: int
+    row_blocks: numpy.ndarray
+    paths: numpy.ndarray
+
+    @property
+    def positions(self) -> numpy.ndarray:
+        """The position of each row.  # [rows] int64"""
+        positions: numpy.ndarray = self.position + (self.paths >= 0).sum(1) - 1
+        return positions
+
+    def on_the_past(self) -> QueryTile:
+        """Its rows as a tile that reads what all paths have before the first row."""
+        return QueryTile(self.blocks, self.first_row, len(self.paths), self.position, self.positions)
+
+
+def paths_of_rows(chunks: Sequence[SequenceChunk]) -> numpy.ndarray:
+    """Returns `TreeTile.paths` of the chunks of one sequence: the rows above a chunk are on the path before it."""
+    path: list[int] = []
+    paths: list[list[int]] = []
+    for chunk in chunks:
+        del path[chunk.start - chunks[0].start :]
+        for _ in chunk.token_ids:
+            path.append(len(paths))
+            paths.append(path.copy())
+    found = numpy.full((len(paths), max(map(len, paths))), -1, dtype=numpy.int64)
+    for row, own in enumerate(paths):
+        found[row, : len(own)] = own
+    return found
 
 
 class StepPlanner:
-    """Plans steps for one model, one storage and the windows of its layers. Holds no state between steps."""
+    """Plans steps for one model, one storage and the windows of its layers. Holds no state between steps.
+
+    `tree_tiles`: those of `query_tiles` at which a row of a tree has the bits of its path as a chain (`tree_probe`).
+    Other trees have tiles of their own for each path.
+    """
 
     def __init__(
         self,
@@ -79,11 +107,13 @@ class StepPlanner:
         query_tiles: Sequence[int],
         tile_sizes: TileSizes,
         windows: Sequence[int | None] = (None,),
+        tree_tiles: Sequence[int] = (),
     ):
         self._storage = storage
         self._windows = windows
         self._head_count = head_count
         self._query_tiles = query_tiles
+        self._tree_tiles = tree_tiles
         self._tile_sizes = tile_sizes
         split_bytes = 2 * storage.kv_head_count * KEY_SPLIT * storage.head_size * 4  # keys and values in float32
         self._splits_max = GATHER_BYTES_MAX // split_bytes
@@ -97,8 +127,8 @@ class StepPlanner:
         row_blocks = numpy.empty(row_count, dtype=numpy.int64)
         logit_rows: list[int] = []
         tiles: list[QueryTile] = []
-        trees: list[TileTree] = []
-        into, rows_max, row = tiles, 0, 0
+        trees: list[TreeTile] = []
+        rows_max, row, tree_end = self._query_tiles[-1], 0, 0
         for index, chunk in enumerate(batch.chunks):
             count = len(chunk.token_ids)
             blocks = numpy.array(chunk.block_ids, dtype=numpy.int64)
@@ -106,14 +136,12 @@ class StepPlanner:
             positions[row : row + count] = its_positions = numpy.arange(chunk.start, chunk.end)
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
             logit_rows += range(row + count - chunk.logit_count, row + count)
-            if not chunk.copied_count:
-                into, rows_max = tiles, self._query_tiles[-1]
-                paths = [chunk, *takewhile(lambda later: later.copied_count, batch.chunks[index + 1 :])]
-                if shared := self._shared_splits(paths):
-                    trees.append(TileTree([], shared))
-                    into, rows_max = trees[-1].tiles, self._tree_tile_rows(paths)
-            for offset in range(0, count, rows_max):
-                into.append(QueryTile(blocks, row + offset, min(count - offset, rows_max), chunk.start + offset))
+            if row >= tree_end and (paths := self._paths_of_tree(batch.chunks, index)) is not None:
+                tree_end = row + len(paths)
+                trees.append(TreeTile(blocks, row, chunk.start, row_blocks[row:tree_end], paths))
+            if row >= tree_end:
+                for offset in range(0, count, rows_max):
+                    tiles.append(QueryTile(blocks, row + offset, min(count - offset, rows_max), chunk.start + offset))
             row += count
         written, sources = self._written(batch, row_blocks, positions[:row_count])
         groups, output_rows = self._groups(tiles, trees, padded)
@@ -126,24 +154,13 @@ class StepPlanner:
             ),
         )
 
-    def _shared_splits(self, paths: Sequence[SequenceChunk]) -> int:
-        """Returns the number of key splits that the paths of a sequence share; 0 if it has one path, or reading them
-        once saves no time."""
-        further = paths[1:]
-        if not further or sum(len(path.token_ids) for path in paths) > self._query_tiles[-1]:
-            return 0
-        shared = min(path.start - path.copied_count for path in further) // KEY_SPLIT
-        return shared if shared * len(further) >= SHARED_READS_MIN else 0
-
-    def _tree_tile_rows(self, paths: Sequence[SequenceChunk]) -> int:
-        """Returns the number of rows at which the paths of a sequence are cut into tiles of one width, by the time of
-        all: wide tiles are mostly padding where most paths are short, narrow ones read the keys more often."""
-        group_size = self._head_count // self._storage.kv_head_count
-
-        def cost(width: int) -> int:
-            return sum(-(-len(path.token_ids) // width) for path in paths) * (group_size * width + READ_ROWS)
-
-        return min(self._query_tiles, key=cost)
+    def _paths_of_tree(self, chunks: Sequence[SequenceChunk], index: int) -> numpy.ndarray | None:
+        """Returns the paths of the sequence that begins with a chunk; None if it has one, or no tile can hold all."""
+        further = list(takewhile(lambda later: later.copied_count, chunks[index + 1 :]))
+        row_count = sum(len(chunk.token_ids) for chunk in (chunks[index], *further))
+        if not further or row_count > max(self._tree_tiles, default=0):
+            return None
+        return paths_of_rows([chunks[index], *further])
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:
@@ -170,72 +187,86 @@ class StepPlanner:
         return torch.from_numpy(places), sources
 
     def _groups(
-        self, tiles: list[QueryTile], trees: list[TileTree], padded: int
-    ) -> tuple[dict[int | None, tuple[QueryGroup, ...]], torch.Tensor]:
+        self, tiles: list[QueryTile], trees: list[TreeTile], padded: int
+    ) -> tuple[dict[int | None, tuple[QueryGroup | TreeGroup, ...]], torch.Tensor]:
         """Returns the tiles in groups, by window, each tree a group of its own, and the indices of each padded row's
         heads in their results."""
         head_count = self._head_count
         output_rows = numpy.zeros((padded, head_count), dtype=numpy.int64)
         heads = numpy.arange(head_count)
-        groups: list[list[QueryGroup]] = []
+        groups: list[list[QueryGroup | TreeGroup]] = []
         place = 0
-        alone = [TileTree(members, 0) for members in group_tiles(tiles, self._query_tiles, self._splits_max)]
-        for tree in (*alone, *trees):
-            width = self._width(max(tile.row_count for tile in tree.tiles))
-            groups.append(self._group_by_window(tree, width))
-            for tile in tree.tiles:
+        for members in group_tiles(tiles, self._query_tiles, self._splits_max):
+            width = self._width(max(tile.row_count for tile in members))
+            end = max(tile.position + tile.row_count for tile in members)
+            groups.append(self._by_window(end, partial(self._group, members, width)))
+            for tile in members:
                 rows = numpy.arange(tile.row_count)[:, None]
                 output_rows[tile.first_row : tile.first_row + tile.row_count] = place + heads * width + rows
                 place += head_count * width
+        for tree in trees:
+            width = self._tree_tiles[bisect_left(self._tree_tiles, len(tree.paths))]
+            end = int(tree.positions.max()) + 1
+            groups.append(self._by_window(end, partial(self._tree_group, tree, width)))
+            rows = numpy.arange(len(tree.paths))[:, None]
+            output_rows[tree.first_row : tree.first_row + len(tree.paths)] = place + heads * width + rows
+            place += head_count * width
         return dict(zip(self._windows, zip(*groups))), torch.from_numpy(output_rows.reshape(-1))
 
-    def _group_by_window(self, tree: TileTree, width: int) -> list[QueryGroup]:
-        """Returns one group for each window; windows that hide nothing from these tiles share one."""
-        end = max(tile.position + tile.row_count for tile in tree.tiles)
-        made: dict[int | None, QueryGroup] = {}
-        groups = []
-        for window in self._windows:
-            reach = None if window is None or window >= end else window
-            if reach not in made:
-                made[reach] = self._group(tree.tiles, width, reach, tree.shared_split_count)
-                whole = tree.whole() if tree.shared_split_count else None
-                if whole and whole.first_split(reach) < tree.shared_split_count:
-                    made[reach] = replace(made[reach], shared=self._shared(tree, whole, width, reach))
-            groups.append(made[reach])
-        return groups
+    def _by_window(
+        self, end: int, group_of: Callable[[int | None], QueryGroup | TreeGroup]
+    ) -> list[QueryGroup | TreeGroup]:
+        """Returns one group for each window; windows that hide nothing before `end` share one."""
+        reaches = [None if window is None or window >= end else window for window in self._windows]
+        made = {reach: group_of(reach) for reach in dict.fromkeys(reaches)}
+        return [made[reach] for reach in reaches]
 
-    def _shared(self, tree: TileTree, whole: QueryTile, width: int, window: int | None) -> SharedSplits:
-        whole_width = self._width(whole.row_count)
-        group = self._group([whole], whole_width, window, 0, tree.shared_split_count)
-        tile_count, counts = len(tree.tiles), [tile.row_count for tile in tree.tiles]
-        places = numpy.zeros((tile_count, width), dtype=numpy.int64)  # rows beyond a tile's own repeat its first
-        for index, tile in enumerate(tree.tiles):
-            places[index] = tile.first_row - whole.first_row
-            places[index, : tile.row_count] += numpy.arange(tile.row_count)
-        tile_of, row_of = numpy.zeros(whole_width, dtype=numpy.int64), numpy.zeros(whole_width, dtype=numpy.int64)
-        tile_of[: whole.row_count] = numpy.repeat(numpy.arange(tile_count), counts)
-        row_of[: whole.row_count] = numpy.concatenate([numpy.arange(count) for count in counts])
-        kv_heads, group_size = self._storage.kv_head_count, self._head_count // self._storage.kv_head_count
-        heads, splits, queries = numpy.ogrid[:kv_heads, : group.split_count, :group_size]
-        of_head = ((heads * group.split_count + splits) * group_size + queries)[
-            ..., None
-        ]  # [kv heads, splits, group, 1]
-        size = kv_heads * group.split_count * group_size
-        results = numpy.arange(self._head_count).reshape(kv_heads, group_size, 1) * whole_width
-        return SharedSplits(
-            group,
-            to_tiles=torch.from_numpy((of_head * whole_width + places[:, None, None, None]).reshape(-1)),
-            from_tiles=torch.from_numpy(((tile_of * size + of_head) * width + row_of).reshape(-1)),
-            results=torch.from_numpy((results + places[:, None, None]).reshape(-1)),
+    def _tree_group(self, tree: TreeTile, width: int, window: int | None) -> TreeGroup:
+        storage, positions = self._storage, tree.positions
+        (count, longest), first = tree.paths.shape, tree.position // KEY_SPLIT
+        cached = tree.position - first * KEY_SPLIT  # positions of the first row's split before it
+        split_count = (cached + longest) // KEY_SPLIT + 1  # so the last place is beyond every row
+        rows, depths = numpy.nonzero(tree.paths >= 0)
+        own_keys, own_places = cached + tree.paths[rows, depths], cached + depths
+        places = numpy.full((count, split_count * KEY_SPLIT), TREE_KEYS - 1)
+        places[:, :cached] = numpy.arange(cached)
+        places[rows, own_places] = own_keys
+        keys = numpy.full((count, split_count, TREE_KEYS), split_count * KEY_SPLIT - 1)
+        keys[:, 0, :cached] = numpy.arange(cached)
+        keys[rows, own_places // KEY_SPLIT, own_keys] = own_places
+        key_positions = numpy.zeros(TREE_KEYS, dtype=numpy.int64)
+        key_positions[:cached] = numpy.arange(first * KEY_SPLIT, tree.position)
+        key_positions[cached : cached + count] = positions
+        is_visible = numpy.zeros((count, TREE_KEYS), dtype=bool)
+        is_visible[:, :cached] = True
+        is_visible[rows, own_keys] = True
+        if window is not None:
+            is_visible &= key_positions > positions[:, None] - window
+        blocks = numpy.zeros(TREE_KEYS, dtype=numpy.int64)  # block 0 is always zero
+        blocks[:cached] = tree.blocks[key_positions[:cached] // storage.block_size]
+        blocks[cached : cached + count] = tree.row_blocks
+        heads, halves = numpy.arange(storage.kv_head_count)[:, None], numpy.arange(2)[:, None, None]
+        cells = (halves * storage.block_count + blocks) * storage.kv_head_count + heads  # [2, kv heads, TREE_KEYS]
+        offsets = numpy.zeros(width, dtype=numpy.int64)  # rows beyond its own repeat the first
+        offsets[:count] = range(count)
+        queries = (tree.first_row + offsets) * self._head_count + numpy.arange(self._head_count)[:, None]
+        order = numpy.tile(offsets, self._head_count // storage.kv_head_count)  # of (query head, row)
+        mask = numpy.where(is_visible, numpy.float32(0), numpy.float32(-numpy.inf))[order]
+        own = QueryGroup(
+            split_count=1,
+            query_rows=torch.from_numpy(queries.reshape(-1)),
+            cells=torch.from_numpy((cells * storage.block_size + key_positions % storage.block_size).reshape(-1)),
+            mask=torch.from_numpy(mask).expand(storage.kv_head_count, -1, -1).contiguous(),
         )
+        past = tree.on_the_past()
+        before = self._group([past], width, window, first) if past.first_split(window) < first else None
+        return TreeGroup(before, own, torch.from_numpy(places[order]), torch.from_numpy(keys[order]).flatten(1))
 
-    def _group(
-        self, members: list[QueryTile], width: int, window: int | None, first: int = 0, end: int | None = None
-    ) -> QueryGroup:
-        """Returns the group of tiles whose rows attend to the key splits [first, end), or from `first` on."""
+    def _group(self, members: list[QueryTile], width: int, window: int | None, end: int | None = None) -> QueryGroup:
+        """Returns the group of tiles whose rows attend to the key splits before `end`, or to all of their past."""
         storage = self._storage
         split_blocks = KEY_SPLIT // storage.block_size
-        firsts = [max(tile.first_split(window), first) for tile in members]
+        firsts = [tile.first_split(window) for tile in members]
         ends = [tile.split_count if end is None else end for tile in members]
         split_count = max(own_end - own_first for own_first, own_end in zip(firsts, ends))
         tables = numpy.zeros((len(members), split_count * split_blocks), dtype=numpy.int64)  # 0 where a table ends
