@@ -25,7 +25,7 @@ from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.event_simulation import Scenario
 from specdec.bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.policy.catalogue import DRAFT_PLANS, DraftTimes
+from specdec.policy.catalogue import DraftTimes, catalogue
 from specdec.policy.policy import OFF_PLAN, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
@@ -243,7 +243,7 @@ def run(cell: Cell, seed_count: int, make: Callable[[World], Service] = AutoServ
     off = mean(lambda: SomeOff(cell.world, cell.streams) if cell.beside else FixedService(OFF_PLAN))
     if not cell.pays:
         return Result(cell.name, off, auto, None, "")
-    waits = {plan: replace(plan, wait_s=WAIT_S if plan.wait_length else 0.0) for plan in (OFF_PLAN, *DRAFT_PLANS)}
+    waits = {plan: replace(plan, wait_s=WAIT_S if plan.wait_length else 0.0) for plan in catalogue()}
     chosen = max(waits.values(), key=lambda plan: mean(lambda: FixedService(plan), 1000))
     best = mean(lambda: FixedService(chosen))
     return Result(cell.name, off, auto, best, chosen.description)

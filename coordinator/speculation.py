@@ -135,7 +135,7 @@ class Speculation:
             cap = limit if asked is None else asked
             key = rule, cap, with_draft, with_local
             if key not in self._tables:
-                plans = catalogue(with_draft, with_local, settings.draft_siblings_max)
+                plans = catalogue(with_draft, with_local, settings.draft_siblings_max, rule)
                 self._tables[key] = Table(self._steps[rule], self._drafts[rule], cap, plans)
             return AutoPolicy(self._tables[key], cap)
         length = settings.num_speculative_tokens if asked is None else asked

@@ -60,9 +60,9 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--pair",
-        choices=["embedded", "chat"],
-        default="embedded",
-        help="of trees: the deepened embedded target, or the chat model (%(default)s)",
+        choices=["deepened", "widened", "chat"],
+        default="deepened",
+        help="of trees: the embedded target, deepened or widened, or the chat model (%(default)s)",
     )
     parser.add_argument(
         "--waited-only", action="store_true", help="trees: only plans that wait, whose tokens a step no load changes"

@@ -19,7 +19,7 @@ from rich.table import Table
 from specdec.bench.assisted import Assisted
 from specdec.bench.bars import Bar
 from specdec.bench.chat_pair import questions
-from specdec.bench.deepened import write_deepened
+from specdec.bench.deepened import write_deepened, write_widened
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.bench.pipeline import ranks
 from specdec.bench.pipeline.measurements import ratio_of
@@ -86,13 +86,15 @@ class Pair:
 
 
 def pair_of(name: str, prompt_count: int, scratch: Path) -> Pair:
-    """Returns the deepened target with the shipped draft, or the chat pair with as many questions of every class."""
+    """Returns the deepened or widened target with the shipped draft, or the chat pair with as many questions of every
+    class."""
     if name == "chat":
         folder, chosen = chat_model(), questions(-(-prompt_count // len(CHAT_CLASSES)))
         prompts = {question.name: question.prompt for question in chosen}
         return Pair(folder, CHAT_DRAFT, "auto", prompts, (folder, CHAT_DRAFT), ChatTemplate.read(folder))
     prompts = {str(name): prompt for name, prompt in list(heldout_prompts().items())[:prompt_count]}
-    return Pair(write_deepened(scratch), DRAFT_MODEL, "float32", prompts, (TARGET_MODEL, DRAFT_MODEL))
+    write = write_widened if name == "widened" else write_deepened
+    return Pair(write(scratch), DRAFT_MODEL, "float32", prompts, (TARGET_MODEL, DRAFT_MODEL))
 
 
 def measure_trees(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:

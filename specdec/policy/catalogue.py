@@ -11,7 +11,7 @@ import math
 
 from specdec.policy.policy import LOCAL_PLAN, OFF_PLAN, Plan
 from specdec.policy.steps import StepCurve
-from specdec.protocol.types import SIBLINGS_MAX
+from specdec.protocol.types import SIBLINGS_MAX, Rule
 
 DRAFT_PLANS = (
     Plan(1, 2, 1, 1),
@@ -21,13 +21,22 @@ DRAFT_PLANS = (
     Plan(2, 6, 4),
     Plan(4, 12, 4),
     Plan(16, 32, 8),
+    Plan(6, 3, 1, 2, siblings=2),
+    Plan(10, 5, 1, 4, siblings=2),
+    Plan(16, 12, 4, siblings=2),
+)
+WAITING_TREES = (
     Plan(3, 8, 4, 1),
     Plan(6, 16, 8, 2),
     Plan(16, 32, 4, 2),
     Plan(16, 32, 8, 3),
-    Plan(6, 3, 1, 2, siblings=2),
-    Plan(10, 5, 1, 4, siblings=2),
-    Plan(16, 12, 4, siblings=2),
+)
+# Instead of these under COUPLED: where the draft's best perturbed score is wrong, its next ones are often right.
+WAITING_TREES_COUPLED = (
+    Plan(6, 8, 4, 1, siblings=2),
+    Plan(12, 16, 8, 2, siblings=2),
+    Plan(16, 32, 4, 2, siblings=2),
+    Plan(16, 32, 8, 3, siblings=2),
 )
 DEPTH, DEPTH_MORE = 8.0, 8.0  # path depth in the fits; more where nearly all tokens are accepted
 DEPTH_A_STEP = 1.3  # path depth per draft step in a target step
@@ -35,7 +44,7 @@ STREAMED_SHARE, WAITED_SHARE = 0.72, 0.84  # a tree's accepted tokens, as a shar
 OFFERED_SHARE = 0.4  # of that depth, offered even where few tokens are accepted
 DELAY_STEPS, WAITED_DELAY_STEPS = 5.0, 2.5  # draft steps by which a tree's tokens are late
 LATE_SHARE = 0.9  # times the acceptance: the share of a tree's tokens left after a target step of delay
-SIBLING_GAIN = 0.08  # of one sibling of each token of a chain, in accepted tokens
+SIBLING_GAIN = 0.08  # of one sibling of each token of a plan that waits, in accepted tokens
 LOCAL_OFFERED = 0.5  # draft tokens of a round by the coordinator's own proposers, in a text without repetitions
 DRAFT_STEP_GUESS_S, LATE_GUESS_S, WEIGHT, NETWORK_SLACK_S, WAIT_TRIPS_MAX = 0.003, 0.002, 0.1, 0.005, 4.0
 OUTSIDE_SHARE = 0.5  # of rounds whose next token was not in the tree: they wait for the draft
@@ -89,11 +98,14 @@ class DraftTimes:
         return self.network_s + max(1, plan.wait_length) * self.step_s(plan.nodes_per_step * sessions)
 
 
-def catalogue(with_draft: bool = True, with_local: bool = False, siblings_max: int = SIBLINGS_MAX) -> tuple[Plan, ...]:
-    """Returns the plans of a service: plain decoding first, then that of its own proposers, if it has any, then those
-    of its draft with at most `siblings_max` siblings."""
+def catalogue(
+    with_draft: bool = True, with_local: bool = False, siblings_max: int = SIBLINGS_MAX, rule: Rule = Rule.GREEDY
+) -> tuple[Plan, ...]:
+    """Returns the plans of a service for a rule: plain decoding first, then that of its own proposers, if it has any,
+    then those of its draft with at most `siblings_max` siblings."""
+    branched = [plan for plan in WAITING_TREES_COUPLED if plan.siblings <= siblings_max and rule is Rule.COUPLED]
     of_draft = [plan for plan in DRAFT_PLANS if plan.siblings <= siblings_max]
-    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *of_draft * with_draft)
+    return (OFF_PLAN, *(LOCAL_PLAN,) * with_local, *[*of_draft, *(branched or WAITING_TREES)] * with_draft)
 
 
 def expected_accepted(acceptance: float, length: float) -> float:
@@ -114,15 +126,15 @@ def prior_of(
     if not plan.window:
         return LOCAL_OFFERED, 0.0, 0.0
     usual_wait_s = draft.usual_wait_s(plan, sessions)
+    gain = 1 + SIBLING_GAIN * plan.siblings
     if plan.wait_length and plan.nodes_per_step == 1:
-        gain = 1 + SIBLING_GAIN * plan.siblings
         offered = (
             min(plan.wait_length * (1 + plan.siblings), plan.draft_length_max) if plan.siblings else plan.wait_length
         )
         return offered, gain * expected_accepted(acceptance, plan.wait_length), usual_wait_s
     draft_s = draft.step_s(plan.nodes_per_step * sessions)
     if plan.wait_length:
-        share, delay_s, wait_s = WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * usual_wait_s
+        share, delay_s, wait_s = gain * WAITED_SHARE, WAITED_DELAY_STEPS * draft_s, OUTSIDE_SHARE * usual_wait_s
     else:
         share, delay_s, wait_s = STREAMED_SHARE, DELAY_STEPS * draft_s + draft.network_s, 0.0
     share *= (LATE_SHARE * acceptance) ** (delay_s / target_s)

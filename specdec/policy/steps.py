@@ -1,10 +1,10 @@
 """Step time by rows: a curve learned from measured steps, and a target's T(rows, paths). Pure.
 
 T(rows, paths) = level * (shape(rows) + path share * shape(1) * further paths) * contention: `level` is the machine's
-current speed and moves within a second, `shape` is learned slowly, the path share in steps of trees, `contention` is
-the slowdown of the target by the draft's work on shared cores, 1 while no session speculates. A change right after the
-draft began or stopped working is the draft's; any other is the machine's. After a jump rows may cost anything: a new
-curve begins with the steps of the jump, and ends when steps take the time of the old one again.
+current speed and moves within a second, `shape` is learned slowly, the path share where steps differ in their paths,
+`contention` is the slowdown of the target by the draft's work on shared cores, 1 while no session speculates. A change
+right after the draft began or stopped working is the draft's; any other is the machine's. After a jump rows may cost
+anything: a new curve begins with the steps of the jump, and ends when steps take the time of the old one again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FARTHEST = 16.0  # one step of that multiple is enough
 SESSIONS_WEIGHT = 0.05
 ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the sessions differs
 STEP_S_GUESS = 0.02
-PATH_SHARE_GUESS, PATH_SHARE_MAX = 0.03, 0.5  # a further path of a tree, over a step of one row
-PATH_WEIGHT, PATH_BACK = 0.05, 0.001  # per step of a tree, and back to the guess per step without one
+PATH_SHARE_GUESS, PATH_ERROR_MAX = 0.015, 0.1  # a further path of a tree, and the error of a step, over one of one row
+PATH_WEIGHT, PATH_BACK = 0.05, 0.001  # per step, and back to the guess per step without further paths
 
 
 class StepCurve:
@@ -108,6 +108,7 @@ class Steps:
         self._before: StepTimes | None = None  # those before a jump
         self._heads = StepCurve()
         self._path_share = PATH_SHARE_GUESS
+        self._path_mean = self._path_variance = 0.0  # of the further paths of lately verified trees
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
         self._contention_steps = 0.0
@@ -186,17 +187,23 @@ class Steps:
 
     def _expected_s(self, record: RoundRecord, seconds: float) -> float:
         """Learns from a step of `seconds` at the usual speed; returns the seconds of steps of its rows and paths. Of
-        the other sessions in the step nothing is known but their rows: they count as having as many paths."""
-        sessions = max(1, record.step_sessions)
-        paths = (record.path_count - 1) * sessions
-        unit_s = self._times.shape.seconds(1) if paths > 0 else None
-        if unit_s is None:
+        the other sessions in the step nothing is known but their rows: they count as having as many paths. A slowdown
+        that all steps share says nothing of paths: the share follows errors that come with more or fewer of them."""
+        sessions, further = max(1, record.step_sessions), max(0, record.path_count - 1)
+        shape = self._times.shape
+        if not further:
+            expected_s = shape.add(record.step_rows, seconds)
             self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
-            return self._times.shape.add(record.step_rows, seconds)
-        flat_s = self._times.shape.seconds(record.step_rows) or unit_s
-        share = min(max((seconds - flat_s) / (paths * unit_s), 0.0), PATH_SHARE_MAX)
-        self._path_share += PATH_WEIGHT / sessions * (share - self._path_share)
-        return flat_s + paths * self._path_share * unit_s
+        unit_s = shape.seconds(1) or seconds
+        if further:
+            flat_s = shape.seconds(record.step_rows) or unit_s
+            expected_s = flat_s + further * sessions * max(0.0, self._path_share) * unit_s
+        beyond = further - self._path_mean
+        self._path_mean += PATH_WEIGHT / sessions * beyond
+        self._path_variance += PATH_WEIGHT / sessions * (beyond**2 - self._path_variance)
+        error = min(max((seconds - expected_s) / unit_s, -PATH_ERROR_MAX), PATH_ERROR_MAX)
+        self._path_share += PATH_WEIGHT * error * beyond / (sessions**2 * (1 + self._path_variance))
+        return expected_s
 
     def _learn_contention(self, factor: float) -> None:
         """Scales the estimate of steps like the last (drafting or not) and leaves the estimate of the others."""
@@ -216,7 +223,7 @@ class Steps:
 
     def path_s(self, is_drafting: bool) -> float:
         """Seconds by which a further path of a tree lengthens a step, beside its rows."""
-        return self._path_share * self.seconds(1, is_drafting)
+        return max(0.0, self._path_share) * self.seconds(1, is_drafting)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool, paths: float = 0.0) -> float:
         """Seconds of the steps in a round if every session has `rows` rows and `paths` further paths: more than one

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdec.bench.deepened import write_deepened
+from specdec.bench.deepened import write_deepened, write_widened
 from specdec.bench.harness import TARGET_MODEL, heldout_prompts
 from specdec.engine.model_folder import open_model_folder
 from tests.support.engine_models import Driver
@@ -64,3 +64,13 @@ def test_its_folder_is_complete_and_its_own(deepened: Path) -> None:
     assert json.loads((deepened / "tokenizer.json").read_bytes()) == json.loads(
         (TARGET_MODEL / "tokenizer.json").read_bytes()
     )
+
+
+def test_the_widened_target_is_the_same_function_but_for_rounding(tmp_path: Path) -> None:
+    """Claim: with MLPs four times as wide, logits differ by rounding only. Conclusive: in float32, at every position of
+    a held-out prompt; the further hidden values are those of the others, so without the zeros the sums would be four
+    times as large."""
+    ids = Tokenizer.from_file(str(TARGET_MODEL / "tokenizer.json")).encode(heldout_prompts()[0]).ids[:48]
+    shipped = Driver.load(TARGET_MODEL, "float32")
+    wider = Driver.load(write_widened(tmp_path / "widened", 4), "float32")
+    assert torch.allclose(wider.feed(wider.open(), ids), shipped.feed(shipped.open(), ids), rtol=1e-4, atol=1e-3)
