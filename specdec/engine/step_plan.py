@@ -138,7 +138,8 @@ class StepPlanner:
             logit_rows += range(row + count - chunk.logit_count, row + count)
             if row >= tree_end and (paths := self._paths_of_tree(batch.chunks, index)) is not None:
                 tree_end = row + len(paths)
-                trees.append(TreeTile(blocks, row, chunk.start, row_blocks[row:tree_end], paths))
+                own_blocks = row_blocks[row:tree_end]  # a view, which its further chunks fill
+                trees.append(TreeTile(blocks, row, chunk.start, own_blocks, paths))
             if row >= tree_end:
                 for offset in range(0, count, rows_max):
                     tiles.append(QueryTile(blocks, row + offset, min(count - offset, rows_max), chunk.start + offset))
@@ -156,11 +157,11 @@ class StepPlanner:
 
     def _paths_of_tree(self, chunks: Sequence[SequenceChunk], index: int) -> numpy.ndarray | None:
         """Returns the paths of the sequence that begins with a chunk; None if it has one, or no tile can hold all."""
-        further = list(takewhile(lambda later: later.copied_count, chunks[index + 1 :]))
-        row_count = sum(len(chunk.token_ids) for chunk in (chunks[index], *further))
-        if not further or row_count > max(self._tree_tiles, default=0):
+        if index + 1 == len(chunks) or not chunks[index + 1].copied_count:
             return None
-        return paths_of_rows([chunks[index], *further])
+        own = [chunks[index], *takewhile(lambda later: later.copied_count, chunks[index + 1 :])]
+        row_count = sum(len(chunk.token_ids) for chunk in own)
+        return paths_of_rows(own) if row_count <= max(self._tree_tiles, default=0) else None
 
     def _padded_logit_rows(self, logit_rows: list[int]) -> torch.Tensor:
         if not logit_rows:
