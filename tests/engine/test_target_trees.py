@@ -132,8 +132,8 @@ def test_block_sizes_and_windows_change_no_bits(
     name: str, block_size: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: whatever the block size, also where branches begin at a block border and where a window hides keys of the
-    past or of the tree, rows have the bits of their paths, in a step with another tree and a chain behind it.
-    Conclusive: a window of 4 tokens too, at the length at which a path crosses into the next split."""
+    past, rows have the bits of their paths, in a step with another tree and a chain behind it. Conclusive: at the
+    lengths at which a path begins in a split, and crosses into the next."""
     found = watch_trees(monkeypatch, True)
     driver = Driver.load(folder_of(name), "float32", 1 + 8000 // block_size, block_size)
     size = driver.model.description.vocabulary_size
@@ -186,12 +186,15 @@ def skip_without_tile(found: list[int]) -> None:
 def test_the_probe_refuses_sums_in_another_order(
     head_count: int, kv_head_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Claim: a tile is taken for trees only where its sums have the order of a chain's. Conclusive: with the keys of a
-    tree in the reverse order, by which every result is the same but for rounding, no tile is left."""
-    rules = ScoreRule(0.3), ScoreRule(0.3, window=40), ScoreRule(0.3, softcap=20.0)
+    """Claim: a tile is taken for trees only where its sums have the order of a chain's, and a window of 4 tokens hides
+    keys of a tree as it hides those of a chain. Conclusive: with the keys of a tree in the reverse order, by which every
+    result is the same but for rounding, no tile is left, where some were."""
+    rules = ScoreRule(0.3), ScoreRule(0.3, window=4), ScoreRule(0.3, window=40), ScoreRule(0.3, softcap=20.0)
     shape = AttentionShape(2, head_count, kv_head_count, 64, rules)
     tiles = probe_query_tiles(shape.head_count // shape.kv_head_count, 64, rules)
-    assert set(probe_tree_tiles(shape, tiles)) <= set(tiles)
+    found = probe_tree_tiles(shape, tiles)
+    if not found:
+        pytest.skip("no tile in which trees agree")
     real = StepPlanner._tree_group
 
     def reversed_keys(self: StepPlanner, *given: Any) -> TreeGroup:
