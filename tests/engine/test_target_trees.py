@@ -187,8 +187,8 @@ def test_the_probe_refuses_sums_in_another_order(
     head_count: int, kv_head_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claim: a tile is taken for trees only where its sums have the order of a chain's, and a window of 4 tokens hides
-    keys of a tree as it hides those of a chain. Conclusive: with the keys of a tree in the reverse order, by which every
-    result is the same but for rounding, no tile is left, where some were."""
+    keys of a tree as it hides those of a chain. Conclusive: with the keys of a tree in the reverse order, by which
+    results are the same but for rounding, no tile is left, where some were."""
     rules = ScoreRule(0.3), ScoreRule(0.3, window=4), ScoreRule(0.3, window=40), ScoreRule(0.3, softcap=20.0)
     shape = AttentionShape(2, head_count, kv_head_count, 64, rules)
     tiles = probe_query_tiles(shape.head_count // shape.kv_head_count, 64, rules)
