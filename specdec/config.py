@@ -92,7 +92,7 @@ class EngineSettings(Settings):
     block_size: int = setting(
         0,
         LIMITS,
-        "Positions in one cache block: a power of two from 8 to 128, on a GPU to 256; 0 selects 64, on a GPU 256.",
+        "Positions in one cache block: a power of two from 8 to 64, on a GPU to 256; 0 selects 64, on a GPU 256.",
         ge=0,
         le=256,
     )

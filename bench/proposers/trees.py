@@ -1,6 +1,6 @@
-"""Trees and chains by rule, on the deepened target or the chat pair: tokens per target step and per second, and `auto`
-with and without trees; greedy on the deepened target also assisted generation of `transformers` at its best settings,
-which cannot use the chat pair's draft, as this has a part of the tokens."""
+"""Trees and chains by rule, on the deepened or widened target or the chat pair: tokens per target step and per second,
+and `auto` with and without trees; greedy, but on the chat pair, also assisted generation of `transformers` at its best
+settings, which cannot use that pair's draft, as it has a part of the tokens."""
 
 from __future__ import annotations
 

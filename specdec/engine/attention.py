@@ -1,9 +1,9 @@
 """Paged attention on a CPU, batched over sequences; a row's result depends on its own past only.
 
 Every product has one of a few fixed shapes: query tiles of measured widths against splits of KEY_SPLIT cached
-positions, accumulated split by split in order. Padding to a longer neighbour adds splits that are masked, that is,
-exact zeros. All arithmetic is float32, whatever the model's type; the cache holds float32. A layer passes a
-`ScoreRule`; the plan holds the rows and the positions they attend to.
+positions (for a tree also one of TREE_KEYS), accumulated split by split in order. Padding to a longer neighbour adds
+splits that are masked, that is, exact zeros. All arithmetic is float32, whatever the model's type; the cache holds
+float32. A layer passes a `ScoreRule`; the plan holds the rows and the positions they attend to.
 
 The attention parameters of a model's layers are measured by calling the layers once with a recorder in place of a
 step's plan. A layer with an unknown parameter is refused then, when the model is loaded.

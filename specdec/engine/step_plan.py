@@ -136,7 +136,7 @@ class StepPlanner:
             positions[row : row + count] = its_positions = numpy.arange(chunk.start, chunk.end)
             row_blocks[row : row + count] = blocks[its_positions // self._storage.block_size]
             logit_rows += range(row + count - chunk.logit_count, row + count)
-            if row >= tree_end and (paths := self._paths_of_tree(batch.chunks, index)) is not None:
+            if not chunk.copied_count and (paths := self._paths_of_tree(batch.chunks, index)) is not None:
                 tree_end = row + len(paths)
                 own_blocks = row_blocks[row:tree_end]  # a view, which its further chunks fill
                 trees.append(TreeTile(blocks, row, chunk.start, own_blocks, paths))

@@ -12,7 +12,8 @@ from specdec.engine.step_plan import StepPlanner, paths_of_rows
 from specdec.engine.storage import PagedStorage
 from specdec.engine.tile_sizes import ALONE, TileSizes
 
-BASES = (KEY_SPLIT // 3, 2 * KEY_SPLIT - 2)  # cached tokens: within one split; where paths cross into the third
+# Cached tokens: of one split; where paths cross into the third; of two and three.
+BASES = (KEY_SPLIT // 3, 2 * KEY_SPLIT - 2, KEY_SPLIT + KEY_SPLIT // 3, 2 * KEY_SPLIT + 5)
 ROWS_MIN = 3  # of a tree: its root's row and two siblings
 BLOCKS = 4  # of KEY_SPLIT positions, for each path
 

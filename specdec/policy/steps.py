@@ -108,7 +108,7 @@ class Steps:
         self._before: StepTimes | None = None  # those before a jump
         self._heads = StepCurve()
         self._path_share = PATH_SHARE_GUESS
-        self._path_mean = self._path_variance = 0.0  # of the further paths of lately verified trees
+        self._path_mean = self._path_variance = 0.0  # of the further paths of late steps
         self._is_drafting = False
         self._steps_since_change = CONTENTION_ROUNDS
         self._contention_steps = 0.0
@@ -122,7 +122,8 @@ class Steps:
 
     def prime(self, step_times: tuple[tuple[int, float], ...], head_times: tuple[tuple[int, float], ...] = ()) -> None:
         """Another target is connected: takes the (rows, seconds) that it measured at start, of steps and of heads."""
-        self._times, self._before, self._path_share = StepTimes(), None, PATH_SHARE_GUESS
+        self._times, self._before = StepTimes(), None
+        self._path_share, self._path_mean, self._path_variance = PATH_SHARE_GUESS, 0.0, 0.0
         self._times.shape.prime(step_times)
         self._heads.prime(head_times)
 
@@ -191,18 +192,19 @@ class Steps:
         that all steps share says nothing of paths: the share follows errors that come with more or fewer of them."""
         sessions, further = max(1, record.step_sessions), max(0, record.path_count - 1)
         shape = self._times.shape
-        if not further:
+        flat_s, unit_s = shape.seconds(record.step_rows), shape.seconds(1)
+        if not further or flat_s is None or unit_s is None:
             expected_s = shape.add(record.step_rows, seconds)
+            unit_s = shape.seconds(1) or seconds
             self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
-        unit_s = shape.seconds(1) or seconds
-        if further:
-            flat_s = shape.seconds(record.step_rows) or unit_s
-            expected_s = flat_s + further * sessions * max(0.0, self._path_share) * unit_s
+        else:
+            expected_s = flat_s + further * sessions * self._path_share * unit_s
         beyond = further - self._path_mean
         self._path_mean += PATH_WEIGHT / sessions * beyond
         self._path_variance += PATH_WEIGHT / sessions * (beyond**2 - self._path_variance)
         error = min(max((seconds - expected_s) / unit_s, -PATH_ERROR_MAX), PATH_ERROR_MAX)
         self._path_share += PATH_WEIGHT * error * beyond / (sessions**2 * (1 + self._path_variance))
+        self._path_share = max(self._path_share, 0.0)
         return expected_s
 
     def _learn_contention(self, factor: float) -> None:
@@ -223,7 +225,7 @@ class Steps:
 
     def path_s(self, is_drafting: bool) -> float:
         """Seconds by which a further path of a tree lengthens a step, beside its rows."""
-        return max(0.0, self._path_share) * self.seconds(1, is_drafting)
+        return self._path_share * self.seconds(1, is_drafting)
 
     def round_s(self, rows: float, is_drafting: bool, waits: bool, paths: float = 0.0) -> float:
         """Seconds of the steps in a round if every session has `rows` rows and `paths` further paths: more than one

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import CacheSize
 
-PATH_COUNT_MAX = 16  # of one tree: each has cache blocks of its own and is attended to separately
+PATH_COUNT_MAX = 16  # of one tree: each has cache blocks of its own
 
 
 class Branch(NamedTuple):

@@ -21,8 +21,8 @@ from tests.support.reference import Reference, largest_difference
 
 LOGIT_TOLERANCE = 2e-4  # logits have standard deviation 1.5 to 6; float32 sums in another order differ by 1e-5 to 8e-5
 NEW_TOKEN_COUNT = 64
-# One token; around block borders (16), beyond windows (40), around key split borders (128).
-PROMPT_LENGTHS = (1, 16, 17, 64, 128, 129)
+# One token; around block borders (16), beyond windows (40), around key split borders (64).
+PROMPT_LENGTHS = (1, 16, 17, 64, 65, 128, 129)
 ALONE_LENGTHS = (1, 128)
 TEXT_LENGTH = 300
 # Where all three layers have a window of 40 nothing reaches further than 117 positions; 200 is beyond one window.
