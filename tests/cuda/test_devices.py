@@ -63,5 +63,5 @@ def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_block_sizes_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:
     """Claim: 256 positions a block are for GPUs; on a CPU they are an error that names the limit."""
     folder = make_tiny_model(tmp_path / "llama", "llama")
-    with pytest.raises(ConfigError, match="on a CPU it must be at most 128"):
+    with pytest.raises(ConfigError, match="on a CPU it must be at most 64"):
         Driver.load(folder, block_size=256)
