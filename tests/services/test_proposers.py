@@ -113,7 +113,7 @@ def test_sources_change_nothing_in_a_batch(
                 **one,
                 "speculative": way_of(way, rows),
                 "prediction": with_errors(off.token_ids) if way == "prediction" or way == "all" and index % 2 else (),
-                "cache_salt": way if width == 3 else "",  # a store of its own without these texts, or one with some
+                "cache_salt": "" if width == 3 else f"{way} {rows} {width}",  # a store with these texts, or without any
             }
             for index, (one, off) in enumerate(batch[:width])
         ]
