@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from specdec.coordinator.output import Ending, OutputWalker
 from specdec.coordinator.recording import Recorder
-from specdec.coordinator.rejection import conclude, logprobs_of
 from specdec.coordinator.replicas import Replica
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import RequestStatistics
@@ -33,6 +32,7 @@ from specdec.protocol.items import (
     VerificationResult,
     within,
 )
+from specdec.protocol.rejection import conclude, logprobs_of
 from specdec.protocol.report import Delta, Event, Finished, RoundRecord, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Proposer, Rule, TokenKind
@@ -204,7 +204,7 @@ class Generation:
         assert flying is not None and self._sent_s is not None
         round_trip_s = time.monotonic() - self._sent_s
         try:
-            verdict = conclude(session.params, flying, answer)
+            verdict = conclude(session.params, flying, answer.output)
         except InvalidRequest as error:  # the target's fault, not the request's
             get_logger().error("malformed verification result", **self.names, error=str(error))
             self._fail(ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}"))

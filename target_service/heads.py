@@ -16,6 +16,7 @@ from specdec.engine.heads import Heads, load_heads
 from specdec.engine.interface import CausalModel, HiddenStates
 from specdec.errors import ConfigError
 from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HeadProposals
+from specdec.protocol.rejection import conclude
 from specdec.protocol.types import SamplerOutput
 
 NO_HEADS = "none"
@@ -34,6 +35,16 @@ def load_head_proposer(model: CausalModel, settings: HeadSettings) -> tuple[Head
     return HeadProposer(heads, model.return_hidden()), heads.head_count
 
 
+def last_rows(requests: Sequence[VerificationRequest], outputs: Sequence[SamplerOutput]) -> dict[int, int]:
+    """Returns the row after the last accepted token of each request that wants heads, by its index: what the round
+    commits ends with that row's own token, so the other rows' heads are of no use."""
+    return {
+        index: conclude(request.params, request, output).last_row
+        for index, (request, output) in enumerate(zip(requests, outputs))
+        if request.wants_heads
+    }
+
+
 class HeadProposer:
     """Adds proposals to sampler outputs. `output`: the target's output layer, [rows, hidden] -> [rows, vocab]."""
 
@@ -48,16 +59,15 @@ class HeadProposer:
         outputs: Sequence[SamplerOutput],
     ) -> Sequence[SamplerOutput]:
         """Returns the outputs, those of requests that want heads with proposals. hidden: of each request's rows."""
-        asked = [index for index, request in enumerate(requests) if request.wants_heads]
-        if not asked:
+        rows = last_rows(requests, outputs)
+        if not rows:
             return outputs
-        token_ids, confidences = self.propose(torch.cat([hidden[index] for index in asked]))
-        found, first = list(outputs), 0
-        for index in asked:
-            size = len(hidden[index]) * self._heads.head_count * HEAD_CANDIDATES
-            own = slice(first, first + size)
-            proposals = HeadProposals(tuple(token_ids[own]), bytes(confidences[own]), self._heads.head_count)
-            found[index], first = outputs[index]._replace(head_proposals=proposals), first + size
+        token_ids, confidences = self.propose(torch.stack([hidden[index][row] for index, row in rows.items()]))
+        found, size = list(outputs), self._heads.head_count * HEAD_CANDIDATES
+        for place, index in enumerate(rows):
+            own = slice(place * size, (place + 1) * size)
+            proposals = HeadProposals(tuple(token_ids[own]), bytes(confidences[own]))
+            found[index] = outputs[index]._replace(head_proposals=proposals)
         return found
 
     def propose(self, hidden: torch.Tensor) -> tuple[list[int], list[int]]:

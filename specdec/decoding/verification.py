@@ -1,7 +1,7 @@
 """The target's side of verification: from logits to sampler output.
 
 Its output for every row is the recovered token (after the last draft token, the bonus token) and, under REJECTION, the
-target probability of each draft token. `coordinator.rejection` accepts or rejects. Draft tokens form a tree, usually a
+target probability of each draft token. `protocol.rejection` accepts or rejects. Draft tokens form a tree, usually a
 chain; without any this is plain decoding, by the same code.
 """
 
@@ -55,6 +55,11 @@ class VerificationRequest:
     draft_probs: tuple[DraftProbs, ...] = ()
     parents: tuple[int, ...] = ()
     wants_heads: bool = False
+
+    @property
+    def base_position(self) -> int:
+        """The position of its first draft token."""
+        return len(self.committed)
 
     @property
     def row_count(self) -> int:

@@ -18,19 +18,17 @@ class HeadToken(NamedTuple):
 
 
 class HeadProposals(NamedTuple):
-    """The proposals of the heads on a target after each row of a verification.
+    """The proposals of the heads on a target after one verification, from its row after the last accepted token.
 
-    Head h = 1, 2, ... proposes tokens h positions after the row's own next one: with the recovered or bonus token of
-    the row committed, those of head 1 follow it. A head does not see the tokens between.
+    Head h = 1, 2, ... proposes tokens h positions after the row's recovered or bonus token. A head does not see the
+    tokens between.
     """
 
-    token_ids: tuple[int, ...]  # [rows, heads, HEAD_CANDIDATES] in row-major order, likeliest first
+    token_ids: tuple[int, ...]  # [heads, HEAD_CANDIDATES] in row-major order, likeliest first
     confidences: bytes  # the same shape
-    head_count: int
 
-    def after(self, row: int) -> list[list[HeadToken]]:
-        """Returns the candidates of each head after a row, likeliest first."""
-        size = self.head_count * HEAD_CANDIDATES
-        own = slice(row * size, (row + 1) * size)
-        tokens = list(map(HeadToken, self.token_ids[own], self.confidences[own]))
-        return [tokens[start : start + HEAD_CANDIDATES] for start in range(0, size, HEAD_CANDIDATES)]
+    @property
+    def candidates(self) -> list[list[HeadToken]]:
+        """The candidates of each head, likeliest first."""
+        tokens = list(map(HeadToken, self.token_ids, self.confidences))
+        return [tokens[start : start + HEAD_CANDIDATES] for start in range(0, len(tokens), HEAD_CANDIDATES)]

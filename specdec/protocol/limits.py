@@ -219,13 +219,13 @@ SPECULATION = (
     ),
     Limit(
         "candidates of heads",
-        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
-        "HEAD_CANDIDATES of each head for each position",
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES,
+        "HEAD_CANDIDATES of each head",
         "VerificationResultItem.head_token_ids",
     ),
     Limit(
         "their confidences",
-        heads.HEADS_MAX * heads.HEAD_CANDIDATES * (types.DRAFT_LENGTH_LIMIT + 1),
+        heads.HEADS_MAX * heads.HEAD_CANDIDATES,
         "a byte for each candidate",
         "VerificationResultItem.head_confidences",
         is_bytes=True,

@@ -164,10 +164,10 @@ class PredictionProposer:
         return [Run(Proposer.PREDICTION, found, self._strength)] if found else []
 
 
-def head_runs(proposals: HeadProposals | None, row: int, vocabulary_size: int) -> list[Run]:
-    """Returns the proposals of the target's heads after a row as runs: the likeliest token of each head, and the first
-    head's second. Tokens beyond the vocabulary end a run."""
-    heads = [] if proposals is None else proposals.after(row)
+def head_runs(proposals: HeadProposals | None, vocabulary_size: int) -> list[Run]:
+    """Returns the proposals of the target's heads as runs: the likeliest token of each head, and the first head's
+    second. Tokens beyond the vocabulary end a run."""
+    heads = [] if proposals is None else proposals.candidates
     if not heads:
         return []
     first = list(takewhile(lambda token: token.token_id < vocabulary_size, (candidates[0] for candidates in heads)))

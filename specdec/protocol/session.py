@@ -215,7 +215,7 @@ class Session:
         offer, accepted, had_heads = self.offer, verdict.accepted, bool(self._head_runs)
         self._learn(offer, accepted)
         heads = answer.output.head_proposals
-        self._head_runs = head_runs(heads, verdict.last_row, self.vocabulary_size)
+        self._head_runs = head_runs(heads, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
         counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
         found = (was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))

@@ -276,18 +276,17 @@ def _positions_from_message(
     return tuple(draft), tuple(map(at, range(count), recovered))
 
 
-def _heads_from_message(message: target_pb.VerificationResultItem, count: int) -> HeadProposals | None:
-    """Returns the proposals of heads in a result with `count` positions; None without any."""
-    size_max = HEADS_MAX * HEAD_CANDIDATES * (DRAFT_LENGTH_LIMIT + 1)
+def _heads_from_message(message: target_pb.VerificationResultItem) -> HeadProposals | None:
+    """Returns the proposals of heads in a result; None without any."""
+    size_max = HEADS_MAX * HEAD_CANDIDATES
     token_ids = tuple(bounded("head_token_ids", message.head_token_ids, size_max))
     confidences = bounded("head_confidences", message.head_confidences, size_max)
     if not (token_ids or confidences):
         return None
-    size = count * HEAD_CANDIDATES
-    if not size or len(confidences) != len(token_ids) or len(token_ids) % size or len(token_ids) > HEADS_MAX * size:
+    if len(confidences) != len(token_ids) or len(token_ids) % HEAD_CANDIDATES:
         sizes = len(token_ids), len(confidences)
-        raise InvalidRequest("head_token_ids", sizes, f"as many ids as bytes, for {count} positions")
-    return HeadProposals(token_ids, confidences, len(token_ids) // size)
+        raise InvalidRequest("head_token_ids", sizes, f"as many ids as bytes, {HEAD_CANDIDATES} of each head")
+    return HeadProposals(token_ids, confidences)
 
 
 def _write_result(item: items.VerificationResult) -> Fields:
@@ -322,9 +321,7 @@ def _result_from_message(message: target_pb.VerificationResultItem) -> items.Ver
         message.session,
         message.incarnation,
         message.round_index,
-        SamplerOutput(
-            recovered, target_probs, draft_logprobs, recovered_logprobs, _heads_from_message(message, len(recovered))
-        ),
+        SamplerOutput(recovered, target_probs, draft_logprobs, recovered_logprobs, _heads_from_message(message)),
         *_sampler_measurements(message),
     )
 

@@ -14,8 +14,8 @@ import torch
 
 from specdec.advise.agreement import Agreement, agreement_of, proposed
 from specdec.advise.forecast import expected_draft_tokens, expected_rounds
-from specdec.coordinator.rejection import decide
 from specdec.decoding.verification import VerificationRequest, verify
+from specdec.protocol.rejection import decide
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from tests.exactness.enumeration import (
     BASE_TWO,

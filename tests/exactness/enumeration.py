@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 
-from specdec.coordinator import rejection
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.verification import VerificationRequest
 from specdec.errors import InvalidRequest
+from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane

@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 
-from specdec.coordinator import rejection
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.proposal import ProposalRequest
 from specdec.decoding.verification import VerificationRequest
+from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import Lane

@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from specdec.coordinator import rejection
 from specdec.decoding import edits as edits_module
 from specdec.decoding import verification as verification_module
+from specdec.protocol import rejection
 from specdec.protocol.noise import Lane
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, SamplerOutput, TokenKind, Verdict
 from tests.exactness.enumeration import Child, Path, Setting, base_two_distribution

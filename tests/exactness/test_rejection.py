@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from specdec.coordinator.rejection import decide
 from specdec.errors import InvalidRequest
+from specdec.protocol.rejection import decide
 from specdec.protocol.types import DraftProbs, Rule, SamplerOutput, TokenKind, Verdict
 
 HALVES = DraftProbs((0, 1), (1, 1))
@@ -68,5 +68,5 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 def test_the_rule_needs_no_torch() -> None:
     """Claim: the coordinator's rule and the noise import in a fresh process without torch."""
-    code = "import coordinator.rejection, specdec.protocol.noise, sys; sys.exit('torch' in sys.modules)"
+    code = "import specdec.protocol.rejection, specdec.protocol.noise, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

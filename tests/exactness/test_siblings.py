@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from specdec.coordinator import rejection
 from specdec.decoding import proposal as proposal_module
 from specdec.decoding import verification as verification_module
 from specdec.decoding.edits import PathContext
 from specdec.protocol import offer as offer_module
+from specdec.protocol import rejection
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.offer import Offer
 from specdec.protocol.proposers import Run

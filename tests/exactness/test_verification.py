@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.coordinator.rejection import decide, logprobs_of
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, inverse_cdf, residual, verify
 from specdec.protocol.noise import Lane, mix64, uniform, uniform_bits
+from specdec.protocol.rejection import decide, logprobs_of
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
 from tests.exactness import reference
 from tests.exactness.policies import all_params

@@ -184,6 +184,7 @@ TABLE = (
                 "specdec.protocol.tree",
                 "specdec.protocol.growth",
                 "specdec.protocol.calibration",
+                "specdec.protocol.rejection",
                 "specdec.policy.steps",
                 *VALUES,
             ),
@@ -283,7 +284,7 @@ def test_the_coordinator_never_loads_torch() -> None:
     """
     names = [module.name for module in modules_of("specdec.coordinator") if not module.name.endswith("__main__")]
     loaded = loaded_by_importing([*names, "specdec.cli.main"])
-    assert "specdec.coordinator.rejection" in loaded
+    assert "specdec.protocol.rejection" in loaded
     never = ("torch", "transformers", "specdec.engine", "specdec.decoding")
     unwanted = sorted(name for name in loaded if is_within(name, never))
     assert not unwanted, f"importing the coordinator loads {unwanted[:5]}; keep them in the other services"

@@ -211,11 +211,11 @@ def test_a_text_that_is_generated_again_is_stored_once() -> None:
 
 
 def test_heads_propose_a_chain_and_one_alternative() -> None:
-    """Claim: after a row, the likeliest tokens of the heads are one run, the first head's second choice another, and a
-    token beyond the vocabulary ends a run; without proposals there is none."""
-    proposals = HeadProposals((1, 2, 3, 4, 5, 6, 7, 8), bytes((250, 5, 128, 1, 20, 10, 30, 2)), head_count=2)
-    first, second = head_runs(proposals, 0, 100)
+    """Claim: the likeliest tokens of the heads are one run, the first head's second choice another, and a token beyond
+    the vocabulary ends a run; without proposals there is none."""
+    proposals = HeadProposals((1, 2, 3, 4), bytes((250, 5, 128, 1)))
+    first, second = head_runs(proposals, 100)
     assert first == Run(Proposer.HEADS, (1, 3), 0, 0, (17, 11)) and second == Run(Proposer.HEADS, (2,), 0, 1, (2,))
-    assert [run.token_ids for run in head_runs(proposals, 1, 7)] == [(5,), (6,)]
-    assert [run.token_ids for run in head_runs(proposals, 0, 3)] == [(1,), (2,)]
-    assert head_runs(None, 0, 100) == []
+    assert [run.token_ids for run in head_runs(HeadProposals((5, 6, 7, 8), bytes((20, 10, 30, 2))), 7)] == [(5,), (6,)]
+    assert [run.token_ids for run in head_runs(proposals, 3)] == [(1,), (2,)]
+    assert head_runs(None, 100) == []

@@ -144,7 +144,7 @@ def test_every_method_has_its_limits() -> None:
 PARAMS = ResolvedSamplingParams(Rule.REJECTION, seed=1, prompt_length=2, logit_bias=((1, 1.0),), stop_token_ids=(1,))
 PROBS = DraftProbs((1, 2), (65535, 32767))
 POSITION = PositionLogprobs(-1.0, (1,), (-1.0,))
-HEADS = HeadProposals((1, 2, 3, 4), bytes(4), 1)
+HEADS = HeadProposals((1, 2, 3, 4), bytes(4))
 TRACE = items.Trace(bytes(16), bytes(8))
 VALID = (
     (target_pb.VerifyRequest, items.Open(1, 1, PARAMS, 10, 7, TRACE, "salt")),
@@ -373,8 +373,8 @@ def largest_items() -> Iterator[tuple[int, bytes]]:
     yield STREAM_REQUEST_BYTES_MAX, item_to_bytes(draft_pb.DraftRequest, items.Commit(*name, 9000, many * 2048, 64))
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(draft_pb.DraftResponse, items.Nodes(*name, 1, 1, tuple(nodes)))
     position = PositionLogprobs(-1.0, many * 20, (-1.0,) * 20)
-    candidate_count = 65 * HEADS_MAX * HEAD_CANDIDATES
-    heads = HeadProposals(many * candidate_count, bytes(candidate_count), HEADS_MAX)
+    candidate_count = HEADS_MAX * HEAD_CANDIDATES
+    heads = HeadProposals(many * candidate_count, bytes(candidate_count))
     output = SamplerOutput(many * 65, (0.5,) * 64, (-1.0,) * 64, (position,) * 65, heads)
     yield STREAM_RESPONSE_BYTES_MAX, item_to_bytes(target_pb.VerifyResponse, items.VerificationResult(*name, 1, output))
 

@@ -23,7 +23,8 @@ from specdec.engine.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import Failure, Open, Verification, VerificationResult
-from specdec.protocol.types import ResolvedSamplingParams, Rule
+from specdec.protocol.rejection import conclude
+from specdec.protocol.types import ResolvedSamplingParams, Rule, point_mass
 from specdec.rpc.convert_items import item_from_message, item_to_bytes
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import target_service_pb2_grpc as target_pb_grpc
@@ -130,49 +131,77 @@ def verification(session: int, prompt: list[int], wants: bool, parents: tuple[in
     return Verification(session, 1, 0, len(prompt), tuple(prompt), DRAFT, parents=parents, wants_heads=wants)
 
 
-def expected(model: Path, heads: Path, prompt: list[int], paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Probabilities of the heads after the prompt and each path of draft tokens, from `transformers` and the formula.
-    # [rows, heads, vocabulary]"""
+def expected(model: Path, heads: Path, path: Sequence[int]) -> torch.Tensor:
+    """Probabilities of the heads after a path, from `transformers` and the formula.  # [heads, vocabulary]"""
     plain = model_class("llama").from_pretrained(model, dtype=torch.float32).eval()
     weights = {name: value.float() for name, value in load_file(heads / "heads.safetensors").items()}
     with torch.inference_mode():
-        texts = [torch.tensor([[*prompt, *path]]) for path in paths]
-        x = torch.stack([plain.base_model(text).last_hidden_state[0, -1] for text in texts])
+        x = plain.base_model(torch.tensor([[*path]])).last_hidden_state[0, -1]
         each = [x + silu(x @ weights["weight"][head] + weights["bias"][head]) for head in range(HEAD_COUNT)]
-        return plain.lm_head(torch.stack(each, 1))[..., :VOCABULARY_SIZE].softmax(-1)
+        return plain.lm_head(torch.stack(each))[..., :VOCABULARY_SIZE].softmax(-1)
 
 
 def check_proposals(found: HeadProposals, probabilities: torch.Tensor) -> None:
     """Candidates are the likeliest two, in order; confidences their probabilities times 255, rounded down; near ties
     and near borders may fall either way."""
-    rows = len(DRAFT) + 1
-    assert found.head_count == HEAD_COUNT and len(found.token_ids) == rows * HEAD_COUNT * HEAD_CANDIDATES
-    for row in range(rows):
-        for head, candidates in enumerate(found.after(row)):
-            top = probabilities[row, head].topk(HEAD_CANDIDATES)
-            for candidate, wanted in zip(candidates, top.values.tolist()):
-                own = float(probabilities[row, head, candidate.token_id])
-                assert abs(own - wanted) < 1e-4, (row, head)
-                assert int(255 * own - 0.1) <= candidate.confidence <= int(255 * own + 0.1)
-    first = torch.tensor(found.token_ids).view(rows, HEAD_COUNT, HEAD_CANDIDATES)[..., 0]
-    assert len(set(first.flatten().tolist())) > 4, "the proposals are varied, so a wrong row would show"
+    assert len(found.candidates) == HEAD_COUNT
+    for head, candidates in enumerate(found.candidates):
+        top = probabilities[head].topk(HEAD_CANDIDATES)
+        for candidate, wanted in zip(candidates, top.values.tolist()):
+            own = float(probabilities[head, candidate.token_id])
+            assert abs(own - wanted) < 1e-4, head
+            assert int(255 * own - 0.1) <= candidate.confidence <= int(255 * own + 0.1)
+
+
+def continuation(stream: Stream, session: int, params: ResolvedSamplingParams, prompt: list[int]) -> list[int]:
+    """The tokens that the target puts after a prompt, one more than a draft has, from sessions of their own."""
+    found: list[int] = []
+    for length in range(len(DRAFT) + 1):
+        ask = Verification(session + length, 1, 0, len(prompt) + length, (*prompt, *found))
+        (answer,) = stream.ask(opened(session + length, params), ask)
+        found += answer.output.recovered_token_ids
+    return found
 
 
 @pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=[pytest.mark.more, pytest.mark.lengthy])])
-def test_every_row_has_the_proposals_of_plain_torch(model: Path, heads: Path, rank_count: int) -> None:
-    """Claim: sessions of one step that want proposals get those of their own rows, the likeliest two tokens of every
-    head with their probabilities, under two rules, after chains and after each node of a tree; on one rank and on two.
-    Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text."""
+def test_proposals_are_those_after_the_last_accepted_token(model: Path, heads: Path, rank_count: int) -> None:
+    """Claim: sessions of one step that want proposals get those of the row that the coordinator's verdict commits last,
+    the likeliest two tokens of every head with their probabilities, under each rule, after chains and in a tree; on one
+    rank and on two. Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text;
+    drafts are the target's own text up to each length, so each row is the last of one; and the proposals of different
+    texts differ, so a wrong row would show."""
+    rejection = ResolvedSamplingParams(Rule.REJECTION, seed=4, prompt_length=1, temperature=0.02)
+    rows, firsts = set(), set()
     with stream(model, heads, tensor_parallel_size=rank_count) as own:
-        opens = [opened(session, (GREEDY, COUPLED, GREEDY)[session - 1]) for session in (1, 2, 3)]
-        asks = [verification(session, prompt, True) for session, prompt in enumerate(PROMPTS[:2], 1)]
-        asks.append(verification(3, PROMPTS[2], True, parents=(0, 1, 0)))
-        for answer in own.ask(*opens, *asks):
-            paths = [DRAFT[:length] for length in range(len(DRAFT) + 1)]
-            if answer.session == 3:
-                paths[3] = DRAFT[2:]
-            wanted = expected(model, heads, PROMPTS[answer.session - 1], paths)
-            check_proposals(answer.output.head_proposals, wanted)
+        opens: dict[int, Open] = {}
+        asks: list[Verification] = []
+        for number, params in enumerate((GREEDY, COUPLED, rejection)):
+            prompt, first = PROMPTS[number], 100 * (number + 1)
+            text = continuation(own, first, params, prompt)
+            wrong = [(token + 1) % VOCABULARY_SIZE for token in text]
+            drafts = [((*text[:length], *wrong[length : len(DRAFT)]), ()) for length in range(len(DRAFT) + 1)]
+            drafts.append(((wrong[0], text[0], text[1]), (0, 0, 2)))
+            for offset, (draft, parents) in enumerate(drafts):
+                session = first + 50 + offset
+                probs = tuple(map(point_mass, draft)) if params is rejection else ()
+                opens[session] = opened(session, params)
+                asks.append(
+                    Verification(
+                        session, 1, 0, len(prompt), tuple(prompt), draft, probs, parents=parents, wants_heads=True
+                    )
+                )
+        asked = {ask.session: ask for ask in asks}
+        for answer in own.ask(*opens.values(), *asks):
+            ask, params = asked[answer.session], opens[answer.session].params
+            verdict = conclude(params, ask, answer.output)
+            path = [*ask.suffix_token_ids, *(ask.draft_token_ids[index] for index in verdict.accepted)]
+            check_proposals(answer.output.head_proposals, expected(model, heads, path))
+            rows.add((params.rule, bool(ask.parents), verdict.last_row))
+            firsts.add(answer.output.head_proposals.token_ids)
+    assert rows == {
+        (rule, is_tree, row) for rule in Rule for is_tree in (False, True) for row in ((3,) if is_tree else range(4))
+    }
+    assert len(firsts) > 6
 
 
 def test_only_who_asks_gets_proposals_and_they_change_nothing_else(with_heads: Stream, model: Path) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specdec.coordinator import rejection
 from specdec.coordinator.decode_loop import Generation
+from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
 from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import Drafter
@@ -19,9 +19,9 @@ from specdec.engine.interface import RaggedBatch
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.runner import StepRunner
 from specdec.protocol import offer as offer_module
+from specdec.protocol import rejection
 from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
-from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
 from specdec.protocol.proposers import NgramProposer, PredictionProposer, SuffixProposer, SuffixStore
@@ -34,6 +34,7 @@ from specdec.replica.handler import ItemHandler
 from specdec.target_service.admission import Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
+from tests.simulation import ledger as ledger_module
 from tests.simulation.model import VOCABULARY_SIZE, TokenStorage
 from tests.simulation.planting import Bug
 
@@ -392,9 +393,13 @@ def taken_last(real: Callable) -> Callable:
     return mutant
 
 
-def heads_after_row(chosen: Callable[[HeadProposals, int], int]) -> Callable[[Callable], Callable]:
-    """The heads of another row are taken, `chosen(proposals, row)`."""
-    return lambda real: lambda heads, row, size: real(heads, heads and chosen(heads, row), size)
+def heads_after_row(chosen: Callable[[VerificationRequest, int], int]) -> Callable[[Callable], Callable]:
+    """The heads of another row are read, `chosen(request, row)`."""
+    return lambda real: (
+        lambda requests, outputs: {
+            index: chosen(requests[index], row) for index, row in real(requests, outputs).items()
+        }
+    )
 
 
 def one_head_late(real: Callable) -> Callable:
@@ -689,15 +694,15 @@ PATHS = (
 HEADS = (
     Bug(
         "the heads of the row before are offered",
-        session_module,
-        "head_runs",
-        heads_after_row(lambda heads, row: max(0, row - 1)),
+        ledger_module,
+        "last_rows",
+        heads_after_row(lambda request, row: max(0, row - 1)),
     ),
     Bug(
         "the heads after a rejected token are offered",
-        session_module,
-        "head_runs",
-        heads_after_row(lambda heads, row: len(heads.token_ids) // (heads.head_count * HEAD_CANDIDATES) - 1),
+        ledger_module,
+        "last_rows",
+        heads_after_row(lambda request, row: request.row_count - 1),
     ),
     Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
     Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),

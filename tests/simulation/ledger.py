@@ -18,6 +18,7 @@ from specdec.protocol.items import Commit, Extend, Nodes, Verification
 from specdec.protocol.report import Statistics
 from specdec.protocol.session import Session
 from specdec.protocol.types import DraftProbs, Proposer, Rule, SamplerOutput, point_mass
+from specdec.target_service.heads import last_rows
 from tests.simulation.client import Client, Order, earlier_text
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
@@ -117,12 +118,11 @@ class Ledger:
     ) -> list[SamplerOutput]:
         """The heads of a target. The hidden state of a row is the text that the cache holds for it."""
         found = list(outputs)
-        for index, request in enumerate(requests):
-            if request.wants_heads:
-                proposals = head_proposals(self.table, hidden[index])
-                for row, path in enumerate(hidden[index]):
-                    self.of_heads[request.params.seed, tuple(path)] = proposals.after(row)
-                found[index] = outputs[index]._replace(head_proposals=proposals)
+        for index, row in last_rows(requests, outputs).items():
+            path = tuple(hidden[index][row])
+            proposals = head_proposals(self.table, path)
+            self.of_heads[requests[index].params.seed, path] = proposals.candidates
+            found[index] = outputs[index]._replace(head_proposals=proposals)
         return found
 
     def propose(

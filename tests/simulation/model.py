@@ -186,10 +186,10 @@ def heads_after(table: int, path: Sequence[int]) -> tuple[tuple[HeadToken, ...],
     return tuple(heads[1:])
 
 
-def head_proposals(table: int, paths: Sequence[Sequence[int]]) -> HeadProposals:
-    """The proposals of the heads after rows with these paths."""
-    tokens = [token for path in paths for candidates in heads_after(table, path) for token in candidates]
-    return HeadProposals(tuple(own.token_id for own in tokens), bytes(own.confidence for own in tokens), HEAD_COUNT)
+def head_proposals(table: int, path: Sequence[int]) -> HeadProposals:
+    """The proposals of the heads after a row with this path."""
+    tokens = [token for candidates in heads_after(table, path) for token in candidates]
+    return HeadProposals(tuple(own.token_id for own in tokens), bytes(own.confidence for own in tokens))
 
 
 class TokenStorage:

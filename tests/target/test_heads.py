@@ -1,4 +1,4 @@
-"""The proposer of heads beside the sampler: nothing is computed for a step in which no verification wants proposals."""
+"""The proposer of heads beside the sampler: one row of each verification that wants proposals is computed."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ def request(wants: bool) -> VerificationRequest:
     return VerificationRequest(PARAMS, 0, [1], (2,) * (ROWS - 1), wants_heads=wants)
 
 
-def test_only_the_rows_of_requests_that_want_proposals_are_computed() -> None:
+def test_one_row_of_requests_that_want_proposals_is_computed() -> None:
     """Claim: without a request that wants proposals the outputs come back as they are and the output layer is not
-    called; of three requests the rows of the one that wants are computed, and it alone gets proposals. Conclusive: the
-    rows are counted."""
-    output, outputs = Counting(), [SamplerOutput((1,) * ROWS) for _ in range(3)]
+    called; of three requests one row of the one that wants is computed, that after its last accepted token, and it
+    alone gets proposals. Conclusive: the rows are counted."""
+    output, outputs = Counting(), [SamplerOutput((2, 1, 1)) for _ in range(3)]  # the first draft token is accepted
     proposer = HeadProposer(Heads(HEAD_COUNT, HIDDEN_SIZE).requires_grad_(False), output)
     hidden = torch.randn(3, ROWS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2))
     assert proposer([request(False)] * 3, list(hidden), outputs) is outputs and not output.row_counts
     found = proposer([request(False), request(True), request(False)], list(hidden), outputs)
-    assert output.row_counts == [ROWS * HEAD_COUNT]
-    assert found[0] is outputs[0] and found[2] is outputs[2] and found[1].recovered_token_ids == (1,) * ROWS
-    wanted = (hidden[1] @ output.weight).topk(HEAD_CANDIDATES).indices  # new heads give the hidden state as it is
-    for row in range(ROWS):
-        for head in found[1].head_proposals.after(row):
-            assert [candidate.token_id for candidate in head] == wanted[row].tolist()
+    assert output.row_counts == [HEAD_COUNT]
+    assert found[0] is outputs[0] and found[2] is outputs[2] and found[1].recovered_token_ids == (2, 1, 1)
+    wanted = (hidden[1, 1] @ output.weight).topk(HEAD_CANDIDATES).indices  # new heads give the hidden state as it is
+    heads = found[1].head_proposals.candidates
+    assert [[candidate.token_id for candidate in head] for head in heads] == [wanted.tolist()] * HEAD_COUNT
 
 
 def test_values_that_are_no_numbers_give_bytes() -> None:

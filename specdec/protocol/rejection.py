@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from specdec.errors import InvalidRequest
-from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.shape import children
 from specdec.protocol.types import (
@@ -26,13 +26,28 @@ from specdec.protocol.types import (
 SIBLING_SHIFT = 32  # of the rank in the key of an accept draw: positions are below
 
 
-def conclude(params: ResolvedSamplingParams, flying: Verification, answer: VerificationResult) -> Verdict:
-    """Returns the verdict on the verification in flight, with the draws of its parameters. Raises as `decide` does."""
-    tokens, parents = flying.draft_token_ids, flying.parents
+class Round(Protocol):
+    """The draft tokens of one verification, as the coordinator sends and the target reads them."""
+
+    @property
+    def round_index(self) -> int: ...
+    @property
+    def base_position(self) -> int: ...
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def draft_probs(self) -> tuple[DraftProbs, ...]: ...
+    @property
+    def parents(self) -> tuple[int, ...]: ...
+
+
+def conclude(params: ResolvedSamplingParams, asked: Round, output: SamplerOutput) -> Verdict:
+    """Returns the verdict on one verification, with the draws of its parameters. Raises as `decide` does."""
+    tokens, parents = asked.draft_token_ids, asked.parents
     draws: Sequence[float] = ()
     if params.rule is Rule.REJECTION:
-        draws = accept_draws(params.seed, flying.round_index, flying.base_position, parents, len(tokens))
-    return decide(params.rule, tokens, flying.draft_probs, answer.output, draws, parents)
+        draws = accept_draws(params.seed, asked.round_index, asked.base_position, parents, len(tokens))
+    return decide(params.rule, tokens, asked.draft_probs, output, draws, parents)
 
 
 def accept_draws(seed: int, round_index: int, base_position: int, parents: Sequence[int], count: int) -> list[float]:
