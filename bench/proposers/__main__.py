@@ -62,7 +62,7 @@ def options() -> argparse.Namespace:
         "--pair",
         choices=["deepened", "widened", "chat"],
         default="deepened",
-        help="of trees: the embedded target, deepened or widened, or the chat model (%(default)s)",
+        help="of trees and expected: the embedded target, deepened or widened, or the chat model (%(default)s)",
     )
     parser.add_argument(
         "--waited-only", action="store_true", help="trees: only plans that wait, whose tokens a step no load changes"

@@ -23,10 +23,14 @@ from specdec.advise.agreement import Reader
 from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.bench.bars import Bar
+from specdec.bench.chat_pair import questions
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.decoding.proposal import ProposalRequest, propose
+from specdec.engine.chat_model import chat_model
 from specdec.engine.model import load_model
 from specdec.engine.model_folder import open_model_folder
+from specdec.folders import CHAT_DRAFT
+from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import DraftNode
 from specdec.protocol.noise import UNIFORM_BITS
@@ -35,7 +39,7 @@ from specdec.protocol.shape import children
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, ResolvedSamplingParams, Rule
 
-TEMPERATURE, SEED = 0.7, 5
+TEMPERATURES, SEED = (0.7, 1.0), 5
 DEPTH, SIBLINGS, CHAINS = 8, 2, (1, 2, 3, 4, 6, 8)
 ROWS = (4, 8, 16)
 EVERY = 4  # tokens between two places
@@ -92,20 +96,34 @@ def expected_tokens(offer: Offer, targets: Tensor, calibration: Calibration, cha
 
 
 def measure_expected(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
-    """The best tree of each number of rows over the best chain of no more."""
+    """The best tree of each number of rows over the best chain of no more, on the embedded pair, whose deepened and
+    widened targets have the same distributions, or the chat pair."""
     torch.set_num_threads(1)
-    target, draft = (load_model(str(one), "float32", has_stable_rows=False) for one in (TARGET_MODEL, DRAFT_MODEL))
-    prompts = dict.fromkeys(list(heldout_prompts().values())[: asked.prompts], EVERYTHING)
-    about = f"{TEMPERATURE}", asked.tokens, 0
-    texts = written(target, open_model_folder(str(TARGET_MODEL)), about, prompts, Console(stderr=True))
-    longest = max(len(text.token_ids) for text in texts) + DEPTH
-    readers, chance, calibration = (Reader(target, longest), Reader(draft, longest)), random.Random(SEED), Calibration()
-    sums: dict[tuple[str, int], list[list[float]]] = {}
-    for text in track([texts[0], *texts], "expected", console=Console(stderr=True)):  # the first one teaches
-        found = tokens_along(readers, text, calibration, chance)
-        for key, values in found.items():
-            sums.setdefault(key, []).append([sum(values), float(len(values))])
-    return results({key: own[1:] for key, own in sums.items()})
+    is_chat = asked.pair == "chat"
+    folders = (chat_model(), CHAT_DRAFT) if is_chat else (TARGET_MODEL, DRAFT_MODEL)
+    asking = [one.prompt for one in questions(-(-asked.prompts // len(CHAT_CLASSES)))] if is_chat else None
+    prompts = dict.fromkeys((asking or list(heldout_prompts().values()))[: asked.prompts], EVERYTHING)
+    target, draft = (load_model(str(one), "float32", has_stable_rows=False) for one in folders)
+    tables, bars, numbers = [], [], {}
+    for temperature in TEMPERATURES:
+        about = f"{temperature}", asked.tokens, 0
+        texts = written(target, open_model_folder(str(folders[0])), about, prompts, Console(stderr=True))
+        longest = max(len(text.token_ids) for text in texts) + DEPTH
+        readers, chance, calibration = (
+            (Reader(target, longest), Reader(draft, longest)),
+            random.Random(SEED),
+            Calibration(),
+        )
+        sums: dict[tuple[str, int], list[list[float]]] = {}
+        title = f"temperature {temperature:g}"
+        for text in track([texts[0], *texts], title, console=Console(stderr=True)):  # the first one teaches
+            for key, values in tokens_along(readers, text, calibration, chance).items():
+                sums.setdefault(key, []).append([sum(values), float(len(values))])
+        table, own, found = results(temperature, {key: own[1:] for key, own in sums.items()})
+        tables.append(table)
+        bars += own
+        numbers[f"{temperature:g}"] = found
+    return tables, bars, numbers
 
 
 def tokens_along(
@@ -113,14 +131,15 @@ def tokens_along(
 ) -> dict[tuple[str, int], list[float]]:
     """Tokens of a step at places of one text, of chains by length and trees by rows."""
     target, draft = readers
-    params = ResolvedSamplingParams(rule=Rule.REJECTION, seed=SEED, prompt_length=1, temperature=TEMPERATURE)
+    temperature = text.params.temperature
+    params = ResolvedSamplingParams(rule=Rule.REJECTION, seed=SEED, prompt_length=1, temperature=temperature)
     found: dict[tuple[str, int], list[float]] = {}
     for end in range(text.first + 1, len(text.token_ids) + 1, EVERY):
         path = text.token_ids[:end]
         tree = drawn_tree(draft, path, params, chance)
         drawn = [node.token_id for node in tree.proposal_path(DEPTH)]
         rows = torch.cat(list(target.read([*path, *drawn], end - 1)))
-        targets = (rows.double() / TEMPERATURE).softmax(1)
+        targets = (rows.double() / temperature).softmax(1)
         limits = [("chain", length, Limits(length, length)) for length in CHAINS]
         limits += [("tree", count, Limits(count, min(count, DEPTH), siblings=SIBLINGS)) for count in ROWS]
         for kind, count, limit in limits:
@@ -129,8 +148,10 @@ def tokens_along(
     return found
 
 
-def results(sums: dict[tuple[str, int], list[list[float]]]) -> tuple[list[Table], list[Bar], dict[str, Any]]:
-    table = Table(title=f"REJECTION, temperature {TEMPERATURE}: expected tokens of a target step")
+def results(
+    temperature: float, sums: dict[tuple[str, int], list[list[float]]]
+) -> tuple[Table, list[Bar], dict[str, Any]]:
+    table = Table(title=f"REJECTION, temperature {temperature:g}: expected tokens of a target step")
     for name in ("rows", "best chain of no more rows", "tree", "tree / chain [95 %]"):
         table.add_column(name, justify="right")
     bars, written = [], {}
@@ -141,11 +162,10 @@ def results(sums: dict[tuple[str, int], list[list[float]]]) -> tuple[list[Table]
         ratio: Estimate = resampled(pairs, share)
         told = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         table.add_row(str(rows), f"{total(chain):.3f}", f"{total(tree):.3f}", told)
-        bars.append(
-            Bar(f"REJECTION, {rows} rows: expected, tree / best chain", GOAL if rows == 8 else 1.0, ratio.value, told)
-        )
+        claim = f"REJECTION, temperature {temperature:g}, {rows} rows: expected, tree / best chain"
+        bars.append(Bar(claim, GOAL if rows == 8 else 1.0, ratio.value, told))
         written[str(rows)] = [total(chain), total(tree), ratio.low, ratio.high]
-    return [table], bars, written
+    return table, bars, written
 
 
 def total(groups: Sequence[Sequence[float]]) -> float:
