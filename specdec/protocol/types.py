@@ -50,7 +50,7 @@ NAME_LENGTH_MAX = 4096  # of a model, which may be the path of its folder; of de
 FAILURE_TEXT_LENGTH_MAX = 4096
 FAILURE_WORD_LENGTH_MAX = 256  # of a reason or a field
 CACHE_SALT_LENGTH_MAX = 128
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Rule(enum.Enum):
