@@ -121,7 +121,8 @@ class Steps:
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
 
     def prime(self, step_times: tuple[tuple[int, float], ...], head_times: tuple[tuple[int, float], ...] = ()) -> None:
-        """Another target is connected: takes the (rows, seconds) that it measured at start, of steps and of heads."""
+        """Another target is connected: takes the (rows, seconds) of steps and the (sessions, seconds) of heads
+        that it measured at start."""
         self._times, self._before = StepTimes(), None
         self._path_share, self._path_mean, self._path_variance = PATH_SHARE_GUESS, 0.0, 0.0
         self._times.shape.prime(step_times)
@@ -218,9 +219,9 @@ class Steps:
         """Seconds of a step; `rows`: of all its sessions together."""
         return self._times.seconds(rows, is_drafting)
 
-    def heads_s(self, rows: float, is_drafting: bool) -> float:
-        """Seconds by which the target's heads lengthen a step if every session has `rows` rows and asks for them."""
-        heads_s = self._heads.seconds(self.active * rows)
+    def heads_s(self, is_drafting: bool) -> float:
+        """Seconds by which the target's heads lengthen a step if every session asks for them."""
+        heads_s = self._heads.seconds(self.active)
         return (heads_s or 0.0) * self._times.speed(is_drafting)
 
     def path_s(self, is_drafting: bool) -> float:

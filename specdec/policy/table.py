@@ -250,7 +250,7 @@ class Table:
     def heads_min(self, line: Line, worth: float) -> float:
         """The least number of accepted tokens of the target's heads in a round at which they are worth their time, for
         sessions that run a plan at `worth` tokens per second."""
-        heads_s = self._steps.heads_s(1 + line.usual_offered, line.plan.window > 0)
+        heads_s = self._steps.heads_s(line.plan.window > 0)
         return max(REACH_SLACK * worth * heads_s, REACH_LEAST)
 
     def others_loss(self) -> float:

@@ -352,7 +352,7 @@ class Description:
     verification for a target, nodes for a draft. Empty without measurements. `trace_service`: service.name of the spans
     it records, empty if it records none. `draft_vocabulary_size`: number of the ids it proposes, 0: all;
     `draft_vocabulary_share`: of the tokens of a sample text, 0 to 1. `num_heads`: of a target, that propose tokens;
-    `head_times`: (rows, seconds) that they add to such steps.
+    `head_times`: (sessions, seconds) that they add to a step.
     """
 
     model_digest: str

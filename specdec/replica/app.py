@@ -30,7 +30,7 @@ from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import IDLE_S, ItemHandler, ReplicaService
-from specdec.replica.loading import SamplePiece, describe, measure_step_times
+from specdec.replica.loading import SamplePiece, describe, measure_hidden_times, measure_step_times
 from specdec.replica.metrics import ReplicaMetrics, page_metrics
 from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
@@ -259,9 +259,9 @@ class ReplicaApp(Generic[Payload, Answer]):
         progress("measuring tile sizes", 1.0)  # in the warm-up step
         engine.start(service.next_step)
         progress("timing steps", 1.0)
-        times, head_times = engine.call(
-            lambda: measure_step_times(engine, description.positions_max, self._kind.sample_piece)
-        )
+        sample = self._kind.sample_piece
+        times = engine.call(lambda: measure_step_times(engine, description.positions_max, sample))
+        head_times = engine.call(lambda: measure_hidden_times(engine, sample)) if num_heads else ()
         self._description = replace(
             description,
             step_times=times,

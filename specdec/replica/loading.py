@@ -25,6 +25,7 @@ FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache hol
 MEMORY_SHARE_DEFAULT = 0.25  # of free memory, at most, if not configured
 
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of the steps that are timed
+SESSION_COUNTS = (1, 2, 4, 8, 16)  # of those in which the reading of hidden states is timed
 CONTEXT_LENGTH = 64
 REPEATS = 3  # the minimum counts: other work of the machine only makes a step longer
 BUDGET_S = 0.25  # spent, a row count has one repeat
@@ -96,9 +97,9 @@ def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSet
 
 def measure_step_times(
     engine: Engine[Payload, Any], positions_max: int, sample: SamplePiece[Payload]
-) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
-    """Returns (rows, seconds) of steps for one session, ascending, and of the reading of their hidden states beside
-    it; none if the cache is too small, or nothing reads them. Engine thread only.
+) -> tuple[tuple[int, float], ...]:
+    """Returns (rows, seconds) of steps for one session, ascending, without the reading of hidden states; none if the
+    cache is too small. Engine thread only.
 
     Measured once, so that estimates exist before the first request.
     """
@@ -106,24 +107,43 @@ def measure_step_times(
     try:
         table = engine.cache.reserve(context_length + ROW_COUNTS[-1])
     except CacheExhausted:
-        return (), ()
+        return ()
     began_s = time.perf_counter()
     found: list[tuple[int, float]] = []
-    of_hidden: list[tuple[int, float]] = []
     try:
         engine.run([sample(table, context_length, 0)])
         for row_count in [count for count in ROW_COUNTS if context_length + count <= positions_max]:
             times_s: list[float] = []
-            hidden_s: list[float] = []
             while len(times_s) < REPEATS and not (times_s and time.perf_counter() - began_s > BUDGET_S):
                 started_s = time.perf_counter()
                 report = engine.run([sample(table, context_length, row_count)])
                 times_s.append(time.perf_counter() - started_s - report.hidden_s)
-                hidden_s.append(report.hidden_s)
                 if table.length > context_length:
                     engine.cache.truncate(table, context_length)
-            for times, samples_s in ((found, times_s), (of_hidden, hidden_s)):
-                times.append((row_count, max(min(samples_s), times[-1][1] if times else 0.0)))
+            found.append((row_count, max(min(times_s), found[-1][1] if found else 0.0)))
     finally:
         engine.cache.release(table)
-    return tuple(found), tuple(of_hidden) if any(seconds for _, seconds in of_hidden) else ()
+    return tuple(found)
+
+
+def measure_hidden_times(engine: Engine[Payload, Any], sample: SamplePiece[Payload]) -> tuple[tuple[int, float], ...]:
+    """Returns (sessions, seconds) of the reading of hidden states in steps of as many sessions, ascending; none if
+    nothing reads them. Engine thread only."""
+    found: list[tuple[int, float]] = []
+    for session_count in SESSION_COUNTS:
+        times_s = []
+        for _ in range(REPEATS):
+            tables: list[BlockTable] = []
+            try:
+                while len(tables) < session_count:
+                    tables.append(engine.cache.reserve(1))
+                times_s.append(engine.run([sample(table, 0, 1) for table in tables]).hidden_s)
+            except CacheExhausted:
+                return tuple(found)
+            finally:
+                for table in tables:
+                    engine.cache.release(table)
+        if not min(times_s):
+            return ()
+        found.append((session_count, max(min(times_s), found[-1][1] if found else 0.0)))
+    return tuple(found)
