@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from specdec.advise.forecast import Estimate, resampled, share
 from specdec.bench.assisted import Assisted
 from specdec.bench.bars import Bar
 from specdec.bench.chat_pair import questions
@@ -27,7 +28,7 @@ from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from specdec.bench.prompts import Prompt
 from specdec.bench.proposers.chat import chat_request
-from specdec.bench.proposers.texts import Found, generate, median_of, per_round, per_second, served
+from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
 from specdec.chat.template import ChatTemplate
 from specdec.engine.chat_model import chat_model
 from specdec.folders import CHAT_DRAFT
@@ -199,10 +200,20 @@ def walked_tokens(tree: Collection[tuple[int, ...]], texts: Sequence[Sequence[in
     return tokens / max(1, steps)
 
 
+def counts(text: Text) -> list[float]:
+    """Tokens and steps of a text after the first."""
+    return [len(text.token_ids) - 1, max(1, text.statistics.rounds - 1)]
+
+
 def pooled(found: Found, variant: str) -> float:
     """Tokens of a step over all texts together, as the acceptance of `measure_ranks` is over all positions."""
-    texts = found.texts[variant].values()
-    return sum(len(text.token_ids) - 1 for text in texts) / sum(max(1, text.statistics.rounds - 1) for text in texts)
+    return share([sum(column) for column in zip(*map(counts, found.texts[variant].values()))])
+
+
+def pooled_ratio(found: Found, variant: str, over: str) -> Estimate:
+    """The tokens of a step of one variant over those of another, each over all texts together."""
+    groups = [counts(text) + counts(found.texts[over][name]) for name, text in found.texts[variant].items()]
+    return resampled(groups, lambda sums: share(sums[:2]) / share(sums[2:]))
 
 
 def static_bars(rule: str, found: Found, guesses: Ranks) -> list[Bar]:
@@ -226,19 +237,18 @@ def tree_bars(rule: str, found: Found) -> list[Bar]:
     rows, bound = TREE_BARS[rule.split(",")[0]]
 
     def best_of(variants: Sequence[Variant]) -> str:
-        names = [one.name for one in variants if one.name in found.texts]
-        return max(names, key=lambda name: median_of(found, name, per_round))
+        return max((one.name for one in variants if one.name in found.texts), key=lambda name: pooled(found, name))
 
     for count in ROWS:
         chain = best_of([one for one in CHAINS if (one.draft_length or 0) <= count])
         tree = best_of(tree_variants(count))
-        ratio = found.ratio(tree, chain, per_round, None)
-        assert ratio is not None
+        ratio, medians = pooled_ratio(found, tree, chain), found.ratio(tree, chain, per_round, None)
         claim = f"{rule}, {count} rows: tokens a target step, {tree} / best chain ({chain})"
-        bars.append(Bar(claim, bound if count == rows else 1.0, ratio.median, str(ratio)))
+        told = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]; median of prompts {medians}"
+        bars.append(Bar(claim, bound if count == rows else 1.0, ratio.value, told))
     if AUTO_TREES.name in found.texts:
-        ratio = found.ratio(AUTO_TREES.name, AUTO_CHAINS.name, per_second, None)
-        assert ratio is not None
+        rates = found.ratio(AUTO_TREES.name, AUTO_CHAINS.name, per_second, None)
+        assert rates is not None
         goal = 1.08 if rule.startswith("COUPLED") else 0.98
-        bars.append(Bar(f"{rule}: tokens/s, auto with trees / without", goal, ratio.median, str(ratio)))
+        bars.append(Bar(f"{rule}: tokens/s, auto with trees / without", goal, rates.median, str(rates)))
     return bars

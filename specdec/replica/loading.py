@@ -129,10 +129,11 @@ def measure_step_times(
 def measure_hidden_times(engine: Engine[Payload, Any], sample: SamplePiece[Payload]) -> tuple[tuple[int, float], ...]:
     """Returns (sessions, seconds) of the reading of hidden states in steps of as many sessions, ascending; none if
     nothing reads them. Engine thread only."""
+    began_s = time.perf_counter()
     found: list[tuple[int, float]] = []
     for session_count in SESSION_COUNTS:
-        times_s = []
-        for _ in range(REPEATS):
+        times_s: list[float] = []
+        while len(times_s) < REPEATS and not (times_s and time.perf_counter() - began_s > BUDGET_S):
             tables: list[BlockTable] = []
             try:
                 while len(tables) < session_count:

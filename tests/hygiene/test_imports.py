@@ -184,13 +184,16 @@ TABLE = (
                 "specdec.protocol.tree",
                 "specdec.protocol.growth",
                 "specdec.protocol.calibration",
-                "specdec.protocol.rejection",
                 "specdec.policy.steps",
                 *VALUES,
+                *more,
             ),
             ("transformers",),
         )
-        for service in ("specdec.draft_service", "specdec.target_service")
+        for service, more in (
+            ("specdec.draft_service", ()),
+            ("specdec.target_service", ("specdec.protocol.rejection",)),
+        )
     ),
     Imports(
         "specdec.coordinator",

@@ -139,6 +139,22 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
     assert set(asked[64:]) == {is_asked}
 
 
+def test_the_time_of_heads_goes_by_sessions_not_rows() -> None:
+    """Claim: heads have one row a session, so one session whose rounds have four rows pays the time of one row.
+    Conclusive: the time of four would be more than their tokens are worth (the case "expensive" above)."""
+    speculation = Speculation(SETTINGS)
+    times = {
+        "step_times": tuple((rows, TARGET_S) for rows in (1, 16)),
+        "head_times": ((1, 0.02 * TARGET_S), (4, 0.5 * TARGET_S)),
+    }
+    speculation.on_target(replace(TARGET, **times))
+    policy = speculation.policy(GenerationRequest(token_ids=(1,)), Rule.GREEDY)
+    for index in range(1, 128):
+        record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
+        policy.on_round(record._replace(had_heads=True, accepted_proposers=(Proposer.HEADS,) * (index % 2)))
+        assert policy.wants_heads or index < 64
+
+
 @pytest.mark.parametrize(
     "row_share, tokens",
     [(0.0, {(1,), (1, 1), (2,), (2, 1)}), (0.2, {(1,), (1, 1)}), (0.33, {(1,)})],

@@ -215,6 +215,20 @@ def test_packed_numbers_have_a_range(field: str) -> None:
                 read(value, place)
 
 
+@pytest.mark.parametrize(
+    "token_ids, confidences", [((1, 2, 3), bytes(3)), ((1, 2), bytes(4)), ((1, 2, 3, 4), bytes(2)), ((), bytes(2))]
+)
+def test_proposals_of_heads_are_two_tokens_of_each(token_ids: tuple[int, ...], confidences: bytes) -> None:
+    """Claim: a result with a part of a head's tokens, or with another number of confidences, is refused."""
+    valid = next(item for _, item in VALID if isinstance(item, items.VerificationResult))
+    message = target_pb.VerifyResponse.FromString(item_to_bytes(target_pb.VerifyResponse, valid)).items[0]
+    assert item_from_message(message).output.head_proposals
+    result = getattr(message, message.WhichOneof("item"))
+    result.head_token_ids[:], result.head_confidences = token_ids, confidences
+    with pytest.raises(InvalidRequest, match="head_token_ids"):
+        item_from_message(message)
+
+
 def valid_messages() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """(message, the part with the fields, reader) of all that a peer sends."""
     yield REQUEST, REQUEST, lambda message: request_from_message(message, POSITIONS_MAX)

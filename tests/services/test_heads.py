@@ -165,13 +165,13 @@ def continuation(stream: Stream, session: int, params: ResolvedSamplingParams, p
 
 @pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=[pytest.mark.more, pytest.mark.lengthy])])
 def test_proposals_are_those_after_the_last_accepted_token(model: Path, heads: Path, rank_count: int) -> None:
-    """Claim: sessions of one step that want proposals get those of the row that the coordinator's verdict commits last,
-    the likeliest two tokens of every head with their probabilities, under each rule, after chains and in a tree; on one
+    """Claim: sessions that want proposals, several in a step, get those of the row that the coordinator's verdict
+    commits last, the likeliest two tokens of every head with their probabilities, under each rule, after chains and in a tree; on one
     rank and on two. Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text;
     drafts are the target's own text up to each length, so each row is the last of one; and the proposals of different
     texts differ, so a wrong row would show."""
     rejection = ResolvedSamplingParams(Rule.REJECTION, seed=4, prompt_length=1, temperature=0.02)
-    rows, firsts = set(), set()
+    rows, firsts, together = set(), set(), 0
     with stream(model, heads, tensor_parallel_size=rank_count) as own:
         opens: dict[int, Open] = {}
         asks: list[Verification] = []
@@ -194,6 +194,7 @@ def test_proposals_are_those_after_the_last_accepted_token(model: Path, heads: P
         for answer in own.ask(*opens.values(), *asks):
             ask, params = asked[answer.session], opens[answer.session].params
             verdict = conclude(params, ask, answer.output)
+            together = max(together, answer.step_sessions)
             path = [*ask.suffix_token_ids, *(ask.draft_token_ids[index] for index in verdict.accepted)]
             check_proposals(answer.output.head_proposals, expected(model, heads, path))
             rows.add((params.rule, bool(ask.parents), verdict.last_row))
@@ -201,7 +202,8 @@ def test_proposals_are_those_after_the_last_accepted_token(model: Path, heads: P
     assert rows == {
         (rule, is_tree, row) for rule in Rule for is_tree in (False, True) for row in ((3,) if is_tree else range(4))
     }
-    assert len(firsts) > 6
+    assert together > 1
+    assert len(firsts) == 3 * (len(DRAFT) + 1)  # of the tree: a chain has the same path
 
 
 def test_only_who_asks_gets_proposals_and_they_change_nothing_else(with_heads: Stream, model: Path) -> None:

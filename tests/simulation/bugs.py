@@ -31,10 +31,10 @@ from specdec.protocol.states import DraftEvent
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
+from specdec.target_service import heads as heads_module
 from specdec.target_service.admission import Admission
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
-from tests.simulation import ledger as ledger_module
 from tests.simulation.model import VOCABULARY_SIZE, TokenStorage
 from tests.simulation.planting import Bug
 
@@ -694,15 +694,29 @@ PATHS = (
 HEADS = (
     Bug(
         "the heads of the row before are offered",
-        ledger_module,
+        heads_module,
         "last_rows",
         heads_after_row(lambda request, row: max(0, row - 1)),
     ),
     Bug(
         "the heads after a rejected token are offered",
-        ledger_module,
+        heads_module,
         "last_rows",
         heads_after_row(lambda request, row: request.row_count - 1),
+    ),
+    Bug(
+        "the target concludes with the draws of another round",
+        heads_module,
+        "conclude",
+        lambda real: (
+            lambda params, asked, output: real(params, replace(asked, round_index=asked.round_index + 1), output)
+        ),
+    ),
+    Bug(
+        "the target concludes with the draws of other positions",
+        VerificationRequest,
+        "base_position",
+        instead(property(lambda request: len(request.committed) + 1)),
     ),
     Bug("the heads' tokens are offered one position too early", session_module, "head_runs", one_head_late),
     Bug("the heads of an older round are offered", Session, "_verify_now", older_heads_kept),

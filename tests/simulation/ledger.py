@@ -18,7 +18,7 @@ from specdec.protocol.items import Commit, Extend, Nodes, Verification
 from specdec.protocol.report import Statistics
 from specdec.protocol.session import Session
 from specdec.protocol.types import DraftProbs, Proposer, Rule, SamplerOutput, point_mass
-from specdec.target_service.heads import last_rows
+from specdec.target_service import heads as heads_module
 from tests.simulation.client import Client, Order, earlier_text
 from tests.simulation.clock import Violation
 from tests.simulation.model import (
@@ -118,7 +118,7 @@ class Ledger:
     ) -> list[SamplerOutput]:
         """The heads of a target. The hidden state of a row is the text that the cache holds for it."""
         found = list(outputs)
-        for index, row in last_rows(requests, outputs).items():
+        for index, row in heads_module.last_rows(requests, outputs).items():
             path = tuple(hidden[index][row])
             proposals = head_proposals(self.table, path)
             self.of_heads[requests[index].params.seed, path] = proposals.candidates

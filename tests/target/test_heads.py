@@ -26,24 +26,35 @@ class Counting:
         return x.float() @ self.weight
 
 
-def request(wants: bool) -> VerificationRequest:
-    return VerificationRequest(PARAMS, 0, [1], (2,) * (ROWS - 1), wants_heads=wants)
+def request(wants: bool, draft_count: int = ROWS - 1) -> VerificationRequest:
+    return VerificationRequest(PARAMS, 0, [1], (2,) * draft_count, wants_heads=wants)
 
 
 def test_one_row_of_requests_that_want_proposals_is_computed() -> None:
     """Claim: without a request that wants proposals the outputs come back as they are and the output layer is not
-    called; of three requests one row of the one that wants is computed, that after its last accepted token, and it
-    alone gets proposals. Conclusive: the rows are counted."""
-    output, outputs = Counting(), [SamplerOutput((2, 1, 1)) for _ in range(3)]  # the first draft token is accepted
+    called; of three requests one row of each of the two that want is computed, that after its last accepted token, and
+    they alone get proposals. Conclusive: the rows are counted, and differ between the requests, as their lengths do."""
+    output, outputs = Counting(), [SamplerOutput((2, 1, 1)), SamplerOutput((1, 1, 1)), SamplerOutput((2, 1))]
     proposer = HeadProposer(Heads(HEAD_COUNT, HIDDEN_SIZE).requires_grad_(False), output)
-    hidden = torch.randn(3, ROWS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2))
-    assert proposer([request(False)] * 3, list(hidden), outputs) is outputs and not output.row_counts
-    found = proposer([request(False), request(True), request(False)], list(hidden), outputs)
-    assert output.row_counts == [HEAD_COUNT]
-    assert found[0] is outputs[0] and found[2] is outputs[2] and found[1].recovered_token_ids == (2, 1, 1)
-    wanted = (hidden[1, 1] @ output.weight).topk(HEAD_CANDIDATES).indices  # new heads give the hidden state as it is
-    heads = found[1].head_proposals.candidates
-    assert [[candidate.token_id for candidate in head] for head in heads] == [wanted.tolist()] * HEAD_COUNT
+    hidden = list(torch.randn(3, ROWS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2)))
+    hidden[2] = hidden[2][:2]
+    asked = [request(True), request(False), request(True, 1)]
+    assert proposer([request(False)] * 3, hidden, outputs) is outputs and not output.row_counts
+    for outputs[0], row in (
+        (SamplerOutput((1, 2, 2)), 0),
+        (SamplerOutput((2, 1, 1)), 1),
+        (SamplerOutput((2, 2, 1)), 2),
+    ):
+        output.row_counts.clear()
+        found = proposer(asked, hidden, outputs)
+        assert output.row_counts == [2 * HEAD_COUNT]
+        assert found[1] is outputs[1] and [one.recovered_token_ids for one in found] == [
+            one.recovered_token_ids for one in outputs
+        ]
+        for index, own in ((0, row), (2, 1)):  # new heads give the hidden state as it is
+            wanted = (hidden[index][own] @ output.weight).topk(HEAD_CANDIDATES).indices.tolist()
+            heads = found[index].head_proposals.candidates
+            assert [[candidate.token_id for candidate in head] for head in heads] == [wanted] * HEAD_COUNT
 
 
 def test_values_that_are_no_numbers_give_bytes() -> None:
