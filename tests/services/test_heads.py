@@ -166,10 +166,10 @@ def continuation(stream: Stream, session: int, params: ResolvedSamplingParams, p
 @pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=[pytest.mark.more, pytest.mark.lengthy])])
 def test_proposals_are_those_after_the_last_accepted_token(model: Path, heads: Path, rank_count: int) -> None:
     """Claim: sessions that want proposals, several in a step, get those of the row that the coordinator's verdict
-    commits last, the likeliest two tokens of every head with their probabilities, under each rule, after chains and in a tree; on one
-    rank and on two. Conclusive: probabilities are computed by `transformers` and the paper's formula, text by text;
-    drafts are the target's own text up to each length, so each row is the last of one; and the proposals of different
-    texts differ, so a wrong row would show."""
+    commits last, the likeliest two tokens of every head with their probabilities, under each rule, after chains and in
+    a tree; on one rank and on two. Conclusive: probabilities are computed by `transformers` and the paper's formula,
+    text by text; drafts are the target's own text up to each length, so each row is the last of one; and the proposals
+    of different texts differ, so a wrong row would show."""
     rejection = ResolvedSamplingParams(Rule.REJECTION, seed=4, prompt_length=1, temperature=0.02)
     rows, firsts, together = set(), set(), 0
     with stream(model, heads, tensor_parallel_size=rank_count) as own:
