@@ -16,6 +16,7 @@ from specdec.policy.policy import Plan
 from specdec.protocol.items import UINT32_MAX, Nodes
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
+SUMMED_TIMES_PER_S = 2**20
 DELTA_TOKEN_COUNT_MAX = 1024  # in one message: with 20 logprobs each and their text below 1 MiB, of a client's 4 MiB
 
 
@@ -183,6 +184,12 @@ class Series:
     label: tuple[str, str] = ("", "")
 
 
+def summable_s(time_s: float) -> float:
+    """Returns a time in whole units of 2**-20 s. Sums of such times are exact below 272 years, so they are equal in any
+    order, and a counter does not fall by a rounding when a generation ends and its sum moves to that of ended ones."""
+    return round(time_s * SUMMED_TIMES_PER_S) / SUMMED_TIMES_PER_S
+
+
 def summed(name: str = "", help: str = "", label: tuple[str, str] = ("", ""), is_traced: bool = False) -> Any:
     """Returns the field of a statistic summed over generations, with its series; `is_traced`: also on the root span."""
     return field(default=0, metadata={"series": name and Series(name, help, label), "is_traced": is_traced})
@@ -301,11 +308,11 @@ class Statistics:
         # What the target says, in fields of 32 bits: its sums end there.
         self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + record.cached_prompt_tokens)
         self.preemptions = min(UINT32_MAX, self.preemptions + record.preemptions)
-        self.draft_wait_s += record.wait_s
-        self.target_queue_s += record.server_wait_s
-        self.target_forward_s += record.forward_s
-        self.target_sampling_s += record.sampling_s
-        self.target_link_s += record.round_trip_s - record.server_share_s
+        self.draft_wait_s += summable_s(record.wait_s)
+        self.target_queue_s += summable_s(record.server_wait_s)
+        self.target_forward_s += summable_s(record.forward_s)
+        self.target_sampling_s += summable_s(record.sampling_s)
+        self.target_link_s += summable_s(record.round_trip_s - record.server_share_s)
         if self.rounds == 1:
             self.began_s = record.start_s
             self.time_to_first_token_s = record.round_s
