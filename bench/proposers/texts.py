@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from specdec.advise.forecast import Estimate, resampled, share
 from specdec.bench.harness import running
 from specdec.bench.pipeline.measurements import Ratio, ratio_of
 from specdec.bench.pipeline.samples import ends_in_cycle
@@ -72,6 +73,32 @@ def per_second(text: Text) -> float:
 
 def per_round(text: Text) -> float:
     return text.tokens_per_round
+
+
+def steps_of(text: Text) -> list[float]:
+    """Tokens and steps of a text after the first."""
+    return [len(text.token_ids) - 1, max(1, text.statistics.rounds - 1)]
+
+
+def seconds_of(text: Text) -> list[float]:
+    """Tokens and seconds of a text after the first."""
+    return [len(text.token_ids) - 1, (len(text.token_ids) - 1) / text.tokens_per_s]
+
+
+def pooled(found: Found, variant: str, of: Callable[[Text], list[float]]) -> float:
+    """Tokens of a step, or a second, over all texts together, as the acceptance of `measure_ranks` is over all
+    positions."""
+    return share([sum(column) for column in zip(*map(of, found.texts[variant].values()))])
+
+
+def pooled_ratio(found: Found, variant: str, over: str, of: Callable[[Text], list[float]]) -> Estimate:
+    """That of one variant over that of another."""
+    groups = [of(text) + of(found.texts[over][name]) for name, text in found.texts[variant].items()]
+    return resampled(groups, lambda sums: share(sums[:2]) / share(sums[2:]))
+
+
+def shown(ratio: Estimate) -> str:
+    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def generate(stub: pb_grpc.CoordinatorServiceStub, request: pb.GenerateRequest, salt: str = "") -> Text:

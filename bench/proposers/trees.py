@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specdec.advise.forecast import Estimate, resampled, share
 from specdec.bench.assisted import Assisted
 from specdec.bench.bars import Bar
 from specdec.bench.chat_pair import questions
@@ -28,7 +27,18 @@ from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.variants import AUTO, CHAIN, OFF, RULES_DEFAULT, WAIT_MS, Variant, request_of, synchronous
 from specdec.bench.prompts import Prompt
 from specdec.bench.proposers.chat import chat_request
-from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
+from specdec.bench.proposers.texts import (
+    Found,
+    generate,
+    median_of,
+    per_round,
+    per_second,
+    pooled,
+    pooled_ratio,
+    served,
+    shown,
+    steps_of,
+)
 from specdec.chat.template import ChatTemplate
 from specdec.engine.chat_model import chat_model
 from specdec.folders import CHAT_DRAFT
@@ -200,29 +210,13 @@ def walked_tokens(tree: Collection[tuple[int, ...]], texts: Sequence[Sequence[in
     return tokens / max(1, steps)
 
 
-def counts(text: Text) -> list[float]:
-    """Tokens and steps of a text after the first."""
-    return [len(text.token_ids) - 1, max(1, text.statistics.rounds - 1)]
-
-
-def pooled(found: Found, variant: str) -> float:
-    """Tokens of a step over all texts together, as the acceptance of `measure_ranks` is over all positions."""
-    return share([sum(column) for column in zip(*map(counts, found.texts[variant].values()))])
-
-
-def pooled_ratio(found: Found, variant: str, over: str) -> Estimate:
-    """The tokens of a step of one variant over those of another, each over all texts together."""
-    groups = [counts(text) + counts(found.texts[over][name]) for name, text in found.texts[variant].items()]
-    return resampled(groups, lambda sums: share(sums[:2]) / share(sums[2:]))
-
-
 def static_bars(rule: str, found: Found, guesses: Ranks) -> list[Bar]:
     """The best tree over the best static one, in tokens of a step: by the acceptance of each rank on texts of the same
     prompts, as if guesses were independent; and that tree walked along those texts, as a step begins where a guess
     failed and right guesses come in runs."""
     bars = []
     for rows in ROWS:
-        best = max(pooled(found, one.name) for one in tree_variants(rows) if one.name in found.texts)
+        best = max(pooled(found, one.name, steps_of) for one in tree_variants(rows) if one.name in found.texts)
         tree = best_static_tree(guesses, rows)
         static, independent = walked_tokens(tree, guesses.texts), 1 + sum(tree.values())
         for claim, tokens in (("by its acceptance", independent), ("walked", static)):
@@ -237,14 +231,16 @@ def tree_bars(rule: str, found: Found) -> list[Bar]:
     rows, bound = TREE_BARS[rule.split(",")[0]]
 
     def best_of(variants: Sequence[Variant]) -> str:
-        return max((one.name for one in variants if one.name in found.texts), key=lambda name: pooled(found, name))
+        return max(
+            (one.name for one in variants if one.name in found.texts), key=lambda name: pooled(found, name, steps_of)
+        )
 
     for count in ROWS:
         chain = best_of([one for one in CHAINS if (one.draft_length or 0) <= count])
         tree = best_of(tree_variants(count))
-        ratio, medians = pooled_ratio(found, tree, chain), found.ratio(tree, chain, per_round, None)
+        ratio, medians = pooled_ratio(found, tree, chain, steps_of), found.ratio(tree, chain, per_round, None)
         claim = f"{rule}, {count} rows: tokens a target step, {tree} / best chain ({chain})"
-        told = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]; median of prompts {medians}"
+        told = f"{shown(ratio)}; median of prompts {medians}"
         bars.append(Bar(claim, bound if count == rows else 1.0, ratio.value, told))
     if AUTO_TREES.name in found.texts:
         rates = found.ratio(AUTO_TREES.name, AUTO_CHAINS.name, per_second, None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from specdec.advise.forecast import Estimate
 from specdec.bench.pipeline.variants import OFF
 from specdec.bench.prompts import copying_prompts, prose_prompts
 from specdec.bench.proposers.chat import LOCAL_AUTO, WARM, chat_results
-from specdec.bench.proposers.texts import Found, Text
+from specdec.bench.proposers.texts import Found, Text, pooled, pooled_ratio, seconds_of, steps_of
+from specdec.bench.proposers.trees import CHAINS, tree_bars, tree_variants
 from specdec.v1 import coordinator_service_pb2 as pb
 
 
@@ -33,6 +35,42 @@ def test_a_prompt_without_one_of_the_variants_has_its_other_results() -> None:
         "copying: another answer / off": 2.5,
         "copying: no draft / prompt lookup of transformers": 2.0,
     }
+
+
+def test_tokens_of_a_step_are_those_of_all_texts_together() -> None:
+    """Claim: the bar of trees divides all tokens by all steps, so a long text counts as its tokens do, and plans are
+    the best by this number. Source: by medians of texts the command chose another tree and printed 1.054 for 1.125.
+    Conclusive: the first token, of the prompt's step, counts on neither side; the median would choose the other tree,
+    and is above this ratio; the interval of equal texts is their ratio itself."""
+    found = Found()
+    chain, best, other = (one.name for one in (CHAINS[1], *tree_variants(8)[:2]))
+    steps = {
+        "a": {OFF.name: 100, chain: 50, best: 25, other: 50},
+        "b": {OFF.name: 10, chain: 5, best: 5, other: 2},
+        "c": {OFF.name: 10, chain: 5, best: 5, other: 2},
+    }
+    for name, own in steps.items():
+        tokens = own[OFF.name]
+        own |= {tree_variants(rows)[0].name: tokens for rows in (4, 16)}
+        for variant, count in own.items():
+            ids, statistics = tuple(range(1 + tokens)), pb.Statistics(rounds=1 + count)
+            found.add(variant, name, Text(1.0, tokens / count, ids, statistics))
+    assert pooled(found, OFF.name, steps_of) == 1.0
+    assert pooled(found, chain, steps_of) == 2.0
+    assert pooled(found, best, steps_of) == 120 / 35
+    assert pooled(found, other, steps_of) == 120 / 54
+    ratio = pooled_ratio(found, best, chain, steps_of)
+    assert ratio.value == 120 / 35 / 2
+    assert 1.0 <= ratio.low < ratio.value < ratio.high <= 2.0
+    (bar,) = [bar for bar in tree_bars("COUPLED, temperature 0.7", found) if " 8 rows" in bar.claim]
+    assert best in bar.claim
+    assert (bar.reached, bar.bound) == (120 / 35 / 2, 1.12)
+    slow, fast = (Text(rate, 2.0, tuple(range(11)), pb.Statistics()) for rate in (1.0, 10.0))
+    rates = Found({"varied": {"a": slow, "b": fast}, "slow": {"a": slow, "b": slow}})
+    assert pooled(rates, "varied", seconds_of) == 20 / 11, "ten tokens in ten seconds, ten in one"
+    assert pooled_ratio(rates, "varied", "slow", seconds_of).value == 20 / 11
+    equal = found.of({"b", "c"})
+    assert pooled_ratio(equal, other, chain, steps_of) == Estimate(2.5, 2.5, 2.5)
 
 
 def text(rate: float) -> Text:
