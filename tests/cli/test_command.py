@@ -181,6 +181,26 @@ def test_generate_reads_standard_input_and_resumes(serving):
     assert refused.returncode == 2 and b"standard input is not UTF-8" in refused.stderr
 
 
+def test_generate_takes_a_predicted_text_from_a_file(serving, tmp_path):
+    """Claim: the file's text is the request's prediction: a right one saves rounds and changes no token. One that
+    cannot be read is told in one line."""
+    request = ("generate", "<1>", "--seed", "9", "--max-tokens", "30", "--ignore-eos", "--json")
+    request = (*request, "--policy", "fixed", "--proposers", "prediction", "--address", serving.address)
+    whole = specdec(*request)
+    expected = tmp_path / "expected.txt"
+    expected.write_text(
+        "".join(json.loads(line).get("delta", {}).get("text", "") for line in whole.stdout.splitlines())
+    )
+    predicted = specdec(*request, "--prediction", str(expected))
+    assert token_ids_of(predicted) == token_ids_of(whole)
+    before, after = (json.loads(one.stdout.splitlines()[-1])["finished"]["statistics"] for one in (whole, predicted))
+    assert "num_prediction_accepted_tokens" not in before and after["num_prediction_accepted_tokens"] > 15
+    assert after["rounds"] < before["rounds"] / 2
+    refused = specdec(*request, "--prediction", str(tmp_path / "missing.txt"))
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert "missing.txt cannot be read" in refused.stderr and refused.stderr.count("\n") == 1
+
+
 def test_generate_colours_what_the_draft_guessed(serving):
     """Colours on demand only: green for accepted draft tokens, yellow for recovered tokens; the text is the same."""
     request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--policy", "fixed")

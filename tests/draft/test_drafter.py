@@ -68,13 +68,22 @@ class Draft:
     def tell(self, *items: object) -> None:
         self.handler.handle(self, list(items), self.take)
 
-    def open(self, session: int, prompt: list[int], window: int = 8, nodes_per_step: int = 8) -> None:
-        params = ResolvedSamplingParams(Rule.GREEDY, seed=1, prompt_length=len(prompt), temperature=0.0)
+    def open(
+        self,
+        session: int,
+        prompt: list[int],
+        window: int = 8,
+        nodes_per_step: int = 8,
+        siblings: int = 0,
+        rule: Rule = Rule.GREEDY,
+    ) -> None:
+        temperature = 0.0 if rule is Rule.GREEDY else 1.0
+        params = ResolvedSamplingParams(rule, seed=1, prompt_length=len(prompt), temperature=temperature)
         self.trees[session] = OwnTree(list(prompt))
         self.windows[session] = window
         self.tell(
             Open(session, 1, params, LENGTH_MAX, self.vocabulary_size),
-            Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step),
+            Commit(session, 1, len(prompt), tuple(prompt), window, nodes_per_step, siblings=siblings),
         )
 
     def commit(self, session: int, *token_ids: int, nodes_per_step: int = 8, wait_length: int = 0) -> bool:
@@ -108,7 +117,7 @@ class Draft:
         for node in answer.nodes:
             added = tree.add(answer.epoch, answer.root_length, node)
             assert added is not None, "nothing was in flight, so nothing may be late"
-            if node.proposal:
+            if node.proposal and not node.draft_probs:  # not drawn
                 path = [*tree.committed, *draft_tokens(added)]
                 assert path[-1] == self.next_token(path[:-1]), f"the proposal after {path[:-1][-6:]}"
         tree.check()
@@ -262,6 +271,28 @@ def test_a_chain_has_no_branches(model_folder: Path) -> None:
     draft.settle()
     assert draft.node_counts == [1] * 6 and draft.engine.cache.table_count == 1
     assert len(draft.trees[1].proposal_path(99)) == 6 and len(draft.trees[1].named) == 6
+
+
+def test_nothing_is_evaluated_below_a_drawn_sibling(model_folder: Path) -> None:
+    """Claim: where siblings are drawn, the draft evaluates first draws alone, however many nodes it may evaluate, and
+    also after a commit that asks for no siblings any more, as long as some drawn before may be offered. Otherwise the
+    tokens drawn decide what lies below them, which takes the rows of other siblings (docs/exactness.md). Conclusive:
+    all evaluated nodes are looked at; under GREEDY, the same tree grows below siblings, so there are rows for it."""
+    evaluated_below = {}
+    for rule in (Rule.GREEDY, Rule.REJECTION):
+        draft = Draft(model_folder)
+        draft.open(1, list(range(2, 12)), nodes_per_step=8, siblings=2, rule=rule)
+        draft.settle()
+        (session,) = draft.sessions
+        for _ in range(2):
+            nodes = list(session.growth.root.below())
+            evaluated = [node for node in nodes if node.guesses and node.parent is not None]
+            assert len(evaluated) >= 5 and len(nodes) > 3 * len(evaluated)
+            later = [node for node in evaluated if node is not node.parent.proposal]
+            evaluated_below.setdefault(rule, []).append(len(later))
+            draft.commit(1, draft.trees[1].root.proposal.token_id)  # asks for no siblings
+            draft.settle()
+    assert min(evaluated_below[Rule.GREEDY]) > 0 == max(evaluated_below[Rule.REJECTION]), evaluated_below
 
 
 def test_nothing_is_fed_twice(model_folder: Path) -> None:

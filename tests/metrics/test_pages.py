@@ -18,7 +18,7 @@ from specdec.protocol.items import NO_TRACE
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 from tests.support.pages import Page, Watched, read_text, watched
-from tests.support.services import Outcome, fixed
+from tests.support.services import MODELS, Outcome, fixed
 from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
@@ -123,6 +123,25 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         until(lambda: services.page("coordinator").value("specdec_link_up", peer="draft") == 0)
         assert services.page("coordinator").value("specdec_link_losses_total", peer="draft") == 1
         check_target(services.page("target"), outcomes)
+
+
+def test_the_page_tells_five_proposers_apart():
+    """Claim: with heads on the target and a predicted text, draft tokens of all five proposers are accepted, and the
+    page has their sums. The first text is in the store for the later ones."""
+    heads = {"heads": str(MODELS / "target-heads")}
+    with watched((MODELS / "target", MODELS / "draft"), target=heads) as services:
+        client, asked = services.services.client, {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        first = client.generate("import os", speculative=TREE, **asked)
+        outcomes = [first]
+        for name in ("DRAFT", "NGRAM", "SUFFIX", "PREDICTION", "HEADS"):
+            way = fixed(4, proposers=[f"PROPOSER_{name}"], draft_wait_ms=100)
+            prediction = first.token_ids if name == "PREDICTION" else ()
+            outcomes.append(client.generate("import os", speculative=way, prediction=prediction, **asked))
+        assert {tuple(outcome.token_ids) for outcome in outcomes} == {tuple(first.token_ids)}
+        page = services.page("coordinator")
+        check_sums(page, outcomes)
+        accepted = page.by_label("specdec_proposed_accepted_tokens_total", "proposer")
+        assert len(accepted) == 5 and all(accepted.values()), accepted
 
 
 def check_latencies(page: Page, outcomes: list[Outcome]) -> None:
