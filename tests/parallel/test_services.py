@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from specdec.config import ServeSettings, TargetSettings
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as types_pb
 from tests.sameness.generations import TREES
+from tests.support.ports import free_port
 from tests.support.services import MODELS, SHAPES, fixed, running
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -95,10 +95,8 @@ def test_two_machines_of_two_ranks_are_one_target(tiny_folder: Callable[..., Pat
     Conclusive: two process trees that share nothing but loopback; the service says four ranks; listening sockets are
     read from the kernel.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {"model": str(tiny_folder("llama")), "tensor_parallel_size": 4, "nnodes": 2, "threads": 1, "port": 0}
+    port = free_port()
     machines: list[Child] = []
     try:
         for node_rank in (1, 0):

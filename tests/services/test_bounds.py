@@ -96,7 +96,7 @@ def test_a_named_plan_shrinks_beside_others_and_has_a_maximum(planted: Planted) 
     came while all others ran with these plans.
     """
     prompt = random.Random(1).choices(range(1, VOCABULARY_SIZE), k=1500)
-    asked = {"prompt": prompt, "max_tokens": 120, "speculative": LONG, **ASKED}
+    asked = {"prompt": prompt, "max_tokens": 400, "speculative": LONG, **ASKED}
     alone = planted.client.generate(**asked, seed=0)
     with ThreadPoolExecutor(STREAMS) as pool:
         texts = [pool.submit(planted.client.generate, **asked, seed=seed) for seed in range(STREAMS)]

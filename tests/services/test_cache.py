@@ -75,7 +75,8 @@ def test_long_requests_share_the_draft(tmp_path: Path) -> None:
     """
     max_tokens = 4000
     cache = {"kv_cache_bytes": 2 * (max_tokens + 100) * TABLE_BYTES_PER_POSITION, "block_size": BLOCK_SIZE}
-    asked = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "speculative": fixed(4)}
+    asked = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True}
+    asked["speculative"] = fixed(4, draft_wait_ms=2000)  # one wait that expires would end them
     folders = [tmp_path / "target", tmp_path / "draft"]
     for seed, folder in enumerate(folders):
         write_table_model(folder, 7, positions_max=2 * max_tokens, seed=seed)

@@ -40,8 +40,8 @@ def test_speculation_changes_nothing(services: Services, temperature: float) -> 
 def test_characters_that_tokens_cut(services: Services) -> None:
     """Claim: a prompt of characters that both tokenizers cut, each elsewhere, is continued with the same tokens."""
     prompt = "# 日本語のテキスト 🎉🎉 café\nnames = {'é': 'ω',"
-    off = services.client.generate(prompt, temperature=0, max_tokens=30, speculative=SHAPES["off"])
-    on = services.client.generate(prompt, temperature=0, max_tokens=30, speculative=fixed(4))
+    off = services.client.generate(prompt, temperature=0, max_tokens=120, speculative=SHAPES["off"])
+    on = services.client.generate(prompt, temperature=0, max_tokens=120, speculative=fixed(4))
     assert on.comparable == off.comparable and on.finished.statistics.num_draft_tokens > 0
 
 

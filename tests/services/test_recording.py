@@ -25,7 +25,7 @@ def test_tokens_and_acceptances_are_kept_and_no_text(table_models: tuple[Path, P
     file = tmp_path / "record.jsonl"
     with running(*table_models, {"record": file, "record_notice": True}) as services:
         client = services.client
-        told = {"max_tokens": 20, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
+        told = {"max_tokens": 200, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
         whole = client.generate([1, 2, 3], **told)
         resumed = client.generate([1, 2, 3], **told, resume=whole.token_ids[:7])
         services.coordinator.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.support.ports import free_port, free_ports
 from tests.support.services import Services, running
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -20,8 +20,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 def free_address() -> str:
     """A loopback address without a listener at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,8 @@ class Watched:
 def watched(models: tuple[Path, Path], **common: Any) -> Iterator[Watched]:
     """Services on these models with a page each. `common`: settings of both replicas; `coordinator`, `target`,
     `draft`: of these alone."""
-    addresses = {service: free_address() for service in ("coordinator", "target", "draft")}
+    names = ("coordinator", "target", "draft")
+    addresses = {service: f"127.0.0.1:{port}" for service, port in zip(names, free_ports(3), strict=True)}
     own = {service: {**common.pop(service, {}), "metrics_address": address} for service, address in addresses.items()}
     with running(*models, threads=1, **own, **common) as services:
         yield Watched(services, addresses)

@@ -90,7 +90,8 @@ def check_times(trace: ReadTrace) -> None:
 
 @pytest.fixture(scope="module")
 def short(services: Services, receiver: Receiver) -> tuple[Outcome, ReadTrace]:
-    """A generation of some dozen rounds, and its trace."""
+    """A generation of some dozen rounds, and its trace. One before it waits until the draft answers fast."""
+    generate(services, 200)
     outcome = generate(services, 40)
     return outcome, trace_of(receiver, outcome)
 
