@@ -19,6 +19,8 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed, running
 
 PROMPT = list(range(40, 52))
+# Each pair of tokens goes on in several ways, so that n-grams alone make trees.
+DIGITS = "rows = [1, 2, 1, 3, 1, 2, 4, 1, 3, 2, 1, 4, 2, 1, 3, 4, 1, 2, 3, 1, 4, 3, 2, 1, 3, 1,"
 LENGTH = 60
 SOURCES = {"ngram": "PROPOSER_NGRAM", "suffix": "PROPOSER_SUFFIX", "prediction": "PROPOSER_PREDICTION"}
 
@@ -55,7 +57,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
 def batch(pair: Services) -> list[tuple[dict[str, Any], Outcome]]:
     """Eight requests, greedy ones and seeded ones, and their texts, each generated alone by plain decoding."""
     requests = [
-        {"prompt": PROMPT[index % 5 :], "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+        {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+        | {"prompt": DIGITS if index % 3 == 2 else PROMPT[index % 5 :]}
         | ({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0.0})
         for index in range(8)
     ]
@@ -126,6 +129,7 @@ def test_sources_change_nothing_in_a_batch(
     used = {name for name, count in offered.items() if count}
     if way != "all":
         assert used == {way}, offered
+        assert paths > steps or way == "prediction" or rows == 2, (paths, steps)  # a prediction is one run
     else:
         assert paths > (1.1 if rows == 2 else 1.3) * steps, (paths, steps)
         assert used == SOURCE_NAMES.keys() or rows == 2 and len(used) > 2, offered
