@@ -48,7 +48,7 @@ test: install  ## Run the tests (10 minutes on two cores).
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
 	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
 
-test-more: install  ## Run the longer tests that make test leaves out (20 minutes).
+test-more: install  ## Run the longer tests that make test leaves out (20 to 35 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'more and not slow' $(COMPUTING)
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(addprefix --ignore=,$(COMPUTING))

@@ -1,8 +1,21 @@
-"""Settings of all tests: Hypothesis without a deadline, since one pause of a busy machine would fail an example."""
+"""Settings of all tests: Hypothesis without a deadline, since one pause of a busy machine would fail an example; and
+the gate's time for tests marked `more`."""
 
 from __future__ import annotations
 
+import os
+import time
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("specdec", deadline=None)
 settings.load_profile("specdec")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `more` that would begin after the second since 1970 that `.ci/run` names, and says so."""
+    until = os.environ.get("SPECDEC_MORE_UNTIL")
+    if until and item.get_closest_marker("more") and time.time() > float(until):
+        pytest.skip("the gate's time is up on this machine; `make test-more` runs it")
