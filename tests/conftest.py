@@ -16,6 +16,6 @@ settings.load_profile("specdec")
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test marked `more` that would begin after the second since 1970 that `.ci/run` names, and says so."""
-    until = os.environ.get("SPECDEC_MORE_UNTIL")
+    until = os.environ.get("TESTS_MORE_UNTIL_S")
     if until and item.get_closest_marker("more") and time.time() > float(until):
         pytest.skip("the gate's time is up on this machine; `make test-more` runs it")
