@@ -7,22 +7,25 @@ which runs are found depends on committed tokens only. Pure: no clock, no I/O, n
 
 from __future__ import annotations
 
+import sys
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from specdec.protocol.calibration import confidence_bin
 from specdec.protocol.heads import HEAD_CONFIDENCE_MAX, HeadProposals
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Proposer
 
+T = TypeVar("T")
+
 RUN_LENGTH_MAX = DRAFT_LENGTH_LIMIT // 2  # of a run: the policy verifies what is worth its rows
 RUN_COUNT_MAX = 2  # runs of one proposer: a third differs from both in few texts
-PLACES_MAX = 8  # of one n-gram: the latest
+PLACES_MAX = 8  # of one n-gram that are looked at: the latest
 NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
-NGRAM_LENGTH_LONG = 8  # of longer n-grams that are found by themselves: a short one may recur too often
-NGRAM_WINDOW = 16_384  # tokens: 20 ms to read them first, in a thread
+NGRAM_WINDOW = 16_384  # tokens
 SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
 SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
 STORED_TOKEN_BYTES = 460  # of one token in the store, its places included, measured on text that never repeats
@@ -48,44 +51,50 @@ class LocalProposer(Protocol):
         """Returns runs that may follow `committed`, best first; it has grown since the call before, and only that."""
 
 
-class NgramIndex:
-    """The latest places of the n-grams of a text that grows, of `length` tokens and of NGRAM_LENGTH_LONG, by content:
-    `places` are ends, each with a token behind it. Longer matches are told apart up to `length_max`."""
-
-    def __init__(self, tokens: Sequence[int], length: int, start: int = 0, length_max: int = MATCH_LENGTH_MAX) -> None:
-        self._tokens, self._start, self._length_max = tokens, start, length_max
-        self._lengths = sorted({length, max(length, NGRAM_LENGTH_LONG)})
-        self._next_end = start + length
-        self._places: dict[tuple[int, ...], list[int]] = {}
-
-    def update(self) -> None:
-        """Reads what the text has grown by."""
-        tokens = self._tokens
-        for end in range(self._next_end, len(tokens)):
-            for length in self._lengths:
-                if end - length < self._start:
-                    break
-                places = self._places.setdefault(tuple(tokens[end - length : end]), [])
-                places.append(end)
-                if len(places) > PLACES_MAX:
-                    del places[0]
-        self._next_end = max(self._next_end, len(tokens))
-
-    def matches(self, context: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-        """Yields (length of the match, place) for the places whose n-gram is the last one of context[:end]."""
-        found: set[int] = set()
-        for length in self._lengths:
-            if end >= length:
-                found.update(self._places.get(tuple(context[end - length : end]), ()))
-        for place in found:
-            yield match_length(self._tokens, place, context, end, self._length_max), place
+def as_text(token_ids: Iterable[int]) -> str:
+    """Returns one character a token, so that `str.rfind` finds matches. Ids above 1,114,111, which no vocabulary has,
+    share characters: then a guess is worse."""
+    return "".join([chr(token_id % (sys.maxunicode + 1)) for token_id in token_ids])
 
 
-def match_length(
-    tokens: Sequence[int], place: int, context: Sequence[int], end: int, length_max: int = MATCH_LENGTH_MAX
-) -> int:
-    """Returns the number of equal tokens before `place` and before `end`, at most `length_max`."""
-    most = min(place, end, length_max)
+def longest_match(text: str, context: str, length_min: int) -> tuple[int, int] | None:
+    """Returns (length, place): the longest end of `context` that stands in `text` before a place with a token, of equal
+    ones the latest; None below `length_min`. By bisection: an end's own ends stand there too."""
+
+    def start(length: int) -> int:
+        return text.rfind(context[-length:], 0, -1)
+
+    lengths = range(length_min, min(len(context), len(text) - 1) + 1)
+    length = length_min - 1 + bisect_left(lengths, True, key=lambda length: start(length) < 0)
+    return (length, start(length) + length) if length >= length_min else None
+
+
+def matches_of(text: str, context: str, length_min: int) -> Iterator[tuple[int, int]]:
+    """Yields (length, place) of the longest match of `context` in `text`, and of one that another token follows: among
+    the latest PLACES_MAX places of its length, or of half of it, and so on."""
+    longest = longest_match(text, context, length_min)
+    if longest is None:
+        return
+    yield longest
+    length, following = longest[0], text[longest[1]]
+    while True:
+        limit = len(text) - 1
+        for _ in range(PLACES_MAX):
+            place = text.rfind(context[-length:], 0, limit) + length
+            if place < length:
+                break
+            if text[place] != following:
+                yield match_length(text, place, context, len(context)), place
+                return
+            limit = place - 1
+        if length == length_min:
+            return
+        length = max(length // 2, length_min)
+
+
+def match_length(tokens: Sequence[T], place: int, context: Sequence[T], end: int) -> int:
+    """Returns the number of equal tokens before `place` and before `end`."""
+    most = min(place, end)
     length = 0
     while length < most and tokens[place - 1 - length] == context[end - 1 - length]:
         length += 1
@@ -121,18 +130,20 @@ class NgramProposer:
         length_max: int = MATCH_LENGTH_MAX,
         window: int = NGRAM_WINDOW,
     ) -> None:
-        self._index = NgramIndex(committed, length_min, max(0, len(committed) - window), length_max)
-        self._index.update()
+        self._length_min, self._length_max = length_min, length_max
+        self._start = max(0, len(committed) - window)
+        self._text = as_text(committed[self._start :])
 
     def propose(self, committed: Sequence[int]) -> list[Run]:
-        self._index.update()
-        end = len(committed)
+        start = self._start
+        self._text += as_text(committed[start + len(self._text) :])
 
         def tokens_at(place: int) -> tuple[int, ...]:
-            found = tuple(committed[place : place + RUN_LENGTH_MAX])
+            found = tuple(committed[start + place : start + place + RUN_LENGTH_MAX])
             return (found * RUN_LENGTH_MAX)[:RUN_LENGTH_MAX] if len(found) < RUN_LENGTH_MAX else found
 
-        return runs_of(Proposer.NGRAM, self._index.matches(committed, end), tokens_at)
+        matches = matches_of(self._text, self._text[-self._length_max :], self._length_min)
+        return runs_of(Proposer.NGRAM, matches, tokens_at)
 
 
 class PredictionProposer:
@@ -143,8 +154,7 @@ class PredictionProposer:
 
     def __init__(self, prediction: list[int], output_start: int) -> None:
         self._prediction = prediction
-        self._index = NgramIndex(prediction, NGRAM_LENGTH_MIN)
-        self._index.update()
+        self._text = as_text(prediction)
         self._output_start = self._read = output_start
         self._place: int | None = 0  # of the next token in the prediction; None: the output has left it
         self._strength = START_STRENGTH
@@ -157,7 +167,8 @@ class PredictionProposer:
             self._strength = min(self._strength + 1, MATCH_LENGTH_MAX)
         self._read = end
         if self._place is None and end - self._output_start >= NGRAM_LENGTH_MIN:
-            self._strength, self._place = max(self._index.matches(committed, end), default=(0, None))
+            context = as_text(committed[-MATCH_LENGTH_MAX:])
+            self._strength, self._place = longest_match(self._text, context, NGRAM_LENGTH_MIN) or (0, None)
         if self._place is None:
             return []
         found = tuple(prediction[self._place : self._place + RUN_LENGTH_MAX])
@@ -226,10 +237,10 @@ class SuffixStore:
         if end < SUFFIX_LENGTH_MIN:
             return []
         places = self._places.get((salt, tuple(committed[end - SUFFIX_LENGTH_MIN : end])), ())
-        matches = []
+        recent, matches = committed[-MATCH_LENGTH_MAX:], []
         for index, (number, place) in enumerate(places):
             self._texts.move_to_end(number)
-            matches.append((match_length(self._texts[number][1], place, committed, end), index))
+            matches.append((match_length(self._texts[number][1], place, recent, len(recent)), index))
 
         def tokens_at(index: int) -> tuple[int, ...]:
             number, place = places[index]

@@ -6,15 +6,14 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec.protocol.heads import HeadProposals
 from specdec.protocol.proposers import (
     MATCH_LENGTH_MAX,
-    NGRAM_LENGTH_LONG,
     NGRAM_LENGTH_MIN,
-    RUN_COUNT_MAX,
+    PLACES_MAX,
     RUN_LENGTH_MAX,
     STORED_TOKEN_BYTES,
     SUFFIX_LENGTH_MIN,
@@ -29,52 +28,59 @@ from specdec.protocol.proposers import (
 from specdec.protocol.types import Proposer
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+LINE = [0, 1, 2, 3, 0, 0, 1, 1]
 
 
-def longest_match(tokens: Sequence[int], place: int) -> int:
-    """The number of equal tokens before a place and before the end, one after the other."""
+def matched_length(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
+    """The number of equal tokens before a place and at a context's end, one after the other."""
     length = 0
-    while length < min(place, MATCH_LENGTH_MAX) and tokens[place - 1 - length] == tokens[-1 - length]:
+    while length < min(place, len(context), MATCH_LENGTH_MAX) and tokens[place - 1 - length] == context[-1 - length]:
         length += 1
     return length
 
 
 @given(TEXTS, TEXTS)
+@example([0, 1, 3, *[0, 1, 2] * 9], [0, 1])  # the other token follows a place before the last eight
+@example([*LINE, 2, 0, *LINE[2:], 3, 1, *LINE[4:], 0], LINE)  # a match of six, and after it one of four
 def test_ngram_runs_continue_the_longest_matches(prompt: list[int], output: list[int]) -> None:
-    """Claim: runs begin with what followed the longest match among the last eight places of the text's last two tokens
-    and the last eight of its last eight, the best first, and a proposer that saw a text grow finds what a new one
-    finds. Conclusive: places and lengths are restated by brute force for random texts of four tokens, in which nearly
-    every n-gram repeats."""
+    """Claim: the first run is what followed the longest match, of equal ones the latest; the second what followed the
+    latest place with another token, among the last eight of as many tokens, or of half of them, down to two; and a
+    proposer that saw a text grow finds what a new one finds. Conclusive: the length before every place is counted by
+    brute force, for random texts of four tokens, in which nearly every n-gram repeats."""
     committed = list(prompt)
     proposer = NgramProposer(committed)
     for token_id in output:
         committed.append(token_id)
         runs = proposer.propose(committed)
-    if output:
-        assert runs == NgramProposer(committed).propose(committed)
     runs = proposer.propose(committed)
-    places = []
-    for length in (NGRAM_LENGTH_MIN, NGRAM_LENGTH_LONG):
-        if len(committed) >= length:
-            ends = range(length, len(committed))
-            places += [end for end in ends if committed[end - length : end] == committed[-length:]][-8:]
-    assert bool(runs) == bool(places) and len(runs) <= RUN_COUNT_MAX
-    if runs:
-        best = max(longest_match(committed, place) for place in places)
-        assert runs[0].strength == best and runs[0].token_ids[0] in {
-            committed[place] for place in places if longest_match(committed, place) == best
-        }
-        assert len({run.token_ids[0] for run in runs}) == len(runs)
-        assert all(len(run.token_ids) == RUN_LENGTH_MAX and run.rank == rank for rank, run in enumerate(runs))
+    assert runs == NgramProposer(committed).propose(committed)
+    lengths = {place: matched_length(committed, place, committed) for place in range(len(committed))}
+    best = max((length, place) for place, length in lengths.items())
+    if best[0] < NGRAM_LENGTH_MIN:
+        assert runs == []
+        return
+    expected, length = [best], best[0]
+    while len(expected) == 1 and length >= NGRAM_LENGTH_MIN:
+        places = [place for place in reversed(lengths) if lengths[place] >= length][:PLACES_MAX]
+        others = [place for place in places if committed[place] != committed[best[1]]]
+        expected += [(lengths[place], place) for place in others[:1]]
+        length = length // 2 if length == NGRAM_LENGTH_MIN else max(length // 2, NGRAM_LENGTH_MIN)
+    assert [(run.strength, run.token_ids[0]) for run in runs] == [(one, committed[place]) for one, place in expected]
+    for run, (_, place) in zip(runs, expected, strict=True):
+        following = committed[place:]
+        assert run.token_ids == tuple((following * RUN_LENGTH_MAX)[:RUN_LENGTH_MAX])
+    assert [run.rank for run in runs] == list(range(len(runs)))
 
 
-def test_a_long_match_is_found_behind_many_short_ones() -> None:
-    """Claim: of the places of the last tokens the one with the longest match is found, though more than eight later
-    places end with the same two tokens. Source: line ends in code and JSON recur in an output, and the line to copy
-    stands in the prompt."""
-    line = [10, 11, 12, 13, 14, 15, 1, 2]
-    committed = [*line, 77, *(token for filler in range(20, 40) for token in (filler, 1, 2)), 50, *line]
-    assert NgramProposer(committed).propose(committed)[0].token_ids[0] == 77
+def test_the_longest_match_is_found_among_many_shorter_ones() -> None:
+    """Claim: no number of later, shorter matches hides the longest. Conclusive: a line of twelve tokens stands in the
+    prompt once, and fifty times after it the last n of its tokens, for every n from two to eleven, each followed by
+    another token."""
+    line = list(range(100, 112))
+    later = [token for number in range(50) for n in range(2, 12) for token in (*line[-n:], 1000 + 10 * number + n)]
+    committed = [*line, 77, *later, 50, *line]
+    run = NgramProposer(committed).propose(committed)[0]
+    assert (run.strength, run.token_ids[0]) == (len(line), 77)
 
 
 def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
@@ -82,6 +88,13 @@ def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
     committed = [9, 1, 2, 1, 2]
     (run,) = NgramProposer(committed).propose(committed)
     assert run == Run(Proposer.NGRAM, (1, 2) * (RUN_LENGTH_MAX // 2), 2)
+
+
+def test_a_token_of_any_id_is_read() -> None:
+    """Claim: ids beyond the characters that the text is kept in, and those of surrogates, are matched and proposed."""
+    committed = [2**31 - 1, 0xD800, 7, 5, 2**31 - 1, 0xD800]
+    run = NgramProposer(committed).propose(committed)[0]
+    assert (run.strength, run.token_ids[:4]) == (2, (7, 5, 2**31 - 1, 0xD800))
 
 
 def test_matches_are_compared_by_the_longest_length_only() -> None:
@@ -120,6 +133,19 @@ def test_a_prediction_is_followed_left_and_found_again() -> None:
     assert third == Run(Proposer.PREDICTION, (10, 11, 12), 2)
     committed += [10, 11, 12]
     assert proposer.propose(committed) == []
+
+
+@given(TEXTS, TEXTS)
+@example([*LINE, 2], LINE)
+def test_a_prediction_is_found_again_by_its_longest_match(prediction: list[int], output: list[int]) -> None:
+    """Claim: output that left the prediction is followed from the place in it with the longest match of at least two
+    tokens. Conclusive: restated by brute force; the output begins with a token that the prediction lacks."""
+    committed = [9, 9, 8, *output]
+    lengths = {place: matched_length(prediction, place, committed) for place in range(len(prediction))}
+    strength, place = max((length, place) for place, length in lengths.items())
+    runs = PredictionProposer(prediction, output_start=2).propose(committed)
+    found = Run(Proposer.PREDICTION, tuple(prediction[place : place + RUN_LENGTH_MAX]), strength)
+    assert runs == ([found] if strength >= NGRAM_LENGTH_MIN else [])
 
 
 def test_the_prompt_is_no_output() -> None:
