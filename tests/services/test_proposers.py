@@ -58,7 +58,7 @@ def batch(pair: Services) -> list[tuple[dict[str, Any], Outcome]]:
     """Eight requests, greedy ones and seeded ones, and their texts, each generated alone by plain decoding."""
     requests = [
         {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
-        | {"prompt": DIGITS if index % 3 == 2 else PROMPT[index % 5 :]}
+        | {"prompt": f"{DIGITS} {index}," if index % 4 else PROMPT[index % 5 :]}
         | ({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0.0})
         for index in range(8)
     ]
