@@ -3,7 +3,8 @@ a library's call that does not return.
 
 While the lock is held no thread of that process can notice or report it. A second process, of 6 MB, does: a thread here
 writes to it after each turn of the loop, and cannot while the lock is held. The clock is the second process's own
-ticks, without those at which this process was stopped: a pause of one or of both does not count.
+ticks, without those at which this process was stopped: a pause of one or of both does not count. A second process that
+ends is replaced, so that whoever kills it, as a system short of memory may, takes the watch away for a second only.
 
 This file is also the program of the second process, which imports nothing else of specdec.
 """
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -29,6 +31,7 @@ HELD_S_MAX = 60.0  # as for work without measurement: loading a kernel or a libr
 BEAT_S = TICK_S = 0.5
 DUMP_S = 1.0  # for the stacks of all threads
 END_S = 2.0  # for the end of the second process
+RESTART_S, RESTART_S_MAX = 1.0, 60.0  # until a second process that ended is replaced; doubled if it lived no longer
 DUMP_SIGNAL = signal.SIGUSR1
 
 
@@ -43,45 +46,79 @@ class ProcessWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
         self._is_over = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if not Path("/proc/self/stat").exists():
             return self
         faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        except OSError as error:  # no process, or no memory for one: this one serves all the same
-            print(f"specdec: nothing watches process {os.getpid()}: {error}", file=sys.stderr)
-            return self
-        threading.Thread(target=self._run, args=(self._process,), name="process watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="process watch", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_over.set()
-        if self._process is not None:
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:  # it was stopped
-                self._process.kill()
+        if self._thread is not None:
+            self._thread.join(2 * END_S)
 
-    def _run(self, process: subprocess.Popen[bytes]) -> None:
-        """Writes until the context is left; the second process ends with its input."""
+    def _run(self) -> None:
+        """Keeps a second process until the context is left: starts one, writes to it, replaces it when it has ended."""
+        wait_s = RESTART_S
+        while True:
+            start_s = time.monotonic()
+            try:
+                with self._start() as process:
+                    self._write(process)
+                    self._end(process)
+                why = f"the watch over process {os.getpid()} has ended ({process.returncode}); it is started again"
+            except OSError as error:  # no process, or no memory for one: this one serves all the same
+                why = f"nothing watches process {os.getpid()}: {error}"
+            if time.monotonic() - start_s > RESTART_S_MAX:
+                wait_s = RESTART_S
+            if self._is_over.is_set():
+                return
+            _say(why)
+            self._is_over.wait(wait_s)
+            wait_s = min(2 * wait_s, RESTART_S_MAX)
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        """Writes after each turn of the loop until the context is left or the process has ended."""
         assert process.stdin is not None
         has_turned = threading.Event()
         has_turned.set()
-        with process.stdin as pipe, contextlib.suppress(OSError):  # the second process was killed
-            while not self._is_over.wait(BEAT_S):
-                if not has_turned.is_set():
-                    continue
-                os.write(pipe.fileno(), b".")
-                if self._loop is not None:
-                    has_turned.clear()
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
-                        self._loop.call_soon_threadsafe(has_turned.set)
+        while not self._is_over.wait(BEAT_S) and process.poll() is None:
+            if not has_turned.is_set():
+                continue
+            with contextlib.suppress(BrokenPipeError):  # it has ended since
+                os.write(process.stdin.fileno(), b".")
+            if self._loop is not None:
+                has_turned.clear()
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                    self._loop.call_soon_threadsafe(has_turned.set)
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """Ends the process with its input; by SIGKILL if it was stopped."""
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _say(text: str) -> None:
+    """Writes a line to standard error unless nobody takes it: whoever waited here would be taken for hung."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"specdec: {text}\n".encode())
 
 
 def _is_stopped(pid: int) -> bool:
@@ -98,12 +135,7 @@ def _watch(pid: int, held_s_max: float) -> None:
             held_s = 0.0
         elif not _is_stopped(pid):
             held_s += TICK_S
-    print(
-        f"specdec: process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the "
-        "interpreter's lock",
-        file=sys.stderr,
-    )
-    sys.stderr.flush()
+    _say(f"process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the interpreter's lock")
     for number in (DUMP_SIGNAL, signal.SIGKILL):
         if os.getppid() == pid:
             os.kill(pid, number)
