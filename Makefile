@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 COMPUTING := $(addprefix tests/,chat coordinator cuda distill draft engine exactness hygiene models package policy \
   parallel/test_equality.py protocol simulation target)
 
-.PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto clean
+.PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
 
 help:  ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -86,6 +86,13 @@ bench-engine: $(VENV)/.bench-installed  ## Time the engine: steps, streams, samp
 proto: install  ## Regenerate the stubs in specdec/v1 and the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
 	@$(BIN)/buf build proto --type specdec.v1.CoordinatorService --exclude-source-info -o proto/public.binpb
+
+lock: install  ## Resolve what the images install again, and write it with hashes to requirements.lock.
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[lock]'
+	@$(BIN)/python deploy/lock.py
+
+digests:  ## Write the digests of the images from outside into deploy/, by docker, skopeo or crane.
+	@$(PYTHON) deploy/digests.py
 
 clean:  ## Remove the files of the commands above.
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .hypothesis .ruff_cache

@@ -1,18 +1,22 @@
-"""Prints the packages that the image of a service installs, one a line: those of pyproject.toml, which stay the only
-list. A coordinator runs no model, so its image goes without what only models need.
+"""Prints the packages that an image installs, as pip's --require-hashes reads them: sections of requirements.lock.
 
+Their source is pyproject.toml: a coordinator runs no model, so its image goes without what only models need. The
+variable TORCH_INDEX_URL names another index of torch, whose files have other hashes: the version alone is pinned there.
 Used while images are built, where nothing but Python is there: standard library only.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+LOCK = PROJECT.with_name("requirements.lock")
 ENGINE = frozenset({"numpy", "safetensors", "torch", "transformers"})  # imported by draft and target only
-IMAGES = ("coordinator", "replica", "ray")
+SECTION = "# == "
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -32,7 +36,28 @@ def name_of(requirement: str) -> str:
     return match.group().lower()
 
 
+def entries(text: str) -> list[str]:
+    """The entries of a lock or of a part of it: a package's line with those of its hashes."""
+    return re.findall(r"^\w.*\n(?:    .*\n)*", text, re.MULTILINE)
+
+
+def sections(lock: str) -> dict[str, list[str]]:
+    """The entries of every section of a lock, by the section's name."""
+    parts = lock.split(f"\n{SECTION}")[1:]
+    return {part.partition("\n")[0]: entries(part.partition("\n")[2]) for part in parts}
+
+
+def printed(lock: str, names: list[str], torch_index: str) -> str:
+    """The lines of the named sections for pip; those of torch for `torch_index` if it is not empty."""
+    found = sections(lock)
+    if torch_index and "torch" in names:
+        (torch,) = (entry for entry in found["torch"] if name_of(entry) == "torch")
+        found["torch"] = [f"--index-url {torch_index}\n", torch.split(" ")[0] + "\n"]
+    return "".join(entry for name in names for entry in found[name])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in IMAGES:
-        sys.exit(f"usage: requirements.py {'|'.join(IMAGES)}")
-    print("\n".join(requirements(Path(__file__).resolve().parent.parent / "pyproject.toml", sys.argv[1])))
+    lock = LOCK.read_text(encoding="utf-8")
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= sections(lock).keys():
+        sys.exit(f"usage: requirements.py {'|'.join(sections(lock))} ...")
+    print(printed(lock, sys.argv[1:], os.environ.get("TORCH_INDEX_URL", "")), end="")

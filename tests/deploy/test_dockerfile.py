@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.requirements import ENGINE, name_of, requirements
+from deploy.requirements import ENGINE, LOCK, PROJECT, entries, name_of, requirements, sections
 from tests.deploy.images import DOCKERFILE, instructions, stages
 from tests.deploy.manifests import SERVICES
 from tests.hygiene.sources import ROOT, imported_names, is_within, modules_below
 
-PROJECT = ROOT / "pyproject.toml"
 PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053"}
 # Distribution -> what is imported of it, where the names differ.
 IMPORTED_AS = {
@@ -97,13 +96,30 @@ def test_a_coordinator_needs_no_model_library() -> None:
 
 
 def test_requirements_are_the_projects_own() -> None:
-    """Claim: images install pyproject.toml's list, with its ranges, and Ray's image also Ray."""
+    """Claim: images install pyproject.toml's list, Ray's image also Ray, by the sections of the lock. Conclusive: what
+    the command prints for a stage holds the names of the stage's list; `test_supply_chain` follows them further."""
     own = requirements(PROJECT, "replica")
     assert "grpcio>=1.74" in own and len(own) == len({name_of(line) for line in own})
     assert [name_of(line) for line in requirements(PROJECT, "ray")[len(own) :]] == ["ray"]
-    command = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "replica"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert printed.stdout.splitlines() == own
+    command = [sys.executable, str(ROOT / "deploy" / "requirements.py")]
+    for image, names in (("coordinator", ["coordinator"]), ("replica", ["coordinator", "replica", "torch"])):
+        done = subprocess.run([*command, *names], capture_output=True, text=True, timeout=60)
+        held = {name_of(entry) for entry in entries(done.stdout)}
+        assert {name_of(line) for line in requirements(PROJECT, image)} <= held
+    assert not ENGINE & {name_of(entry) for entry in sections(LOCK.read_text(encoding="utf-8"))["coordinator"]}
     tree = ast.parse((ROOT / "deploy" / "requirements.py").read_text(encoding="utf-8"))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert names <= sys.stdlib_module_names, "it runs before anything is installed"
+
+
+def test_nothing_is_installed_without_the_lock() -> None:
+    """Claim: every command of the Dockerfile that installs packages reads what the lock's command printed, with hashes
+    demanded, but for torch, whose section has them unless TORCH_INDEX_URL names another index."""
+    commands = [
+        rest for instruction, rest in instructions() if instruction == "RUN" and " install --no-cache-dir" in rest
+    ]
+    assert len(commands) == 5
+    for command in commands:
+        (section,) = re.findall(r"python deploy/requirements\.py ([a-z ]+) >", command)
+        assert "--require-hashes" in command or section == "torch"
+        assert command.count(" -r ") == command.count(" install ") == 1
