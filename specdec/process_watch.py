@@ -4,7 +4,7 @@ a library's call that does not return.
 While the lock is held no thread of that process can notice or report it. A second process, of 6 MB, does: a thread here
 writes to it after each turn of the loop, and cannot while the lock is held. The clock is the second process's own
 ticks, without those at which this process was stopped: a pause of one or of both does not count. A second process that
-ends is replaced, so that whoever kills it, as a system short of memory may, takes the watch away for a second only.
+ends is replaced: a system short of memory that kills it takes the watch away for a second only.
 
 This file is also the program of the second process, which imports nothing else of specdec.
 """
@@ -115,7 +115,7 @@ class ProcessWatch:
 
 
 def _say(text: str) -> None:
-    """Writes a line to standard error unless nobody takes it: whoever waited here would be taken for hung."""
+    """Writes a line to standard error unless that waits for its reader: a thread that waits here looks hung."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"specdec: {text}\n".encode())

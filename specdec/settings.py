@@ -5,6 +5,7 @@ for every command that connects or listens, and the common settings of services.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -62,9 +63,19 @@ def check_address(address: str) -> str:
     return address
 
 
+def listening_host(host: str) -> str:
+    """Returns the host; for `::`, all addresses of a machine, `0.0.0.0` on one without IPv6."""
+    if host.strip("[]") == "::":
+        try:
+            socket.create_server(("::", 0), family=socket.AF_INET6).close()
+        except OSError:
+            return "0.0.0.0"
+    return host
+
+
 def check_listen_address(address: str) -> str:
-    split_address(address, port_min=0)
-    return address
+    host, port = split_address(address, port_min=0)
+    return f"{listening_host(host)}:{port}"
 
 
 def check_endpoint(endpoint: str) -> str:
@@ -86,6 +97,7 @@ PROPOSERS = ("draft", "ngram", "suffix", "prediction", "heads")
 ProposerNames = Annotated[str, AfterValidator(check_proposers)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Address = Annotated[str, AfterValidator(check_address)]
+ListenHost = Annotated[str, AfterValidator(listening_host)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]  # port 0 selects a free port
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -142,8 +154,10 @@ class TlsSettings(Settings):
 class ServiceSettings(TlsSettings):
     """Settings of every service."""
 
-    host: str = setting(
-        "127.0.0.1", CONNECTION, "Address to listen on; an address beyond this machine requires TLS or --insecure."
+    host: ListenHost = setting(
+        "127.0.0.1",
+        CONNECTION,
+        "Address to listen on, :: for all of IPv4 and IPv6; one beyond this machine requires TLS or --insecure.",
     )
     port: int = setting(50051, CONNECTION, "Port to listen on; 0 selects a free port.", ge=0, le=65535)
     metrics_address: ListenAddress | None = setting(

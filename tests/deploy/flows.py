@@ -23,7 +23,8 @@ COORDINATOR_PORT = 50051
 RAY_NODES = ("ray-head", "ray-target", "ray-draft")
 RAY_JOBS = "specdec-ray-head-svc", 8265  # KubeRay makes this service for the head of the cluster specdec-ray
 COLLECTOR = "collector.observability"  # one that a cluster has already, as docs/operations.md calls it
-PRIVATE = frozenset({"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"})  # where pods and nodes have their addresses
+# Where pods and nodes have their addresses, by the block that holds them.
+PRIVATE = {"0.0.0.0/0": {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"}, "::/0": {"fc00::/7", "fe80::/10"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ def _names_peer(peers: list[Object] | None, peer: Place, namespace: str) -> bool
     for selector in peers:
         assert selector.keys() <= {"podSelector", "namespaceSelector", "ipBlock"}, selector
         if "ipBlock" in selector:
-            assert PRIVATE <= set(selector["ipBlock"]["except"]), "a block that reaches into the cluster"
+            block = selector["ipBlock"]
+            assert PRIVATE[block["cidr"]] <= set(block["except"]), "a block that reaches into the cluster"
             if not peer.namespace:
                 return True
             continue

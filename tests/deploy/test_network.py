@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from specdec.settings import split_address
-from tests.deploy.flows import CLIENT, MONITORING, NEIGHBOUR, OUTSIDE, STRANGER, Flow, allowed, needed
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, overlay, pods, render, settings_of
+from tests.deploy.compose import OWN, compose
+from tests.deploy.flows import CLIENT, MONITORING, NEIGHBOUR, OUTSIDE, PRIVATE, STRANGER, Flow, allowed, needed
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, Object, of_kind, overlay, own_pods, pods, render, settings_of
 from tests.hygiene.sources import ROOT
 
 RANDOM_PORT = 40000  # any that no manifest names
@@ -61,6 +62,27 @@ def test_a_cluster_s_own_monitoring_is_let_in(name: str, secrets: Path, tmp_path
     assert len(sending) == 3 and sending <= is_needed, "the page tells each service where its spans go"
     assert is_allowed == is_needed | scraping
     assert not (scraping | sending) & allowed(overlay(name), OUTSIDE, ports)
+
+
+def test_the_hub_is_reached_over_both_protocols() -> None:
+    """Claim: the job that fetches models may reach the internet over IPv4 and IPv6, private networks left out of both.
+    Source: on a cluster of IPv6 alone a rule for 0.0.0.0/0 lets nothing through, and the flows above do not tell one
+    protocol from the other."""
+    (policy,) = [one for one in of_kind(overlay("gpu"), "NetworkPolicy") if one["metadata"]["name"] == "specdec-fetch"]
+    (rule,) = policy["spec"]["egress"]
+    excepted = {peer["ipBlock"]["cidr"]: set(peer["ipBlock"]["except"]) for peer in rule["to"]}
+    assert excepted.keys() == PRIVATE.keys() and all(excepted[block] >= PRIVATE[block] for block in PRIVATE)
+
+
+def test_manifests_listen_on_both_protocols() -> None:
+    """Claim: every address that a pod of ours, or a service of the compose file, listens on for others is `::`.
+    Conclusive: `test_server` reaches a server on `::` over both protocols; on a machine without IPv6 it is 0.0.0.0."""
+    containers = [container for name in OVERLAYS for pod in own_pods(name) for container in pod.containers]
+    texts = [text for container in containers for text in container.get("args", ())]
+    texts += [text for name in OWN for text in compose()["services"][name]["command"]]
+    listening = [text.partition("=")[2] for text in texts if re.match("--(host|health-address|metrics-address)=", text)]
+    hosts = {re.sub(r"(?<=[\w\]]):\d+$", "", text) for text in listening}
+    assert len(listening) > 20 and hosts == {"::", "[::]", "127.0.0.1"}  # the health check of compose is inside
 
 
 def test_the_evaluation_finds_what_is_missing_and_what_is_too_much(secrets: Path) -> None:

@@ -2,7 +2,8 @@
 
 Images are not built and there is no cluster. Each process has, instead of a container, a folder with exactly the files
 its stage of the Dockerfile copies, imports specdec from there only, and the coordinator cannot import a model library.
-Addresses become free ones of loopback; every other word of the commands is the manifests'.
+Addresses become free ones of loopback, of IPv6 where this machine has it; every other word of the commands is the
+manifests'.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 from deploy.requirements import ENGINE
 from specdec.cli.processes import Child, stop_all, wait_all_ready
 from specdec.config import ServiceSettings
+from specdec.settings import listening_host
 from specdec.v1 import types_pb2 as types_pb
 from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages
@@ -32,7 +34,8 @@ from tests.support.services import Client, fixed
 
 DRAFT_TIMEOUT_S = 60.0
 Command = tuple[list[str], dict[str, str]]  # arguments, variables
-FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=[^:]+:(\d+)$")
+FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=.+:(\d+)$")
+LOOPBACK = "127.0.0.1" if listening_host("::") != "::" else "[::1]"
 
 
 def of_kubernetes(role: str) -> Command:
@@ -78,10 +81,10 @@ def localised(arguments: list[str], root: Path, ports: dict[int, int]) -> list[s
     for text in arguments:
         match = FLAG_ADDRESS.match(text)
         if match:
-            text = f"{match.group(1)}=127.0.0.1:{ports[int(match.group(2))]}"
+            text = f"{match.group(1)}={LOOPBACK}:{ports[int(match.group(2))]}"
         elif text.startswith("--port="):
             text = f"--port={ports[int(text.removeprefix('--port='))]}"
-        text = text.replace("--host=0.0.0.0", "--host=127.0.0.1").replace("http://jaeger:4317", "http://127.0.0.1:1")
+        text = text.replace("--host=::", f"--host={LOOPBACK}").replace("http://jaeger:4317", "http://127.0.0.1:1")
         made.append(text.replace(IMAGE_ROOT, str(root)))
     return made
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -18,6 +20,7 @@ from specdec.rpc import reflection
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, open_channel, wait_serving
 from specdec.rpc.limits import HELPER_REQUEST_BYTES_MAX
 from specdec.rpc.server import MESSAGE_BYTES_MIN, Server, message_bytes_max, unary, unary_stream
+from specdec.settings import listening_host
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
@@ -269,6 +272,30 @@ async def test_ipv6_loopback():
         answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
         assert answer.model_name == "echo"
     await server.stop(0)
+
+
+async def test_all_addresses_are_those_of_both_protocols(monkeypatch: pytest.MonkeyPatch):
+    """Claim: a server on `::` answers over IPv4 and IPv6; on a machine without IPv6 `::` is all addresses of IPv4.
+
+    Source: manifests name one address for every cluster. Conclusive: calls over both loopback addresses are answered;
+    the other machine is planted, a system that refuses sockets of IPv6.
+    """
+    if listening_host("::") == "::":
+        server = Echo().server(ServiceSettings(host="::", port=0, insecure=True))
+        port = (await server.start()).rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            async with open_channel(f"{host}:{port}", INSECURE) as channel:
+                answer = await call_unary(channel, DESCRIBE, types_pb.DescribeRequest(), types_pb.DescribeResponse, 2.0)
+                assert answer.model_name == "echo"
+        await server.stop(0)
+
+    def refuse(*_arguments: object, **_options: object) -> NoReturn:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    settings = ServiceSettings(host="::", metrics_address="[::]:9464", health_address="127.0.0.1:1", insecure=True)
+    assert (settings.host, settings.metrics_address) == ("0.0.0.0", "0.0.0.0:9464")
+    assert settings.health_address == "127.0.0.1:1"
 
 
 async def test_a_large_message_is_refused_and_the_connection_lives():
