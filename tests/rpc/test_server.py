@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import socket
 from typing import NoReturn
@@ -290,7 +291,7 @@ async def test_all_addresses_are_those_of_both_protocols(monkeypatch: pytest.Mon
         await server.stop(0)
 
     def refuse(*_arguments: object, **_options: object) -> NoReturn:
-        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
 
     monkeypatch.setattr(socket, "create_server", refuse)
     settings = ServiceSettings(host="::", metrics_address="[::]:9464", health_address="127.0.0.1:1", insecure=True)
