@@ -90,34 +90,41 @@ def test_a_stop_string_matches_in_the_output_alone(case: Case):
     """Claim: stop strings of the prompt, and those that begin in it and end in the output, do not match; those of the
     output do, at their last token. A resumed text goes on as the undisturbed one, token by token.
 
-    Conclusive: stop strings from around the end of the prompt, at every cut, against a search in the reference's text;
-    both outcomes are counted.
+    Conclusive: stop strings from around the end of the prompt, at every fourth cut, with `min_tokens` and without,
+    against a search in the reference's text; both outcomes are counted.
     """
     rng, matched, tempted = random.Random(1), 0, 0
     for token_ids, certain in zip(case.texts, case.certain):
         whole = case.decode(token_ids)
         for cut in range(rng.randint(1, 4), len(token_ids), 4):
             start = rng.randint(max(0, certain[cut] - 6), certain[cut] + 3)
-            stop = whole[start : start + rng.randint(1, 7)] or "\n"
+            stop, min_tokens = whole[start : start + rng.randint(1, 7)] or "\n", rng.choice((0, 0, 4))
             prompt, output = tuple(token_ids[:cut]), token_ids[cut : cut + STEPS]
-            counts = range(1, len(output) + 1)
-            expected = next((n for n in counts if stop in whole[certain[cut] : certain[cut + n]]), None)
-            tempted += expected is None and stop in whole[: certain[min(cut + STEPS, len(token_ids))]]
+            ends = [certain[cut + count] - certain[cut] for count in range(len(output) + 1)]
+            expected, text = stopped(whole[certain[cut] :], ends, stop, min_tokens)
+            tempted += expected is None and stop in whole[: certain[cut + len(output)]]
             matched += expected is not None
 
-            def walker(prompt: tuple[int, ...] = prompt, stop: str = stop) -> OutputWalker:
-                return OutputWalker(case.ours.stream(prompt), (stop,), (), 0, 1000)
+            def walker(prompt: tuple[int, ...] = prompt, stop: str = stop, least: int = min_tokens) -> OutputWalker:
+                return OutputWalker(case.ours.stream(prompt), (stop,), (), least, 1000)
 
             walked = walker().walk(output)
             assert (walked.kept_count if walked.ending else None) == expected, (token_ids, cut, stop)
-            if walked.ending:
-                text = whole[certain[cut] : certain[cut + walked.kept_count]]
-                assert "".join(walked.texts) == text[: text.index(stop)]
-            resumed = walker()
-            place = rng.randrange(walked.kept_count)
+            assert expected is None or "".join(walked.texts) == text, (token_ids, cut, stop)
+            resumed, place = walker(), rng.randrange(walked.kept_count)
             resumed.walk(output[:place])
             assert resumed.walk(output[place:]).texts == walked.texts[place:]
     assert matched > 20 and tempted > 20
+
+
+def stopped(text: str, ends: list[int], stop: str, min_tokens: int) -> tuple[int | None, str]:
+    """By definition: the number of tokens up to the first one after `min_tokens` that completes a stop string, None
+    without one, and the text before that. `ends`: the length of the text by the number of tokens."""
+    for count in range(min_tokens + 1, len(ends)):
+        start = text.find(stop, max(0, ends[count - 1] - len(stop) + 1), ends[count])
+        if start >= 0:
+            return count, text[:start]
+    return None, text
 
 
 @pytest.mark.parametrize("name", ["target", "smollm2-draft"])
