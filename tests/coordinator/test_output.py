@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import tokenizers
 
 from specdec.coordinator.output import OutputWalker, Walked
 from specdec.coordinator.tokenizer import Tokenizer
@@ -19,6 +20,11 @@ from specdec.protocol.types import FinishReason
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(str(EMBEDDED_MODELS / "target"))
+
+
+@pytest.fixture(scope="module")
+def library() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(EMBEDDED_MODELS / "target" / "tokenizer.json"))
 
 
 def ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -42,19 +48,19 @@ def walk_in_rounds(walker: OutputWalker, tokens, rng: random.Random) -> tuple[st
     return text, count, walked
 
 
-def reference(tokenizer: Tokenizer, tokens, stop: list[str], min_tokens: int) -> tuple[str, int]:
+def reference(library: tokenizers.Tokenizer, tokens, stop: list[str], min_tokens: int) -> tuple[str, int]:
     """(text, token count) by definition: the first token after min_tokens that completes a stop string ends it."""
     for count in range(1, len(tokens) + 1):
-        text = tokenizer._tokenizer.decode(list(tokens[:count]))
-        before = tokenizer._tokenizer.decode(list(tokens[: count - 1]))
+        text = library.decode(list(tokens[:count]))
+        before = library.decode(list(tokens[: count - 1]))
         ends = [text.find(s, max(0, len(before) - len(s) + 1)) for s in stop]
         ends = [start for start, s in zip(ends, stop) if start >= 0 and start + len(s) > len(before)]
         if ends and count > min_tokens:
             return text[: min(ends)], count
-    return tokenizer._tokenizer.decode(list(tokens)), len(tokens)
+    return library.decode(list(tokens)), len(tokens)
 
 
-def test_stop_strings_end_the_text_where_plain_decoding_would(tokenizer: Tokenizer):
+def test_stop_strings_end_the_text_where_plain_decoding_would(tokenizer: Tokenizer, library: tokenizers.Tokenizer):
     """Claim: token and text counts equal the definition's, however tokens are grouped into rounds."""
     source = "def f(x):\n    return self.value(x)\n\n\nclass A:\n    def g(self):\n        pass\n"
     tokens = ids(tokenizer, source)
@@ -63,7 +69,7 @@ def test_stop_strings_end_the_text_where_plain_decoding_would(tokenizer: Tokeniz
         stop = [source[i : i + rng.randrange(1, 7)] for i in (rng.randrange(len(source)) for _ in range(2))]
         min_tokens = rng.choice([0, 0, 3, 9])
         text, count, walked = walk_in_rounds(walker(tokenizer, stop, min_tokens=min_tokens), tokens, rng)
-        expected_text, expected_count = reference(tokenizer, tokens, stop, min_tokens)
+        expected_text, expected_count = reference(library, tokens, stop, min_tokens)
         assert count == expected_count, (seed, stop)
         if walked.ending is not None:
             assert text == expected_text, (seed, stop)

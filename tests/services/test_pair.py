@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.support.services import MODELS, SHAPES, Outcome, Services, fixed, running
+from tests.support.tokenizer_kinds import common_length
 
 MAX_TOKENS = 40
 DRAFT_LENGTHS = (0, 1, 2, 4, 8)
@@ -57,6 +59,27 @@ def test_waits_for_a_path_of_a_tree_end(services: Services, siblings: int) -> No
     asked = {"prompt": PROMPTS[0], "max_tokens": 24, "ignore_eos": True, "seed": 3, "temperature": 1.0}
     found = services.client.generate(**asked, speculative=plan).finished.statistics
     assert found.draft_waits_expired == 0 and found.num_draft_tokens >= 8 * (found.rounds - 4) > 0
+
+
+def test_a_prompt_that_ends_inside_a_character_gives_no_text(services: Services) -> None:
+    """Claim: the ids of a prompt that end in half an emoji give the output no text of the prompt, and a stop string of
+    the prompt does not match there; resumed after any token the text goes on as it was.
+
+    Conclusive: the text is the library's decoding of prompt and output less that of the prompt, and the same with the
+    stop string, which ended it after one token where the last words of the prompt came back.
+    """
+    library = tokenizers.Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    prompt = library.encode("PROMPT ONLY: robot 🤖").ids[:-1]
+    begun = library.decode(prompt)
+    assert begun.startswith("PROMPT ONLY: robot \ufffd")
+    asked = {"max_tokens": 16, "ignore_eos": True, "temperature": 0, "speculative": fixed(4)}
+    found = services.client.generate(prompt, stop=["robot"], **asked)
+    whole = library.decode([*prompt, *found.token_ids])
+    assert len(found.token_ids) == 16 and whole.startswith(begun) and found.text == whole[len(begun) :]
+    for count in range(0, 16, 3):
+        resumed = services.client.generate(prompt, resume=found.token_ids[:count], **asked)
+        certain = common_length(whole, library.decode([*prompt, *found.token_ids[:count]]))
+        assert found.text[: certain - len(begun)] + resumed.text == found.text
 
 
 @pytest.mark.parametrize(
