@@ -56,6 +56,7 @@ class Generation:
         request: RequestStatistics,
     ) -> None:
         self._session = session
+        self._own_start = len(session.committed)  # before it are the client's words: prompt and resumed tokens
         self._walker = walker
         self._target = target
         self._draft = draft
@@ -301,7 +302,7 @@ class Generation:
         usage = session.params.prompt_length, self._walker.count
         finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
         self._request.finished(finished)
-        self._speculation.remember(session)
+        self._speculation.remember(session, self._own_start, self._loop.call_soon)
         self._emit(finished)
 
     def _fail(self, error: SpecdecError) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specdec.config import CoordinatorSettings
 from specdec.errors import InvalidRequest
@@ -15,16 +15,10 @@ from specdec.policy.steps import Steps
 from specdec.policy.table import Table
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import Nodes
-from specdec.protocol.proposers import (
-    SUFFIX_LENGTH_MIN,
-    LocalProposer,
-    NgramProposer,
-    PredictionProposer,
-    SuffixProposer,
-    SuffixStore,
-)
+from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
 from specdec.protocol.request import GenerationRequest, SpeculationMode
 from specdec.protocol.session import Session
+from specdec.protocol.suffix_store import SUFFIX_LENGTH_MIN, SUFFIX_TEXT_LENGTH_MAX, SuffixProposer, SuffixStore
 from specdec.protocol.types import Description, Proposer, Rule
 
 REJECTION_EVERY = 64  # of the requests whose rule is the service's choice, one in 64 measures REJECTION
@@ -109,11 +103,19 @@ class Speculation:
             made.append(NgramProposer(committed, own.ngram_length_min, own.ngram_length_max, own.ngram_window))
         return made
 
-    def remember(self, session: Session) -> None:
-        """Stores a text that ends, for later requests with its salt."""
-        if Proposer.SUFFIX in self._own and self._settings.suffix_store_mb:
-            start = max(0, session.params.prompt_length - SUFFIX_LENGTH_MIN)
-            self._store.add(session.cache_salt, session.committed[start:])
+    def remember(self, session: Session, own_start: int, call_soon: Callable[..., object]) -> None:
+        """Stores the tokens from `own_start` on of a text that ends, which the target chose, for later requests with
+        its salt; the few before them only find the first. `call_soon` calls a function in the event loop's next turn:
+        each stores a piece."""
+        committed = session.committed
+        if Proposer.SUFFIX in self._own and self._settings.suffix_store_mb and len(committed) > own_start:
+            start = max(0, own_start - SUFFIX_LENGTH_MIN, len(committed) - SUFFIX_TEXT_LENGTH_MAX)
+            if self._store.add(session.cache_salt, committed[start:]):
+                call_soon(self._store_piece, call_soon)
+
+    def _store_piece(self, call_soon: Callable[..., object]) -> None:
+        if self._store.work():
+            call_soon(self._store_piece, call_soon)
 
     def _mode(self, request: GenerationRequest) -> SpeculationMode:
         return request.speculative.mode or SpeculationMode[self._settings.speculation_policy.upper()]

@@ -281,7 +281,8 @@ class Drafter:
             if params.rule is Rule.REJECTION:
                 draws = tuple(uniform_bits(session.secret, Lane.DRAFT, growth.epoch, name) for name in names[-1])
             draft = () if fed else [node.token_id for node in path]
-            requests.append(ProposalRequest(params, TokenPath(tokens, length, draft), width, draws, branch_count))
+            path_tokens = TokenPath(tokens, length, draft, session.counts)
+            requests.append(ProposalRequest(params, path_tokens, width, draws, branch_count))
         self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
         return Piece(session.table, 0, token_ids, len(paths), requests, rows)
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.decoding.paths import TokenCounts
 from specdec.draft_service.cells import Cells
 from specdec.engine.retokenizer import Reading
 from specdec.protocol.growth import Growth
@@ -19,7 +20,8 @@ class DraftSession(ReplicaSession):
 
     `reading`: of a draft with another tokenizer. `wait_length`: of the proposal path that a verification waits for.
     `grown`: nodes to send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number
-    of next steps recorded in detail, below the span of `group`. `worked_s`: of steps since the item before.
+    of next steps recorded in detail, below the span of `group`. `worked_s`: of steps since the item before. `counts`:
+    of its tokens, for penalties.
     """
 
     cells: Cells
@@ -36,6 +38,11 @@ class DraftSession(ReplicaSession):
     traced_step_count: int = 0
     group: Trace = NO_TRACE
     worked_s: float = 0.0
+    counts: TokenCounts | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.opened.params.has_penalties:
+            self.counts = TokenCounts(self.opened.params)
 
     @property
     def read_tokens(self) -> Sequence[int]:
@@ -49,6 +56,8 @@ class DraftSession(ReplicaSession):
 
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the tree below them."""
+        if self.counts is not None:
+            self.counts.move(self.tokens, min(length, self.counts.length))
         super().cut(length)
         self.cells.truncate(length if self.reading is None else self.reading.cut(length))
         self.drop_tree()

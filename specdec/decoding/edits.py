@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
-from specdec.decoding.host_copy import sent
+from specdec.decoding.host_copy import is_far, sent
 from specdec.decoding.paths import TokenCounts, TokenPath
 from specdec.protocol.types import ResolvedSamplingParams
+
+PENALISED_AT_ONCE = 1 << 16  # numbers on a CPU, whose temporaries stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +68,49 @@ def edited_logits(logits: Tensor, contexts: Sequence[PathContext]) -> Tensor:
         return logits
     edited = logits.to(torch.float64, copy=True)
     start = 0
-    for context in contexts:
-        if context.is_edited:
-            edit_path(edited[start : start + context.row_count], context)
-        start += context.row_count
+    for params, sharing in groupby(contexts, key=lambda context: context.params):
+        paths = list(sharing)
+        row_count = sum(context.row_count for context in paths)
+        edit_paths(edited[start : start + row_count], params, paths)
+        start += row_count
     return edited
 
 
-def edit_path(values: Tensor, context: PathContext) -> None:
-    """Edits the rows of one path in place, only in the columns concerned.  # values: [row_count, vocabulary]"""
-    params, width = context.params, values.shape[1]
-    mask_stop_tokens(values[: context.masked_row_count], [t for t in params.stop_token_ids if t < width])
+def edit_paths(values: Tensor, params: ResolvedSamplingParams, contexts: Sequence[PathContext]) -> None:
+    """Edits the rows of paths with the same params in place, only in the columns concerned.
+
+    # values: [rows of all paths, vocabulary]
+    """
+    width = values.shape[1]
+    masked = masked_rows(contexts)
+    if masked:
+        stop_token_ids = [token_id for token_id in params.stop_token_ids if token_id < width]
+        for start, end in masked:
+            mask_stop_tokens(values[start:end], stop_token_ids)
     bias = [(token_id, number) for token_id, number in params.logit_bias if token_id < width]
     if bias:
         columns = sent([token_id for token_id, _ in bias], values.device)
         values[:, columns] += sent([number for _, number in bias], values.device, values.dtype)
     if params.has_penalties:
-        penalise(values, context)
+        end = 0
+        for _, sharing in groupby(contexts, key=head_of):
+            paths = list(sharing)
+            start, end = end, end + sum(path.row_count for path in paths)
+            penalise(values[start:end], params, counted(paths[0]), [later(path) for path in paths])
+
+
+def masked_rows(contexts: Sequence[PathContext]) -> list[tuple[int, int]]:
+    """Returns the rows of the paths whose stop tokens are masked, adjacent ones together."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for context in contexts:
+        if count := context.masked_row_count:
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], start + count
+            else:
+                found.append((start, start + count))
+        start += context.row_count
+    return found
 
 
 def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
@@ -93,43 +124,83 @@ def mask_stop_tokens(values: Tensor, stop_token_ids: list[int]) -> None:
     values[:, columns] = torch.where(emptied, before, values[:, columns])
 
 
-def penalise(values: Tensor, context: PathContext) -> None:
-    """Applies repetition, presence and frequency penalties to the columns of tokens that occur in the path."""
-    params, width = context.params, values.shape[1]
-    counted = committed_counts(context)
-    first_counts = counted.output
-    first_seen = first_counts.keys() if params.repetition_penalty == 1 else first_counts.keys() | counted.prompt.keys()
-    token_ids = [token_id for token_id in {*first_seen, *context.draft_token_ids} if token_id < width]
-    columns = sent(token_ids, values.device, torch.int64)
-    draft_counts = sent(draft_counts_before(context, token_ids), values.device)
-    chosen = values[:, columns]
-    if params.repetition_penalty != 1:
-        repeated = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
-        seen_at_first = sent([token_id in first_seen for token_id in token_ids], values.device, torch.bool)
-        chosen = torch.where(seen_at_first | (draft_counts > 0), repeated, chosen)
-    if params.presence_penalty or params.frequency_penalty:
-        counts = sent([first_counts[token_id] for token_id in token_ids], values.device, torch.int64) + draft_counts
-        chosen -= params.presence_penalty * (counts > 0).to(values.dtype)
-        chosen -= params.frequency_penalty * counts.to(values.dtype)
-    values[:, columns] = chosen
+class Later(NamedTuple):
+    """The rows of one path: `row_count` of them, the last after all of these uncommitted tokens."""
+
+    token_ids: tuple[int, ...]
+    row_count: int
 
 
-def committed_counts(context: PathContext) -> TokenCounts:
+def head_of(context: PathContext) -> tuple[int, int]:
+    """Returns what is equal for paths in a row that continue the same committed tokens."""
+    path = context.committed
+    if isinstance(path, TokenPath) and path.counts is not None:
+        return id(path.counts), path.head_length
+    return id(path), len(path)
+
+
+def counted(context: PathContext) -> TokenCounts:
     """Returns the counts of the committed tokens: those that their owner keeps, or new ones."""
-    committed = context.committed
-    counts = committed.kept_counts() if isinstance(committed, TokenPath) else None
+    path = context.committed
+    counts = path.kept_counts() if isinstance(path, TokenPath) else None
     if counts is None:
         counts = TokenCounts(context.params)
-        counts.move(committed, len(committed))
+        counts.move(path, len(path))
     return counts
 
 
-def draft_counts_before(context: PathContext, token_ids: list[int]) -> Tensor:
-    """Counts each token in the draft tokens before each row.  # [row_count, len(token_ids)] int64"""
-    counts = torch.zeros(context.row_count, len(token_ids), dtype=torch.int64)
-    if context.draft_token_ids:
-        column_of = {token_id: column for column, token_id in enumerate(token_ids)}
-        for index, token_id in enumerate(context.draft_token_ids):
+def later(context: PathContext) -> Later:
+    """Returns the rows of a path, and the tokens that its counts lack."""
+    path = context.committed
+    tail = path.tail if isinstance(path, TokenPath) and path.counts is not None else ()
+    return Later((*tail, *context.draft_token_ids), context.row_count)
+
+
+def penalise(values: Tensor, params: ResolvedSamplingParams, counts: TokenCounts, paths: Sequence[Later]) -> None:
+    """Applies repetition, presence and frequency penalties to the columns of tokens that occur in the paths.
+
+    All rows have the committed tokens, few columns a draft token too: these are computed apart, for each row its own.
+    """
+    width, device = values.shape[1], values.device
+    later_ids = sorted({token_id for path in paths for token_id in path.token_ids if token_id < width})
+    later_columns = sent(later_ids, device, torch.int64)
+    before = values[:, later_columns]
+    columns, output, every = counts.below(width, device)
+    if isinstance(columns, Tensor):
+        values[:, columns] = penalised(values[:, columns], params, output, every)
+    else:
+        size = width if is_far(device) else max(1, PENALISED_AT_ONCE // len(values))
+        for start in range(0, len(output), size):
+            part = slice(start, min(start + size, len(output)))
+            values[:, part] = penalised(values[:, part], params, output[part], every[part])
+    if later_ids:
+        committed = sent(torch.from_numpy(counts.times(later_ids)), device)
+        output, every = (committed[:, None] + sent(draft_counts_before(paths, later_ids), device)).unbind()
+        values[:, later_columns] = penalised(before, params, output, every)
+
+
+def penalised(chosen: Tensor, params: ResolvedSamplingParams, output: Tensor, every: Tensor) -> Tensor:
+    """Returns values after all penalties; may change the argument. The counts: of each column's token in the output
+    before the row, and in all that is penalised.  # [rows, columns] float64, the counts so or [columns]"""
+    if params.repetition_penalty != 1:
+        repeated = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
+        chosen = torch.where(every > 0, repeated, chosen)
+    if params.presence_penalty:
+        chosen -= params.presence_penalty * (output > 0).to(chosen.dtype)
+    if params.frequency_penalty:
+        chosen -= params.frequency_penalty * output.to(chosen.dtype)
+    return chosen
+
+
+def draft_counts_before(paths: Sequence[Later], token_ids: Sequence[int]) -> Tensor:
+    """Counts each token in the draft tokens before each row of the paths.  # [rows, len(token_ids)] int64"""
+    counts = numpy.zeros((sum(path.row_count for path in paths), len(token_ids)), numpy.int64)
+    column_of = {token_id: column for column, token_id in enumerate(token_ids)}
+    end = 0
+    for path in paths:
+        start, end = end, end + path.row_count
+        for index, token_id in enumerate(path.token_ids):
             if token_id in column_of:
-                counts[max(0, index + 1 - context.first_row) :, column_of[token_id]] += 1
-    return counts
+                first = end - len(path.token_ids) + index  # the row after it
+                counts[max(start, first) : end, column_of[token_id]] += 1
+    return torch.from_numpy(counts)

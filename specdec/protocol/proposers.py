@@ -2,15 +2,14 @@
 
 A proposer is given the committed tokens and returns runs of tokens that may follow them, each with the length of the
 match it comes from. They propose without a draw, so under REJECTION a token has all weight in its draft distribution;
-which runs are found depends on committed tokens only. Pure: no clock, no I/O, no model.
+which runs are found depends on committed tokens only. The one for earlier text is in `suffix_store`. Pure: no clock, no
+I/O, no model.
 """
 
 from __future__ import annotations
 
 import sys
-from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeVar
@@ -26,9 +25,6 @@ RUN_COUNT_MAX = 2  # runs of one proposer: a third differs from both in few text
 PLACES_MAX = 8  # of one n-gram that are looked at: the latest
 NGRAM_LENGTH_MIN, MATCH_LENGTH_MAX = 2, 32
 NGRAM_WINDOW = 16_384  # tokens
-SUFFIX_LENGTH_MIN = 4  # of a match in earlier text, which is more than one's own
-SUFFIX_TEXT_LENGTH_MAX = 4096  # tokens of one text that are stored, its last ones
-STORED_TOKEN_BYTES = 460  # of one token in the store, its places included, measured on text that never repeats
 START_STRENGTH = 8  # of a prediction before any output: as sure as a match of this length
 
 
@@ -189,88 +185,3 @@ def head_runs(proposals: HeadProposals | None, vocabulary_size: int) -> list[Run
             bins = tuple(confidence_bin(token.confidence / HEAD_CONFIDENCE_MAX) for token in tokens)
             runs.append(Run(Proposer.HEADS, token_ids, 0, rank, bins))
     return runs
-
-
-class SuffixStore:
-    """Text generated before, by cache salt: bounded in bytes, the least recently used text goes first.
-
-    A salt's texts are found by that salt only.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._texts: OrderedDict[int, tuple[str, array[int]]] = OrderedDict()
-        self._places: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
-        self._count = self._token_count = 0
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes in use, estimated."""
-        return self._token_count * STORED_TOKEN_BYTES
-
-    def add(self, salt: str, token_ids: Sequence[int]) -> None:
-        """Stores a text, its last SUFFIX_TEXT_LENGTH_MAX tokens, unless it is stored: then it is in use now.
-
-        Forgets others while too many bytes are in use.
-        """
-        text = array("L", token_ids[-SUFFIX_TEXT_LENGTH_MAX:])
-        if len(text) <= SUFFIX_LENGTH_MIN:
-            return
-        for number, _ in self._places.get((salt, tuple(text[-1 - SUFFIX_LENGTH_MIN : -1])), ()):
-            if self._texts[number][1] == text:
-                self._texts.move_to_end(number)
-                return
-        self._count += 1
-        self._texts[self._count] = salt, text
-        self._token_count += len(text)
-        for end, key in _keys(salt, text):
-            places = self._places.setdefault(key, [])
-            places.append((self._count, end))
-            if len(places) > PLACES_MAX:
-                del places[0]
-        while self.byte_count > self._bytes_max and len(self._texts) > 0:
-            self._forget()
-
-    def runs(self, salt: str, committed: Sequence[int]) -> list[Run]:
-        """Returns the continuations of the longest matches in the texts of a salt, which are in use now."""
-        end = len(committed)
-        if end < SUFFIX_LENGTH_MIN:
-            return []
-        places = self._places.get((salt, tuple(committed[end - SUFFIX_LENGTH_MIN : end])), ())
-        recent, matches = committed[-MATCH_LENGTH_MAX:], []
-        for index, (number, place) in enumerate(places):
-            self._texts.move_to_end(number)
-            matches.append((match_length(self._texts[number][1], place, recent, len(recent)), index))
-
-        def tokens_at(index: int) -> tuple[int, ...]:
-            number, place = places[index]
-            return tuple(self._texts[number][1][place : place + RUN_LENGTH_MAX])
-
-        return runs_of(Proposer.SUFFIX, matches, tokens_at)
-
-    def _forget(self) -> None:
-        """Removes the least recently used text and its places."""
-        number, (salt, text) = self._texts.popitem(last=False)
-        self._token_count -= len(text)
-        for end, key in _keys(salt, text):
-            places = self._places.get(key, [])
-            if (number, end) in places:
-                places.remove((number, end))
-                if not places:
-                    del self._places[key]
-
-
-def _keys(salt: str, text: array[int]) -> Iterator[tuple[int, tuple[str, tuple[int, ...]]]]:
-    """Yields each place of a text with the key it is found by."""
-    for end in range(SUFFIX_LENGTH_MIN, len(text)):
-        yield end, (salt, tuple(text[end - SUFFIX_LENGTH_MIN : end]))
-
-
-class SuffixProposer:
-    """The continuation of a match in text that the store has for a salt (suffix decoding, Oliaro et al. 2024)."""
-
-    def __init__(self, store: SuffixStore, salt: str) -> None:
-        self._store, self._salt = store, salt
-
-    def propose(self, committed: Sequence[int]) -> list[Run]:
-        return self._store.runs(self._salt, committed)

@@ -24,6 +24,7 @@ from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes,
 from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
 from specdec.replica.handler import IDLE_S, ItemHandler
+from tests.exactness import reference
 from tests.support.engine_models import make_tiny_model
 from tests.support.trees import OwnTree
 
@@ -43,9 +44,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Draft:
-    """A drafter whose steps are run by hand, and a coordinator's tree for every session."""
+    """A drafter whose steps are run by hand, and a coordinator's tree for every session. `penalties`: of all sessions
+    of a test, whose prompts then have one length."""
 
     vocabulary_size = VOCABULARY_SIZE
+    penalties: dict[str, float] = {}
+    params: ResolvedSamplingParams | None = None
 
     def __init__(self, folder: Path, block_count: int = 400) -> None:
         self.model = load_model(str(folder), "float32", has_stable_rows=False)
@@ -78,7 +82,10 @@ class Draft:
         rule: Rule = Rule.GREEDY,
     ) -> None:
         temperature = 0.0 if rule is Rule.GREEDY else 1.0
-        params = ResolvedSamplingParams(rule, seed=1, prompt_length=len(prompt), temperature=temperature)
+        params = ResolvedSamplingParams(
+            rule, seed=1, prompt_length=len(prompt), temperature=temperature, **self.penalties
+        )
+        self.params = params
         self.trees[session] = OwnTree(list(prompt))
         self.windows[session] = window
         self.tell(
@@ -127,7 +134,10 @@ class Draft:
         blocks = range(1, len(path) // BLOCK_SIZE + 2)
         with torch.inference_mode():
             output = self.reference.forward(RaggedBatch((SequenceChunk(list(blocks), 0, path, 1),)))
-        return int(output.logits[0, :VOCABULARY_SIZE].argmax())
+        logits = output.logits[0, :VOCABULARY_SIZE]
+        if self.params is not None and self.params.has_penalties:
+            logits = torch.tensor(reference.edited_logits(self.params, logits.tolist(), path), dtype=torch.float64)
+        return int(logits.argmax())
 
     def settle(self, steps_max: int = 1000) -> None:
         """Steps until the trees are grown."""
@@ -155,12 +165,16 @@ class Draft:
         return list(self.handler.sessions.values())
 
 
-def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
-    """Claim: every node sees the cells of its own path and no other: every proposal child sent is the argmax of the
-    model run from nothing on that path, over random commits along proposals, branches and strangers, some in the middle
-    of growth."""
+@pytest.mark.parametrize(
+    "penalties", [{}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}], ids=["plain", "penalties"]
+)
+def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path, penalties: dict[str, float]) -> None:
+    """Claim: every node sees the cells of its own path and no other, and its penalties count that path: every proposal
+    child sent is the argmax of the model run from nothing on that path, over random commits along proposals, branches
+    and strangers, some in the middle of growth. With penalties the committed tokens are counted by the session."""
     rng = random.Random(3)
     draft = Draft(model_folder)
+    draft.penalties = penalties
     draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(21)])
     kinds = {"proposal": 0, "branch": 0, "stranger": 0}
     while len(draft.trees[1].committed) < LENGTH_MAX * 2 // 3:
@@ -182,6 +196,8 @@ def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path) -> None:
         draft.commit(1, token_id)
     draft.settle()
     assert min(kinds.values()) >= 5 and max(draft.node_counts) > 4 and not draft.failures
+    counts = draft.sessions[0].counts
+    assert counts.length == len(draft.trees[1].committed) if penalties else counts is None
 
 
 def test_sessions_share_a_step_and_the_likeliest_nodes_go_first(

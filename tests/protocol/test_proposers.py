@@ -1,9 +1,7 @@
-"""The coordinator's own proposers: each run is what follows an earlier match, and the store keeps salts and bounds."""
+"""The coordinator's own proposers: each run is what follows an earlier match."""
 
 from __future__ import annotations
 
-import random
-import tracemalloc
 from collections.abc import Sequence
 
 from hypothesis import example, given
@@ -15,14 +13,9 @@ from specdec.protocol.proposers import (
     NGRAM_LENGTH_MIN,
     PLACES_MAX,
     RUN_LENGTH_MAX,
-    STORED_TOKEN_BYTES,
-    SUFFIX_LENGTH_MIN,
-    SUFFIX_TEXT_LENGTH_MAX,
     NgramProposer,
     PredictionProposer,
     Run,
-    SuffixProposer,
-    SuffixStore,
     head_runs,
 )
 from specdec.protocol.types import Proposer
@@ -152,88 +145,6 @@ def test_the_prompt_is_no_output() -> None:
     """Claim: tokens of the prompt that stand in the prediction do not move its start."""
     proposer = PredictionProposer([5, 6, 7], output_start=2)
     assert proposer.propose([5, 6])[0].token_ids == (5, 6, 7)
-
-
-def test_the_store_never_crosses_salts() -> None:
-    """Claim: a text is found by its own salt only, in full, and not by another or by none."""
-    store, text = SuffixStore(1 << 20), list(range(100, 160))
-    store.add("a", text)
-    store.add("b", [token_id + 1000 for token_id in text])
-    committed = text[10 : 10 + SUFFIX_LENGTH_MIN]
-    (found,) = SuffixProposer(store, "a").propose(committed)
-    assert found == Run(Proposer.SUFFIX, tuple(text[14 : 14 + RUN_LENGTH_MAX]), SUFFIX_LENGTH_MIN)
-    for salt in ("b", "", "A"):
-        assert SuffixProposer(store, salt).propose(committed) == []
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), TEXTS), max_size=12), st.integers(0, 40))
-def test_the_store_is_bounded_and_forgets_whole_texts(added: list[tuple[str, list[int]]], token_max: int) -> None:
-    """Claim: after every text the bytes in use are at most the limit, and every run found is what follows the context
-    in some text of that salt, so no place of a forgotten text is left."""
-    store, kept = SuffixStore(token_max * STORED_TOKEN_BYTES), list[tuple[str, list[int]]]()
-    for salt, text in added:
-        store.add(salt, text)
-        kept.append((salt, text))
-        assert store.byte_count <= token_max * STORED_TOKEN_BYTES
-        for own, context in kept:
-            for run in store.runs(own, context):
-                whole = [*context[-SUFFIX_LENGTH_MIN:], *run.token_ids]
-                assert any(
-                    other == own and any(text[i : i + len(whole)] == whole for i in range(len(text)))
-                    for other, text in kept
-                )
-
-
-def test_the_least_recently_used_text_goes_first() -> None:
-    """Claim: of two texts the one that was found last stays."""
-    texts = [list(range(start, start + 10)) for start in (0, 100, 200)]
-    store = SuffixStore(20 * STORED_TOKEN_BYTES)
-    store.add("", texts[0])
-    store.add("", texts[1])
-    assert store.runs("", texts[0][:SUFFIX_LENGTH_MIN])
-    store.add("", texts[2])
-    found = [bool(store.runs("", text[:SUFFIX_LENGTH_MIN])) for text in texts]
-    assert found == [True, False, True]
-
-
-def test_the_store_uses_no_more_memory_than_it_counts() -> None:
-    """Claim: for text that never repeats, the worst kind, the bytes that Python allocates for the store are those that
-    it counts, within a tenth above, at every size: its dictionary grows by doubling. Conclusive: counted by tracemalloc
-    after every text, texts long and short; and at the end four fifths at least, so that the bound is no waste."""
-    for length in (SUFFIX_TEXT_LENGTH_MAX, 300):
-        rng, store = random.Random(length), SuffixStore(1 << 30)
-        tracemalloc.start()
-        try:
-            before, _ = tracemalloc.get_traced_memory()
-            for number in range(40_000 // length):
-                store.add(f"salt {number % 3}", [rng.randrange(1000, 200_000) for _ in range(length)])
-                allocated = tracemalloc.get_traced_memory()[0] - before
-                assert allocated < 1.1 * store.byte_count, number
-            assert allocated > 0.8 * store.byte_count
-        finally:
-            tracemalloc.stop()
-
-
-def test_a_text_that_is_generated_again_is_stored_once() -> None:
-    """Claim: a recurring answer takes the store's bytes once, and its return is a use of it.
-
-    Conclusive: stored twice, the first text would leave no place for the second; not used, it would go before it. Under
-    another salt, or with another end, it is another text.
-    """
-    first, second, third = (list(range(start, start + 10)) for start in (0, 100, 200))
-    store = SuffixStore(20 * STORED_TOKEN_BYTES)
-    for text in (first, second, first, first):
-        store.add("", text)
-    assert store.byte_count == 20 * STORED_TOKEN_BYTES
-    assert store.runs("", second[:SUFFIX_LENGTH_MIN]) and store.runs("", first[:SUFFIX_LENGTH_MIN])
-    store.add("", second)
-    store.add("", first)
-    store.add("", third)
-    assert [bool(store.runs("", text[:SUFFIX_LENGTH_MIN])) for text in (first, second, third)] == [True, False, True]
-    large = SuffixStore(1 << 20)
-    for salt, text in (("", first), ("a", first), ("", [*first[:-1], 77])):
-        large.add(salt, text)
-    assert large.byte_count == 30 * STORED_TOKEN_BYTES
 
 
 def test_heads_propose_a_chain_and_one_alternative() -> None:

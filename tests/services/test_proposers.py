@@ -166,6 +166,33 @@ def test_the_store_never_crosses_salts(pair: Services) -> None:
     assert max(counts[:3]) < LENGTH / 4 and min(counts[3:]) > LENGTH / 2
 
 
+@pytest.mark.parametrize("pair", ["float32"], indirect=True)
+def test_only_what_the_target_chose_is_remembered(pair: Services) -> None:
+    """Claim: a text is proposed again from the first token on that its own stream generated. Resumed tokens are the
+    client's words: a request that resumes made-up ones, and ends at once, leaves nothing; one that resumes half of a
+    text leaves the other half, whose first token is found by the resumed ones before it.
+
+    Conclusive: the same prompts are asked under the same salts with that source alone, so what it offers was stored;
+    asked once more, with all of the text stored, the first half is accepted too.
+    """
+    way = fixed(8, proposers=["PROPOSER_SUFFIX"])
+    made_up = [(17 * index * index + 5) % 4000 + 1 for index in range(200)]
+    ended = pair.client.generate(PROMPT, resume=made_up, max_tokens=len(made_up), cache_salt="made up")
+    assert ended.finished.usage.output_tokens == len(made_up) and not ended.token_ids
+    asked = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.9, "seed": 99}
+    after = pair.client.generate([*PROMPT, *made_up[:100]], speculative=way, cache_salt="made up", **asked)
+    assert after.finished.statistics.num_suffix_draft_tokens == 0
+    off = pair.client.generate(PROMPT, speculative=SHAPES["off"], cache_salt="whole", **asked)
+    half = off.token_ids[: LENGTH // 2]
+    pair.client.generate(PROMPT, resume=half, speculative=SHAPES["off"], cache_salt="half", **asked)
+    number = pb.PROPOSER_SUFFIX
+    for counts in ((0, LENGTH // 4), (LENGTH // 4, LENGTH // 4)):
+        on = pair.client.generate(PROMPT, speculative=way, cache_salt="half", **asked)
+        assert on.token_ids == off.token_ids
+        found = on.proposers[: len(half)].count(number), on.proposers[len(half) :].count(number)
+        assert all(own >= least for own, least in zip(found, counts)) and (counts[0] or not found[0]), found
+
+
 def test_a_service_without_a_draft(table_models: tuple[Path, Path]) -> None:
     """Claim: a coordinator without a draft service speculates by its own proposers, by default, and says so."""
     with running(table_models[0], None, {"speculation_policy": "auto"}, threads=1) as services:

@@ -24,10 +24,11 @@ from specdec.protocol import session as session_module
 from specdec.protocol.growth import Growth
 from specdec.protocol.items import UINT32_MAX, Close, DraftNode
 from specdec.protocol.noise import Lane
-from specdec.protocol.proposers import NgramProposer, PredictionProposer, SuffixProposer, SuffixStore
+from specdec.protocol.proposers import NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta
 from specdec.protocol.session import Session, ToDraft
 from specdec.protocol.states import DraftEvent
+from specdec.protocol.suffix_store import SuffixProposer, SuffixStore
 from specdec.protocol.tree import DraftTree
 from specdec.protocol.types import DraftProbs, TokenKind
 from specdec.replica.handler import ItemHandler
@@ -422,8 +423,11 @@ def older_heads_kept(real: Callable) -> Callable:
 
 def forgets_the_text_alone(self: SuffixStore) -> None:
     """The places of a forgotten text stay."""
-    _, (_, text) = self._texts.popitem(last=False)
-    self._token_count -= len(text)
+    share = max((self._common, *self._shares.values()), key=lambda share: share.token_count)
+    text = next(iter(share.texts.values()))
+    share.give(text)
+    del self._texts[text.number]
+    self._token_count -= len(text.token_ids)
 
 
 def ends_in(token_id: int) -> Callable[[Callable], Callable]:

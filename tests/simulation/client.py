@@ -24,18 +24,12 @@ from specdec.errors import CacheExhausted, ReplicaUnavailable
 from specdec.policy.policy import FixedPolicy, Policy
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
-from specdec.protocol.proposers import (
-    STORED_TOKEN_BYTES,
-    LocalProposer,
-    NgramProposer,
-    PredictionProposer,
-    SuffixProposer,
-    SuffixStore,
-)
+from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams
 from specdec.protocol.session import Session
 from specdec.protocol.shape import path_count_max
+from specdec.protocol.suffix_store import STORED_TOKEN_BYTES, SuffixProposer, SuffixStore
 from specdec.protocol.types import CacheSize, FinishReason, Proposer, ResolvedSamplingParams, Rule
 from tests.simulation.clock import Clock, Violation
 from tests.simulation.model import VOCABULARY_SIZE
@@ -177,6 +171,8 @@ class Coordinator:
         if Proposer.SUFFIX in order.proposers:
             store = self.speculation._store  # which ended generations fill, too
             store.add("", earlier_text(order))
+            while store.work():
+                pass
             made.append(SuffixProposer(store, ""))
         if Proposer.NGRAM in order.proposers:
             made.append(NgramProposer(committed))
