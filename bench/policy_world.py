@@ -103,6 +103,7 @@ class Session:
     sent_plan: Plan = OFF_PLAN
     is_late: bool = False
     is_cold: bool = True
+    is_refused: bool = False  # by the draft
     timeline: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -112,21 +113,22 @@ class Simulated(Simulation):
     def __init__(self, world: World, service: Service, seed: int) -> None:
         super().__init__(world.scenario, OFF_PLAN, seed)
         self.world, self.service = world, service
-        self.streams = [Stream(OFF_PLAN, text) for text in world.texts]
+        self.texts = [*world.texts]
+        self.streams = [Stream(OFF_PLAN, text) for text in self.texts]
         self.sessions = [Session(OnePlan(OFF_PLAN), 0) for _ in self.streams]
         self.plans: dict[Plan, int] = {}
         self._step_began_s = 0.0
         self._index = {id(stream): index for index, stream in enumerate(self.streams)}
         self._running: list[Stream] = []
         self._step: tuple[int, int, float] = (1, 1, 0.0)
-
-    def run_until(self, end_s: float) -> None:
-        """Runs to a time."""
-        for stream, begin_s in zip(self.streams, self.world.begins_s):
+        for stream, begin_s in zip(self.streams, world.begins_s):
             self._after(begin_s, partial(self._begin, stream))
-        for at_s, name, value in self.world.changes:
+        for at_s, name, value in world.changes:
             self._after(at_s, partial(self._change, {name: value}))
         self._ping()
+
+    def run_until(self, end_s: float) -> None:
+        """Runs to a time; it may go on to a later one."""
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, happen = heapq.heappop(self._events)
             happen()
@@ -149,9 +151,9 @@ class Simulated(Simulation):
         self._after(1.0, self._ping)
 
     def _begin(self, stream: Stream) -> None:
-        if stream not in self._running:
-            self._running.append(stream)
         session = self._session(stream)
+        if stream not in self._running and not session.is_refused:
+            self._running.append(stream)
         session.policy = self.service.policy(self._index[id(stream)])
         session.text_end = stream.committed_count + self.world.text_tokens
         session.rounds, session.verdict_s, session.is_cold, session.is_late = 0, self.now_s, True, False
@@ -193,20 +195,25 @@ class Simulated(Simulation):
         batch, self.verified = self.verified, []
         self.target_is_busy = bool(batch)
         if batch:
-            rows = sum(offered_count + 1 for _, offered_count in batch)
+            more_rows, more_s = self._load(batch)
+            rows = sum(offered_count + 1 for _, offered_count in batch) + more_rows
             step_s = self.scenario.target_step_s(rows) * (self.world.contention if self.draft_is_busy else 1.0)
-            step_s = self.draws.around(step_s, self.scenario.step_jitter)
+            step_s = self.draws.around(step_s, self.scenario.step_jitter) + more_s
             if self.draws.uniform() < PAUSE_SHARE:
                 step_s *= PAUSE_FACTOR
             self._step, self._step_began_s = (rows, len(batch), step_s), self.now_s
             self._after(step_s, lambda: self._conclude(batch))
+
+    def _load(self, batch: list[tuple[Stream, int]]) -> tuple[int, float]:
+        """Further rows of a step and seconds beyond the usual time of its rows."""
+        return 0, 0.0
 
     def _conclude(self, batch: list[tuple[Stream, int]]) -> None:
         rows, count, step_s = self._step
         active = count + len(self.verified)
         for stream, offered_count in batch:
             scale = self.world.acceptance_at(self.now_s)
-            text = self.world.texts[self._index[id(stream)]]
+            text = self.texts[self._index[id(stream)]]
             stream.acceptance = tuple(scale * share for share in text)
             ranks = self._outcomes(stream, offered_count)
             self._close_round(stream, offered_count, ranks, (rows, count, active, step_s))
@@ -228,7 +235,8 @@ class Simulated(Simulation):
         kind = TokenKind.BONUS if len(ranks) > offered else TokenKind.RECOVERED
         counts = offered, len(ranks) - 1, len(ranks), kind, was_looked_up, was_found, 0, 0
         of_step = 0.0, rows, count, active
-        record = RoundRecord(round_index, plan, *counts, *times_s, queue_s, step_s, *of_step)
+        parts = *counts, *times_s, queue_s, step_s, *of_step
+        record = RoundRecord(round_index, plan, *parts, is_refused=session.is_refused)
         session.timeline.append((self.now_s, stream.committed_count))
         if stream.committed_count >= session.text_end:
             session.policy = self.service.policy(self._index[id(stream)])

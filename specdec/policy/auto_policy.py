@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.policy import Plan, Prediction
-from specdec.policy.table import Line, Table, probability
+from specdec.policy.table import CREDIT_LEAST_S, Line, Table, probability
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import Proposer
 
@@ -24,6 +24,7 @@ DOUBT = 0.5  # share of a line's uncertainty subtracted from its worth: few roun
 WORTH_GAIN, START_GAIN = 1.02, 1.05  # least ratio to plain decoding, of a measured plan, and of an unmeasured one
 STARTING_ROUNDS = 8.0  # measured rounds that make a plan eligible
 EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
+EXPLORATION_MOST_S = 10.0  # others wait for it, also for that of a session that has ended
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
 REST_PROBE_S = 3.0  # without the draft, before an exploration that promises nothing: it may have become faster
 LEVEL_MAX = 4.0
@@ -94,6 +95,11 @@ class AutoPolicy:
             self._learn_heads(record)
             self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
             self._table.local_accepted += LOCAL_TABLE_GAIN * (self._local_accepted - self._table.local_accepted)
+        if record.is_refused:  # what its plan brings says nothing of the plan in a session with a draft
+            if self._line is not self._table.rest:
+                self._exploration = None
+                self._put_in_force(self._table.rest)
+            return
         if record.plan == self._plan and record.start_s >= self._counts_from_s:
             self._counted_rounds += 1
             self._learn_level(record)
@@ -229,7 +235,7 @@ class AutoPolicy:
 
     def _charge(self, lost_s: float) -> None:
         self._exploration_loss_s += lost_s
-        self._table.credit_s -= lost_s
+        self._table.credit_s = max(self._table.credit_s - lost_s, CREDIT_LEAST_S)
 
     def _consider_exploration(self, best: Line, now_s: float) -> None:
         """Begins an exploration if one is promising and the credit covers it; from time to time a baseline probe."""
@@ -263,7 +269,7 @@ class AutoPolicy:
         self._try(off, best, BASELINE_ROUNDS, lost_s, now_s)
 
     def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
-        ends_s = now_s + 2 * (self._warm_s(line) + rounds * line.round_s)
+        ends_s = now_s + min(2 * (self._warm_s(line) + rounds * line.round_s), EXPLORATION_MOST_S)
         self._exploration = Exploration(ends_s, rounds, lost_s, best)
         self._explored_tokens, self._explored_s = 0, 0.0
         self._table.exploration_ends_s = ends_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from specdec.policy.policy import LOCAL_PLAN, OFF_PLAN, Plan
-from specdec.policy.steps import StepCurve
+from specdec.policy.steps import FADE_SHARE, Fading, StepCurve
 from specdec.protocol.types import SIBLINGS_MAX, Rule
 
 DRAFT_PLANS = (
@@ -58,6 +58,7 @@ class DraftTimes:
         self._steps = StepCurve()
         self._node_bytes = 0.0
         self._late_s = LATE_GUESS_S  # waits of chains beyond `trip_s`
+        self._fading, self._is_late_measured = Fading(), False  # the latter since the last fading
         self.network_s = 0.0
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
@@ -84,6 +85,14 @@ class DraftTimes:
         if plan.wait_length and plan.nodes_per_step == 1 and not plan.siblings:
             trip_s = self.trip_s(plan, sessions)
             self._late_s += WEIGHT * (min(wait_s, WAIT_TRIPS_MAX * trip_s) - trip_s - self._late_s)
+            self._is_late_measured = True
+
+    def fade(self, now_s: float) -> None:
+        """Lets times that were not measured lately return to those at start: see steps.py."""
+        if self._fading.is_due(now_s):
+            self._steps.fade()
+            self._late_s += 0.0 if self._is_late_measured else FADE_SHARE * (LATE_GUESS_S - self._late_s)
+            self._is_late_measured = False
 
     def usual_wait_s(self, plan: Plan, sessions: float) -> float:
         """Seconds for which the rounds of a chain wait on the mean."""

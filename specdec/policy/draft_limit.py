@@ -8,7 +8,7 @@ it asked for. Beside others it gets the draft length with the most tokens per se
 from __future__ import annotations
 
 from specdec.policy.catalogue import expected_accepted
-from specdec.policy.steps import StepCurve
+from specdec.policy.steps import Fading, StepCurve
 from specdec.protocol.report import RoundRecord
 
 REVIEW_ROUNDS = 4
@@ -39,7 +39,7 @@ class Load:
     """What all sessions with FIXED plans of a service measure: T(rows) and the acceptance of draft tokens."""
 
     def __init__(self) -> None:
-        self.steps = StepCurve()
+        self.steps, self.fading = StepCurve(), Fading()
         self.acceptance = Acceptance(0.65, guess_tokens=20, kept=0.998)
 
 
@@ -59,6 +59,8 @@ class DraftLimit:
         if record.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
             return
         self._load.steps.add(record.step_rows, record.step_s)
+        if self._load.fading.is_due(record.end_s):
+            self._load.steps.fade()
         for acceptance in (self._acceptance, self._load.acceptance):
             acceptance.add(record)
         self.sessions += WEIGHT * (max(1, record.step_sessions, record.active_sessions) - self.sessions)

@@ -5,11 +5,15 @@ current speed and moves within a second, `shape` is learned slowly, the path sha
 `contention` is the slowdown of the target by the draft's work on shared cores, 1 while no session speculates. A change
 right after the draft began or stopped working is the draft's; any other is the machine's. After a jump rows may cost
 anything: a new curve begins with the steps of the jump, and ends when steps take the time of the old one again.
+
+What no step measures for some time fades to what was known at start. Otherwise requests of one kind could raise the
+time of drafting's steps so far that nothing is drafted, and nothing would measure that time again.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field
 
 from specdec.protocol.report import RoundRecord
@@ -30,6 +34,22 @@ ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the 
 STEP_S_GUESS = 0.02
 PATH_SHARE_GUESS, PATH_ERROR_MAX = 0.015, 0.1  # a further path of a tree, and the error of a step, over one of one row
 PATH_WEIGHT, PATH_BACK = 0.05, 0.001  # per step, and back to the guess per step without further paths
+FADE_EVERY_S, FADE_S = 5.0, 20.0  # what was not measured in the first of these times fades, by 1 / e in the second
+FADE_SHARE = 1 - math.exp(-FADE_EVERY_S / FADE_S)
+
+
+class Fading:
+    """The times at which measurements fade: time without a call does not count, as nothing could be measured in it."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether FADE_EVERY_S passed; the next period begins then."""
+        if now_s < self._last_s + FADE_EVERY_S:
+            return False
+        self._last_s = now_s
+        return True
 
 
 class StepCurve:
@@ -39,11 +59,14 @@ class StepCurve:
         self._sample_weight = sample_weight
         self._buckets: dict[int, list[float]] = {}  # bucket -> [samples, mean rows, mean seconds]
         self._points: list[tuple[float, float]] = []  # (mean rows, seconds) of every bucket; seconds never fall
+        self._start: list[tuple[float, float]] = []  # the points as another machine measured them at start
+        self._measured: set[int] = set()  # buckets of steps since the last fading
 
     def prime(self, step_times: tuple[tuple[int, float], ...]) -> None:
         """Begins again with the (rows, seconds) that another machine measured at start."""
-        self._points = []
+        self._measured.clear()
         self._buckets = {bisect.bisect_left(ROW_EDGES, rows): [1.0, float(rows), s] for rows, s in step_times}
+        self._points = self._start = self._rising()
 
     def add(self, rows: float, seconds: float) -> float:
         """Adds one step; returns the mean seconds of steps of about as many rows, this one included. The first step of
@@ -54,6 +77,7 @@ class StepCurve:
             guess_s = self.seconds(rows)
             bucket = self._buckets[index] = [float(guess_s is not None), float(rows), guess_s or seconds]
         self._points = []
+        self._measured.add(index)
         bucket[0] += 1
         weight = max(self._sample_weight, 1 / bucket[0])
         bucket[1] += weight * (rows - bucket[1])
@@ -68,19 +92,42 @@ class StepCurve:
         """
         if not self._buckets:
             return None
-        points = self._points
-        if not points:
-            for _, (_, mean_rows, mean_s) in sorted(self._buckets.items()):
-                points.append((mean_rows, max(mean_s, points[-1][1] if points else 0.0)))
-        if rows <= points[0][0] or len(points) == 1:
-            return points[0][1]
-        last, last_s = points[-1]
-        if rows > last:
-            first, first_s = next((point for point in reversed(points) if point[0] <= last / 2), points[0])
-            return last_s + (last_s - first_s) * (rows - last) / (last - first)
-        index = bisect.bisect_left(points, (rows, 0.0))
-        (low, low_s), (high, high_s) = points[index - 1], points[index]
-        return low_s + (high_s - low_s) * (rows - low) / (high - low)
+        if not self._points:
+            self._points = self._rising()
+        return interpolated(self._points, rows)
+
+    def _rising(self) -> list[tuple[float, float]]:
+        points: list[tuple[float, float]] = []
+        for _, (_, mean_rows, mean_s) in sorted(self._buckets.items()):
+            points.append((mean_rows, max(mean_s, points[-1][1] if points else 0.0)))
+        return points
+
+    def fade(self) -> None:
+        """Moves the buckets without a step since the last call towards the times at start, times the present slowdown
+        of those with steps; they weigh less against their next steps."""
+        measured, self._measured = self._measured, set()
+        if not self._start or len(measured) == len(self._buckets):
+            return
+        ratios = [own[2] / interpolated(self._start, own[1]) for own in map(self._buckets.__getitem__, measured)]
+        slowdown = sum(ratios) / len(ratios) if ratios else 1.0
+        for index, bucket in self._buckets.items():
+            if index not in measured:
+                bucket[0] = max(1.0, (1 - FADE_SHARE) * bucket[0])
+                bucket[2] += FADE_SHARE * (slowdown * interpolated(self._start, bucket[1]) - bucket[2])
+        self._points = []
+
+
+def interpolated(points: list[tuple[float, float]], rows: float) -> float:
+    """The seconds of `rows` rows by (rows, seconds) in order, as `StepCurve.seconds` says."""
+    if rows <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    last, last_s = points[-1]
+    if rows > last:
+        first, first_s = next((point for point in reversed(points) if point[0] <= last / 2), points[0])
+        return last_s + (last_s - first_s) * (rows - last) / (last - first)
+    index = bisect.bisect_left(points, (rows, 0.0))
+    (low, low_s), (high, high_s) = points[index - 1], points[index]
+    return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
 
 @dataclass(slots=True)
@@ -119,6 +166,9 @@ class Steps:
         self.sessions = self.active = 1.0
         self._waiting = 0.0  # share of sessions whose plan waits
         self._turns = [1.0, 1.0]  # steps in a round where no session waits, and where all do
+        self._fading = Fading()
+        self._have_drafted = False  # since the last fading
+        self._turns_measured: set[bool] = set()  # of `_turns`, since the last fading
 
     def prime(self, step_times: tuple[tuple[int, float], ...], head_times: tuple[tuple[int, float], ...] = ()) -> None:
         """Another target is connected: takes the (rows, seconds) of steps and the (sessions, seconds) of heads
@@ -137,9 +187,11 @@ class Steps:
         self._waiting += weight * (waits - self._waiting)
         if abs(self._waiting - waits) < ALIKE:
             self._turns[waits] += weight * (self.active / self.sessions - self._turns[waits])
+            self._turns_measured.add(waits)
         if record.plan.window:
             self._drafted_s = record.end_s
         is_drafting = self._drafted_s > record.start_s
+        self._have_drafted |= is_drafting
         if is_drafting != self._is_drafting:
             self._is_drafting, self._steps_since_change = is_drafting, 0
         self._steps_since_change += 1
@@ -207,6 +259,18 @@ class Steps:
         self._path_share += PATH_WEIGHT * error * beyond / (sessions**2 * (1 + self._path_variance))
         self._path_share = max(self._path_share, 0.0)
         return expected_s
+
+    def fade(self, now_s: float) -> None:
+        """Lets what no step measured lately fade; call it from time to time while steps run."""
+        if not self._fading.is_due(now_s):
+            return
+        self._times.shape.fade()
+        if not self._have_drafted:
+            self._times.contention += FADE_SHARE * (1 - self._times.contention)
+        for waits in {False, True} - self._turns_measured:
+            self._turns[waits] += FADE_SHARE * (1 - self._turns[waits])
+        self._have_drafted = False
+        self._turns_measured.clear()
 
     def _learn_contention(self, factor: float) -> None:
         """Scales the estimate of steps like the last (drafting or not) and leaves the estimate of the others."""

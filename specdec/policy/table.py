@@ -27,8 +27,9 @@ OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
 REFRESH_S = 0.05
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
-CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
-JUMP_PROBE_ROUNDS = 6.0  # after a jump of the target's steps all sessions decode plainly, whatever the credit
+CREDIT_ROUNDS, CREDIT_LEAST_S, CREDIT_MAX_S = 4.0, -0.3, 1.0  # its credit at first, at least, and at most
+# After a jump of the target's steps all sessions decode plainly, whatever the credit.
+JUMP_PROBE_ROUNDS, JUMP_PROBE_MOST_S = 6.0, 10.0
 CONTENTION_SLACK = 1.1  # up to this slowdown of the others' steps is noise
 SLOPE_ROWS = 8.0  # of a session, over which the slope of T(rows) is taken
 REACH_SLACK, REACH_LEAST, REACH_MOST = 1.2, 0.02, 0.9  # a guess costs bytes and the coordinator's time too
@@ -190,7 +191,8 @@ class Table:
         if self._steps.jump_s > self._jump_s:
             self._jump_s, self._refreshed_s = self._steps.jump_s, -math.inf
             self.refresh(record.end_s)
-            self.baseline_ends_s = self.exploration_ends_s = record.end_s + JUMP_PROBE_ROUNDS * record.step_s
+            probe_s = min(JUMP_PROBE_ROUNDS * record.step_s, JUMP_PROBE_MOST_S)
+            self.baseline_ends_s = self.exploration_ends_s = record.end_s + probe_s
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
@@ -208,6 +210,8 @@ class Table:
         if math.isfinite(self._refreshed_s):
             self.level += (1 - math.exp((self._refreshed_s - now_s) / BACK_S)) * (LEVEL_GUESS - self.level)
         self._refreshed_s = now_s
+        self._steps.fade(now_s)
+        self._draft.fade(now_s)
         sessions, acceptance = self._steps.active, probability(self.level)
         most = self._steps.seconds(sessions * (1 + SLOPE_ROWS), True)
         row_s = (most - self._steps.seconds(sessions, True)) / (sessions * SLOPE_ROWS)

@@ -87,6 +87,7 @@ class RoundRecord(NamedTuple):
     `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones.
     `local_accepted_count`: of the accepted tokens, from the first on, those that a proposer of the coordinator had
     guessed. `path_count`: paths of the draft tokens. `had_heads`: proposals of heads were in hand for the round.
+    `is_refused`: the draft is connected and does not draft for this session.
     """
 
     round_index: int
@@ -119,6 +120,7 @@ class RoundRecord(NamedTuple):
     local_accepted_count: int = 0
     path_count: int = 0
     had_heads: bool = False
+    is_refused: bool = False
 
     @property
     def tested_count(self) -> int:

@@ -223,7 +223,7 @@ class Session:
         sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
         cache = (answer.cached_prompt_tokens, answer.preemptions, answer.server_us / 1e6)
         proposed = (offer.proposers, tuple(map(offer.proposers.__getitem__, accepted)), offer.local_count(accepted))
-        sources = (*proposed, offer.path_count, had_heads)
+        sources = (*proposed, offer.path_count, had_heads, self.draft_state is DraftState.PAUSED)
         parts = (*counts, *found, *times, *step, *sessions, *cache, is_speculating, *sources)
         record = RoundRecord(flying.round_index, plan, *parts)
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
