@@ -6,14 +6,12 @@ Special-token rules are the tokenizer file's own, as in `transformers` if the fi
 
 from __future__ import annotations
 
-import json
-
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from specdec.errors import InvalidRequest, ModelRefused
-from specdec.folders import tokenizer_file
-from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.errors import InvalidRequest, ModelRefused, refusing
+from specdec.folders import TOKENIZER_BYTES_MAX, has_file, parse_json, read_text, tokenizer_file
+from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint
 
 CONTEXT_TOKEN_COUNT = 8  # more than any character has
 UNCERTAIN_TOKEN_COUNT_MAX = 16  # held back without a character: each further token decodes all of them again
@@ -26,17 +24,16 @@ class Tokenizer:
 
     def __init__(self, path_or_hub_id: str) -> None:
         path = tokenizer_file(path_or_hub_id)
-        try:
-            source = path.read_text(encoding="utf-8")
-        except OSError:
-            raise ModelRefused(f"{path} is missing; the coordinator needs the target's tokenizer.json") from None
-        try:
-            self.fingerprint = tokenizer_fingerprint(json.loads(source))
+        if not has_file(path):
+            raise ModelRefused(f"{path} is missing; the coordinator needs the target's tokenizer.json")
+        source = read_text(path, TOKENIZER_BYTES_MAX)
+        content = parse_json(path, source)
+        check_tokens(str(path), content)
+        with refusing(f"{path} is not a tokenizer file"):
+            self.fingerprint = tokenizer_fingerprint(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(source)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except Exception as error:  # the library raises bare Exception for a file it cannot read
-            raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
 
     def encode(self, text: str, positions_max: int, field: str = "prompt.text") -> tuple[int, ...]:
         """Returns the token ids of a prompt, with the file's special tokens, or of another field, without. Raises
