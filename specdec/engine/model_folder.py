@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,12 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         tokenizer = tokenizer_facts(path / "tokenizer.json")
         weight_files = _weight_files(path, path_or_hub_id)
         ends = end_tokens_of(path, config, tokenizer.size)
-        return ModelFolder(path, config, weight_files, stored_tensors(weight_files), tokenizer, ends)
+        folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends)
+        try:
+            return replace(folder, tensors=stored_tensors(weight_files))
+        except ModelRefused:
+            folder.digest()  # a file that is not the published one is the better reason
+            raise
 
 
 def open_with_bar(path_or_hub_id: str) -> ModelFolder:
