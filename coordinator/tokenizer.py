@@ -13,9 +13,9 @@ from itertools import islice
 
 import tokenizers
 
-from specdec.errors import InvalidRequest, ModelRefused
-from specdec.folders import tokenizer_file
-from specdec.protocol.fingerprint import tokenizer_fingerprint
+from specdec.errors import InvalidRequest, ModelRefused, refusing
+from specdec.folders import TOKENIZER_BYTES_MAX, has_file, parse_json, read_text, tokenizer_file
+from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint
 
 CONTEXT_UNITS = 4  # the most that one character of UTF-8 has, a byte each
 CONTEXT_UNITS_MAX = 16  # then the first ones are dropped; each further token decodes all of them
@@ -32,20 +32,18 @@ class Tokenizer:
 
     def __init__(self, path_or_hub_id: str) -> None:
         path = tokenizer_file(path_or_hub_id)
-        try:
-            source = path.read_text(encoding="utf-8")
-        except OSError:
-            raise ModelRefused(f"{path} is missing; the coordinator needs the target's tokenizer.json") from None
-        try:
-            content = json.loads(source)
+        if not has_file(path):
+            raise ModelRefused(f"{path} is missing; the coordinator needs the target's tokenizer.json")
+        source = read_text(path, TOKENIZER_BYTES_MAX)
+        content = parse_json(path, source)
+        check_tokens(str(path), content)
+        with refusing(f"{path} is not a tokenizer file"):
             self.fingerprint = tokenizer_fingerprint(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(source)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._decoder = self._tokenizer.decoder
             self._tokenizer.decoder = None  # it decodes a token to the string that the decoder reads
-        except Exception as error:  # the library raises bare Exception for a file it cannot read
-            raise ModelRefused(f"{path} is not a tokenizer file: {error}") from None
         steps = json.dumps(content.get("decoder"))
         self.joins_bytes, self.has_byte_tokens = '"ByteLevel"' in steps, '"ByteFallback"' in steps
 

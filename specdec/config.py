@@ -69,7 +69,7 @@ class EngineSettings(Settings):
     max_model_len: int | None = setting(
         None,
         LIMITS,
-        "Maximum positions of a session, prompt and output together; absent: the model's own maximum.",
+        "Maximum positions of a session, prompt and output, and the length of the model's tables; absent: its own.",
         ge=2,
     )
     max_num_seqs: int = setting(64, LIMITS, "Maximum number of sessions at a time.", ge=1, le=65536)

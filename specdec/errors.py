@@ -14,6 +14,13 @@
 `specdec.rpc.status` maps them to gRPC codes.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ONE_LINE_LENGTH_MAX = 400  # of what another library says about a folder
+
 RANK_LOST_EXIT_CODE = 3
 ENGINE_LOST_EXIT_CODE = 4
 
@@ -36,6 +43,24 @@ class ModelRefused(ConfigError):
     """A model folder that specdec does not serve: missing file, unsupported architecture, unsafe format."""
 
     reason = "MODEL_REFUSED"
+
+
+def one_line(error: BaseException) -> str:
+    """Returns what an error of another library says, in one line of at most ONE_LINE_LENGTH_MAX characters; its kind if
+    it says nothing."""
+    sentence = " ".join(str(error).split()) or type(error).__name__
+    return sentence if len(sentence) <= ONE_LINE_LENGTH_MAX else f"{sentence[: ONE_LINE_LENGTH_MAX - 3]}..."
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Whatever a library raises about a model folder within becomes ModelRefused: `what`, and its words in one line."""
+    try:
+        yield
+    except SpecdecError:
+        raise
+    except Exception as error:  # a library raises what it likes
+        raise ModelRefused(f"{what}: {one_line(error)}") from error
 
 
 class InvalidRequest(SpecdecError):

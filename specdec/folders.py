@@ -1,15 +1,26 @@
-"""Folders of models and caches. Imports nothing outside the standard library, so a GPU script needs no settings."""
+"""Folders of models and caches, and the reading of the files in them, whose content is not trusted.
+
+A file that cannot be what its name says is refused here by its cause, before a parser says something else about it.
+What a file's values mean is known elsewhere. Imports nothing outside the standard library, so a GPU script needs no
+settings.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from specdec.errors import ModelRefused
+from specdec.errors import ModelRefused, one_line
 
 EMBEDDED_MODELS = Path(__file__).resolve().parent / "models"
 CHAT_MODEL = "smollm2-135m-instruct"  # of the extra `chat`; converted into the cache folder at its first use
 CHAT_DRAFT = EMBEDDED_MODELS / "smollm2-draft"
+TOKENIZER_BYTES_MAX = 256 << 20  # those of large vocabularies take tens of megabytes
+JSON_BYTES_MAX = 32 << 20  # of any other file: the index of a large model's weights takes ten megabytes
+LFS_START = b"version https://git-lfs.github.com/"
+BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 def cache_folder() -> Path:
@@ -37,3 +48,78 @@ def tokenizer_file(path_or_hub_id: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelRefused(f"{path_or_hub_id}: no such folder, and the model hub did not give it ({reason})") from None
+
+
+def has_file(file: Path) -> bool:
+    """Whether there is such a file. Raises ModelRefused if its name is taken by something else, such as a broken link
+    or a pipe, and for a file that is empty or stands for another one."""
+    try:
+        if not file.is_file():
+            if os.path.lexists(file):
+                raise ModelRefused(f"{file} is {_kind_of(file)}; it must be a file")
+            return False
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_START))
+    except OSError as error:
+        raise ModelRefused(f"{file} cannot be read: {error.strerror}") from None
+    if not start:
+        raise ModelRefused(f"{file} is empty: fetch it again")
+    if start == LFS_START:
+        raise ModelRefused(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+    return True
+
+
+def _kind_of(file: Path) -> str:
+    if file.is_dir():
+        return "a directory"
+    return "a link to nothing" if not file.exists() else "a pipe, socket or device"
+
+
+def read_text(file: Path, bytes_max: int = JSON_BYTES_MAX) -> str:
+    """Returns the text of a file. Raises ModelRefused if it is missing, not UTF-8 or larger than `bytes_max`."""
+    if not has_file(file):
+        raise ModelRefused(f"{file} is missing")
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            data = stream.read(bytes_max + 1) if size <= bytes_max else b""
+    except OSError as error:
+        raise ModelRefused(f"{file} cannot be read: {error.strerror}") from None
+    if max(size, len(data)) > bytes_max:
+        raise ModelRefused(f"{file} has {max(size, len(data))} bytes; at most {bytes_max} are read")
+    if data.startswith(BYTE_ORDER_MARKS):
+        raise ModelRefused(f"{file} begins with a byte order mark; it must be UTF-8 without one")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelRefused(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def parse_json(file: Path, text: str) -> dict[str, Any]:
+    """Returns the object in the text of a JSON file. Raises ModelRefused for any other content."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelRefused(f"{file} is not valid JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ModelRefused(f"{file} holds {shown(value)}; it must hold a JSON object")
+    return value
+
+
+def read_json(file: Path, bytes_max: int = JSON_BYTES_MAX) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ModelRefused for any other content."""
+    return parse_json(file, read_text(file, bytes_max))
+
+
+def shown(value: object) -> str:
+    """Returns a value of a JSON file as it stands there, cut to 80 characters."""
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = f"a {type(value).__name__} of many levels"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def refuse(file: Path, field: str, value: object, limit: str) -> ModelRefused:
+    """Returns the error of a value in a file: FILE: FIELD is VALUE; it must be LIMIT."""
+    return ModelRefused(f"{file}: {field} is {shown(value)}; it must be {limit}")

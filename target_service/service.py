@@ -61,4 +61,5 @@ async def run_rank(settings: TargetSettings, place: RankPlace, on_ready: OnReady
     configure_logs(settings.log_level, TARGET.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     prepare_libraries(settings.threads)
-    run_follower(ModelSource(settings.model, settings.dtype, device(settings.device, place.local_rank)), place)
+    own = device(settings.device, place.local_rank)
+    run_follower(ModelSource(settings.model, settings.dtype, own, settings.max_model_len), place)

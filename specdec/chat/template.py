@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from specdec.engine.model_folder import read_json
 from specdec.engine.retokenizer import whole_tokenizer
 from specdec.errors import ConfigError
+from specdec.folders import has_file, read_json, read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,12 +37,14 @@ class ChatTemplate:
     def read(cls, folder: Path, today: datetime | None = None) -> ChatTemplate | None:
         """Returns the template of a folder; None without one. Raises ConfigError for one that is not valid, or without
         jinja2."""
-        config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        file, template = folder / "tokenizer_config.json", folder / TEMPLATE_FILE
+        config = read_json(file) if has_file(file) else {}
         source = config.get("chat_template")
         if isinstance(source, list):  # several, by name
-            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-        if (folder / TEMPLATE_FILE).is_file():
-            source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+            named = [entry for entry in source if isinstance(entry, Mapping) and entry.get("name") == "default"]
+            source = named[0].get("template") if named else None
+        if has_file(template):
+            source = read_text(template)
         tokens = {f"{name}_token": token_text(config.get(f"{name}_token")) for name in SPECIAL_TOKENS}
         return cls(folder, source, tokens, today) if isinstance(source, str) else None
 

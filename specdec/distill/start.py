@@ -9,12 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from specdec.engine.architectures import check_supported
-from specdec.engine.model_folder import ModelFolder, open_model_folder, read_json
+from specdec.engine.fitting import config_of
+from specdec.engine.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
-from specdec.protocol.fingerprint import tokenizer_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,9 @@ def open_start(name: str, target: ModelFolder) -> Start:
     """Returns a draft by folder or hub id; its weights are not read. Raises ModelRefused for one that cannot be served,
     and ConfigError for one with another tokenizer than the target or too few tokens."""
     folder = open_model_folder(name)
-    check_supported(name, folder.config)
-    own, its = (tokenizer_fingerprint(read_json(one.path / "tokenizer.json")) for one in (folder, target))
-    if own != its:
+    if folder.tokenizer.fingerprint != target.tokenizer.fingerprint:
         raise ConfigError(f"--start {name} has another tokenizer than the target: only a draft with the same learns on")
-    config_class = getattr(transformers, folder.config["architectures"][0]).config_class
-    config = config_class.from_pretrained(folder.path, local_files_only=True)
+    config = config_of(folder)
     fewer = VocabularyMap.read(folder.path, target.token_string_count, config.vocab_size)
     if fewer is None and config.vocab_size < target.token_string_count:
         limit = f"it must have the target's {target.token_string_count}, or name its own in a draft_vocabulary.json"

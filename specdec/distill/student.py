@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from specdec.distill.texts import LabelledTexts
-from specdec.engine.architectures import architecture_of
+from specdec.engine.fitting import class_of, config_of
 from specdec.engine.model_folder import ModelFolder, write_manifest
+from specdec.engine.transformers_model import dtype_of, read_weights
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError
+from specdec.folders import has_file
 
 LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.)(\d+)(\..*)")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -102,11 +103,9 @@ def _narrowed(target: Any, hidden_size: int) -> dict[str, Any]:
 
 def check_shape(folder: ModelFolder, shape: StudentShape) -> None:
     """Raises ConfigError for a shape that a student of this target cannot have, before anything is computed."""
-    architecture_of(str(folder.path), folder.config)
-    if (folder.path / VOCABULARY_FILE).is_file():
+    if has_file(folder.path / VOCABULARY_FILE):
         raise ConfigError(f"--target {folder.path} has a part of its tokenizer's tokens: it can only be a draft")
-    config_class = getattr(transformers, folder.config["architectures"][0]).config_class
-    target = config_class.from_pretrained(folder.path, local_files_only=True)
+    target = config_of(folder)
     chosen_layers(target.num_hidden_layers, shape)
     student_config(target, shape, shape.draft_vocabulary_size or target.vocab_size)
     if 0 < shape.draft_vocabulary_size < DRAFT_VOCABULARY_MIN:
@@ -119,12 +118,10 @@ def build_student(folder: ModelFolder, shape: StudentShape, token_ids: Tensor | 
 
     `token_ids`: the target's ids of the student's tokens, [tokens] int64; None: all. Raises ConfigError.
     """
-    model_class = getattr(transformers, folder.config["architectures"][0])
-    transformers.utils.logging.disable_progress_bar()
-    target = model_class.from_pretrained(folder.path, dtype="auto", local_files_only=True)
+    target = read_weights(str(folder.path), folder, folder.digest, dtype_of(folder.config, "auto"))
     size = target.config.vocab_size if token_ids is None else len(token_ids) + 1
     torch.manual_seed(seed)
-    student = model_class(student_config(target.config, shape, size)).float()
+    student = class_of(folder)(student_config(target.config, shape, size)).float()
     rows = torch.arange(size) if token_ids is None else torch.cat([token_ids, token_ids[:1]])
     with torch.no_grad():
         if student.config.hidden_size == target.config.hidden_size:

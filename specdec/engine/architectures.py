@@ -21,6 +21,7 @@ REFUSED = {
     "quantization_config": "weights that are quantized",
     "add_cross_attention": "cross attention",
     "use_bidirectional_attention": "attention to later positions",
+    "per_layer_config": "layers of different sizes",
 }
 
 
@@ -105,9 +106,9 @@ def _check_value(name: str, key: str, value: object, supported: tuple[str, ...])
 
 def _check_rope(name: str, config: dict[str, Any], may_rotate_partly: bool) -> None:
     """Checks one set of rotary parameters, or one for each layer type."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = [value or {} for key, value in rope.items() if key in SUPPORTED_LAYER_TYPES]
-    for parameters in nested or [rope]:
+    ropes = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]  # the second one counts, if set
+    nested = [value or {} for rope in ropes for key, value in rope.items() if key in SUPPORTED_LAYER_TYPES]
+    for parameters in [*ropes, *nested]:
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         _check_value(name, "rope type", rope_type, SUPPORTED_ROPE_TYPES)
         factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import silu
 
-from specdec.engine.model_folder import read_json
 from specdec.errors import ModelRefused
+from specdec.folders import has_file, read_json
 from specdec.protocol.heads import HEADS_MAX
 
 CONFIG_FILE = "heads.json"
@@ -64,7 +64,7 @@ def save_heads(heads: Heads, folder: Path, target_digest: str) -> None:
 def load_heads(folder: Path, target_digest: str, hidden_size: int) -> Heads:
     """Returns the heads in a folder. Raises ModelRefused for a folder without heads, for heads of another target and
     for weights of other sizes than stated."""
-    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+    if not has_file(folder / CONFIG_FILE) or not has_file(folder / WEIGHTS_FILE):
         raise ModelRefused(f"{folder} has no {CONFIG_FILE} and {WEIGHTS_FILE}: make heads with specdec distill --heads")
     facts = read_json(folder / CONFIG_FILE)
     if facts.get("target_digest") != target_digest:
@@ -73,7 +73,7 @@ def load_heads(folder: Path, target_digest: str, hidden_size: int) -> Heads:
             f"{target_digest[:12]}): make them with specdec distill --heads for this one"
         )
     head_count = facts.get("head_count")
-    if not isinstance(head_count, int) or not 1 <= head_count <= HEADS_MAX:
+    if type(head_count) is not int or not 1 <= head_count <= HEADS_MAX:
         raise ModelRefused(f"{folder}/{CONFIG_FILE}: head_count is {head_count!r}; it must be 1 to {HEADS_MAX}")
     if facts.get("hidden_size") != hidden_size:
         stated = facts.get("hidden_size")

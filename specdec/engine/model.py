@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from specdec.engine.config_check import TABLE_MODEL_TYPE, served_positions
 from specdec.engine.devices import find_device
 from specdec.engine.interface import CausalModel
 from specdec.engine.model_folder import Progress, open_model_folder
-from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.engine.table_model import load_table_model
 from specdec.errors import ConfigError, ModelRefused
 
@@ -27,6 +27,7 @@ def load_model(
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
     target_tokenizer: str = "",
+    positions_max: int | None = None,
 ) -> CausalModel:
     """Loads and describes a model; calls `progress(what, share)` meanwhile.
 
@@ -34,14 +35,16 @@ def load_model(
     weights' own type, except float16, which becomes float32 on a CPU. `device`: see `find_device`; a table model always
     runs on a CPU. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`, required of a target: on a CPU a
     row's bits do not depend on its neighbours; a model without it takes chunks of trees (`TreeRows`).
-    `target_tokenizer`: folder or hub id of the target's, for a draft that may have another.
+    `target_tokenizer`: folder or hub id of the target's, for a draft that may have another. `positions_max`: the most
+    positions of a sequence, for which its tables are made; absent: all of the model's.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     place = find_device(device)
     folder = open_model_folder(path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
-        return load_table_model(folder.path, folder.digest(progress))
+        positions_max = served_positions(path_or_hub_id, folder.config["positions_max"], positions_max)
+        return load_table_model(folder, folder.digest(progress), positions_max)
     if progress:
         progress("importing transformers", 0.0)
     is_imported, is_over = threading.Event(), threading.Event()
@@ -56,15 +59,21 @@ def load_model(
         digest = digesting.submit(folder.digest, on_read)
         try:
             # Imported here so that protocol tests do not pay for loading transformers.
-            from specdec.engine.architectures import check_supported
             from specdec.engine.transformers_model import load_transformers_model
 
-            check_supported(path_or_hub_id, folder.config)
             if progress:
                 progress("loading weights", 0.0)
             is_imported.set()
             return load_transformers_model(
-                path_or_hub_id, folder, digest.result, dtype, place, enforce_eager, has_stable_rows, target_tokenizer
+                path_or_hub_id,
+                folder,
+                digest.result,
+                dtype,
+                place,
+                enforce_eager,
+                has_stable_rows,
+                target_tokenizer,
+                positions_max,
             )
         finally:
             is_over.set()

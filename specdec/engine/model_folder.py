@@ -1,33 +1,42 @@
 """A model folder before loading: its location, its checks, its configuration and digest.
 
-A folder is refused here, by name and in one line, from its file names and JSON files alone. Nothing in a model folder
-is ever run: no remote code, no pickle.
+A folder is refused here, by file, field and value in one line, from its file names, its JSON files and the headers of
+its weights: no later place meets a value that was not checked. Nothing in a model folder is ever run: no remote code,
+no pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from specdec.engine.architectures import check_supported
 from specdec.engine.chat_model import chat_model
-from specdec.errors import ModelRefused
-from specdec.folders import CHAT_MODEL, local_folder
-from specdec.protocol.fingerprint import vocabulary_size
+from specdec.engine.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
+from specdec.errors import ModelRefused, one_line, refusing
+from specdec.folders import CHAT_MODEL, TOKENIZER_BYTES_MAX, has_file, local_folder, read_json, read_text, refuse
+from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint, vocabulary_size
+
+logger = logging.getLogger("specdec.engine")
 
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+GENERATION_FILE = "generation_config.json"
 HUB_FILES = [
     "config.json",
     "chat_template.jinja",
     "draft_vocabulary.json",
-    "generation_config.json",
+    GENERATION_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
     "*.safetensors",
@@ -35,29 +44,64 @@ HUB_FILES = [
 ]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_config.json"
 MANIFEST_FILE = "SHA256SUMS"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-JSON_BYTES_MAX = 256 << 20  # tokenizers of large vocabularies take tens of megabytes
 READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file of weights, by its header: its type in the format's letters, such as BF16."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """Of a tokenizer.json: see `tokenizer_fingerprint`; the number of ids up to the last one with a string."""
+
+    fingerprint: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndTokens:
+    """End token ids that the tokenizer has, and others that the folder names."""
+
+    ids: tuple[int, ...]
+    unknown: tuple[int, ...] = ()
+
+    def below(self, size: int) -> EndTokens:
+        """Returns those below a size of vocabulary; the others are unknown."""
+        ids = tuple(one for one in self.ids if one < size)
+        return EndTokens(ids, self.unknown + tuple(one for one in self.ids if one >= size))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder that holds config.json, tokenizer.json and safetensors weights."""
+    """A folder that holds config.json, tokenizer.json and safetensors weights, all checked; `config`: as
+    `checked_config` returns it. `tensors`: by the names in the files."""
 
     path: Path
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+    tokenizer: TokenizerFacts
+    ends: EndTokens
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """End token ids of generation_config.json, one or a list; else those of config.json; else none."""
-        return end_token_ids_of(self.path, self.config)
+        """End token ids of generation_config.json, one or a list; else those of config.json; else none. Ids that the
+        tokenizer does not have are left out."""
+        return self.ends.ids
 
     @property
     def token_string_count(self) -> int:
         """Number of ids up to the last one with a string in tokenizer.json; output layers are often wider."""
-        return vocabulary_size(read_json(self.path / "tokenizer.json"))
+        return self.tokenizer.size
 
     def digest(self, progress: Progress | None = None) -> str:
         """Returns the SHA-256 over config.json and the weights, names and lengths included.
@@ -86,9 +130,9 @@ class ModelFolder:
     def _stated_digests(self) -> dict[str, str]:
         """Returns file name -> SHA-256 from the folder's SHA256SUMS, in sha256sum's format; empty without one."""
         manifest = self.path / MANIFEST_FILE
-        if not manifest.is_file():
+        if not has_file(manifest):
             return {}
-        lines = [line.split(maxsplit=1) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.split(maxsplit=1) for line in read_text(manifest).splitlines() if line.strip()]
         if any(len(line) != 2 for line in lines):
             raise ModelRefused(f"{manifest} is not in the format of sha256sum")
         return {name.lstrip("*"): digest for digest, name in lines}
@@ -97,14 +141,34 @@ class ModelFolder:
 def open_model_folder(path_or_hub_id: str) -> ModelFolder:
     """Returns the named folder, a hub repository's snapshot, or CHAT_MODEL, converted at its first use. Raises
     ModelRefused or ConfigError in one line."""
-    path = local_folder(path_or_hub_id)
-    if not path.is_dir():
-        path = chat_model() if path_or_hub_id == CHAT_MODEL else _download(path_or_hub_id)
-    if not (path / "config.json").is_file():
-        raise ModelRefused(f"{path_or_hub_id} has no config.json: it is no model folder")
-    if not (path / "tokenizer.json").is_file():
-        raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
-    return ModelFolder(path, read_json(path / "config.json"), _weight_files(path, path_or_hub_id))
+    with refusing(f"{path_or_hub_id:.200}"):
+        path = local_folder(path_or_hub_id)
+        if not path.is_dir():
+            path = chat_model() if path_or_hub_id == CHAT_MODEL else _download(path_or_hub_id)
+        if has_file(path / ADAPTER_FILE):
+            raise ModelRefused(
+                f"{path_or_hub_id} holds an adapter ({ADAPTER_FILE}): merge it into its base model first"
+            )
+        if not has_file(path / "config.json"):
+            raise ModelRefused(f"{path_or_hub_id} has no config.json: it is no model folder")
+        if not has_file(path / "tokenizer.json"):
+            raise ModelRefused(f"{path_or_hub_id} has no tokenizer.json: save its tokenizer as a fast tokenizer first")
+        file = path / "config.json"
+        config = read_json(file)
+        if config.get("model_type") == TABLE_MODEL_TYPE:
+            config = checked_table_config(file, config)
+        else:
+            config = checked_config(file, config)
+            check_supported(path_or_hub_id, config)
+        tokenizer = tokenizer_facts(path / "tokenizer.json")
+        weight_files = _weight_files(path, path_or_hub_id)
+        ends = end_tokens_of(path, config, tokenizer.size)
+        folder = ModelFolder(path, config, weight_files, {}, tokenizer, ends)
+        try:
+            return replace(folder, tensors=stored_tensors(weight_files))
+        except ModelRefused:
+            folder.digest()  # a file that is not the published one is the better reason
+            raise
 
 
 def open_with_bar(path_or_hub_id: str) -> ModelFolder:
@@ -128,28 +192,55 @@ def shown_name(path_or_hub_id: str) -> str:
     return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
 
 
-def end_token_ids_of(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the end token ids of a folder's generation_config.json, one or a list; else those of a configuration."""
-    generation = folder / "generation_config.json"
-    value = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def end_tokens_of(folder: Path, config: dict[str, Any], size: int) -> EndTokens:
+    """Returns the end tokens of a folder's generation_config.json below `size`, the number of its tokenizer's ids; if
+    that file names none, those of its checked configuration. Raises ModelRefused."""
+    generation, found = folder / GENERATION_FILE, EndTokens(())
+    values = [(generation, read_json(generation).get("eos_token_id"))] if has_file(generation) else []
+    for file, value in [*values, (folder / "config.json", config.get("eos_token_id"))]:
+        if value is not None:
+            own = EndTokens(end_ids(file, value)).below(size)
+            found = EndTokens(own.ids, found.unknown + own.unknown)
+            if own.ids or not own.unknown:
+                break
+    return found
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ModelRefused for any other content."""
-    if file.stat().st_size > JSON_BYTES_MAX:
-        raise ModelRefused(f"{file} has {file.stat().st_size} bytes; at most {JSON_BYTES_MAX} are read")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelRefused(f"{file} does not hold a JSON object")
-    return value
+def warn_of_unknown_ends(folder: Path, ends: EndTokens, size: int) -> None:
+    """Logs a warning if a folder names end tokens that its model, of `size` token ids, does not have."""
+    if ends.unknown:
+        rest = f"{list(ends.ids)} end a text" if ends.ids else "texts end only at their max_tokens"
+        named = list(ends.unknown)
+        logger.warning("%s: eos_token_id has %s; the model has ids below %d, so %s", folder, named, size, rest)
+
+
+def tokenizer_facts(file: Path) -> TokenizerFacts:
+    """Returns the facts of a tokenizer.json; those of one that is asked for again are remembered. Raises
+    ModelRefused."""
+    state = file.stat()
+    return _tokenizer_facts(file, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer_facts(file: Path, _changed_ns: int, _size: int) -> TokenizerFacts:
+    content = read_json(file, TOKENIZER_BYTES_MAX)
+    check_tokens(str(file), content)
+    with refusing(str(file)):
+        return TokenizerFacts(tokenizer_fingerprint(content), vocabulary_size(content))
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Returns what the headers of weight files say of their tensors, by name. Raises ModelRefused."""
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, "np") as stored:
+                for name in stored.keys():
+                    part = stored.get_slice(name)
+                    found[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
+        except Exception as error:  # the library has several kinds of errors
+            raise ModelRefused(f"{file} is not a whole safetensors file: {one_line(error)}") from None
+    return found
 
 
 def write_manifest(folder: Path) -> None:
@@ -162,13 +253,20 @@ def write_manifest(folder: Path) -> None:
 
 def _weight_files(path: Path, name: str) -> tuple[Path, ...]:
     """Returns the safetensors files to load, sorted by name. Raises ModelRefused if one is missing or none exists."""
-    if (path / WEIGHTS_FILE).is_file():
+    if has_file(path / WEIGHTS_FILE):
         return (path / WEIGHTS_FILE,)
-    if (path / INDEX_FILE).is_file():
-        names = sorted(set(read_json(path / INDEX_FILE).get("weight_map", {}).values()))
+    index = path / INDEX_FILE
+    if has_file(index):
+        content = read_json(index)
+        places, metadata = content.get("weight_map"), content.get("metadata")
+        if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+            raise refuse(index, "weight_map", places, "an object of file names")
+        names = sorted(set(places.values()))
         for file_name in names:
-            if Path(file_name).name != file_name or not (path / file_name).is_file():
-                raise ModelRefused(f"{name}: {INDEX_FILE} names {file_name!r}, which is not a file of the folder")
+            if Path(file_name).name != file_name or not has_file(path / file_name):
+                raise ModelRefused(f"{index}: weight_map names {file_name!r}, which is not a file of the folder")
+        if not isinstance(metadata, dict):  # `transformers` wants it, whatever it holds
+            raise refuse(index, "metadata", metadata, "an object")
         if names:
             return tuple(path / file_name for file_name in names)
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)

@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from specdec.engine.model_folder import read_json
 from specdec.errors import ModelRefused
+from specdec.folders import TOKENIZER_BYTES_MAX, read_json
 from specdec.protocol.fingerprint import vocabulary_size
 
 SPACE = "\u2581"  # the space of tokenizers in the manner of SentencePiece
@@ -95,7 +95,7 @@ class Retokenizer:
 
     def __init__(self, target: Path, draft: Path, target_ends: Sequence[int], draft_ends: Sequence[int]) -> None:
         self.target = target
-        source, own = read_json(target), read_json(draft)
+        source, own = (read_json(file, TOKENIZER_BYTES_MAX) for file in (target, draft))
         self._texts = token_bytes(source)
         self._own_bytes = token_bytes(own)
         self._own_ids = ids_by_bytes(own, self._own_bytes)

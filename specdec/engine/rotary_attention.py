@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from specdec.engine.attention import AttentionCall, AttentionPlan, CallRecorder
+from specdec.errors import ModelRefused
 
 ROTARY_NAME = "rotary_emb"  # the module that computes cosines and sines, in every architecture with one
+LEARNED_NAME = "wpe"  # the embedding of positions, in the one architecture that learns it
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 TRIED_ROW_COUNT = 4
@@ -36,6 +38,8 @@ class RotaryTable(nn.Module):
         self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer_type in _layer_types(rotary):
             cosines, sines = _angles(rotary, positions_max, dtype, layer_type)
+            if not (cosines.isfinite().all() and sines.isfinite().all()):
+                raise ModelRefused("config.json: its rotary parameters give angles that are no numbers")
             if is_for_stand_ins:
                 first, second = sines.chunk(2, -1)
                 cosines, sines = cosines[:, None].contiguous(), torch.cat((-first, second), -1)[:, None]
@@ -97,8 +101,13 @@ class RotaryAttention(nn.Module):
 
 
 def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> bool:
-    """Replaces a base model's rotary module, if any, by a table. Returns whether to replace its attention modules: all
-    or none, because tables have one layout."""
+    """Replaces a base model's rotary module, if any, by a table of `positions_max` positions; of a learned table keeps
+    as many. Returns whether to replace its attention modules: all or none, because tables have one layout. Raises
+    ModelRefused for angles that are no numbers."""
+    learned = getattr(base, LEARNED_NAME, None)
+    if isinstance(learned, nn.Embedding) and learned.num_embeddings > positions_max:
+        learned.num_embeddings = positions_max
+        learned.weight = nn.Parameter(learned.weight.detach()[:positions_max].clone(), requires_grad=False)
     rotary = getattr(base, ROTARY_NAME, None)
     if rotary is None:
         return False

@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from specdec.engine.config_check import TABLE_MODEL_TYPE
 from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, StepOutput
+from specdec.engine.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
+from specdec.errors import ModelRefused
 
-MODEL_TYPE = "specdec_table"
 MODEL_NAME = "table model (protocol tests only)"
 END_TOKEN_ID = 0
 LOGITS_NAME = "logits"
-WEIGHTS_FILE = "model.safetensors"
 
 
 class TokenStorage:
@@ -94,21 +95,26 @@ def _last_two(chunk: SequenceChunk) -> tuple[numpy.ndarray, numpy.ndarray, numpy
     return places, is_before.argmax(axis=1), positions == 0
 
 
-def load_table_model(folder: Path, digest: str) -> TableModel:
-    """Loads the table model in `folder`, written by `write_table_model`."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    table = load_file(folder / WEIGHTS_FILE)[LOGITS_NAME]
+def load_table_model(folder: ModelFolder, digest: str, positions_max: int) -> TableModel:
+    """Loads the table model in a checked folder, written by `write_table_model`. Raises ModelRefused for a table of
+    another shape or type."""
+    stored = folder.tensors.get(LOGITS_NAME)
+    size = stored.shape[-1] if stored and stored.shape else 0
+    if stored is None or stored.dtype != "F32" or size < 2 or stored.shape != (size + 1, size + 1, size):
+        raise ModelRefused(f"{folder.path / WEIGHTS_FILE}: {LOGITS_NAME} must be float32 [V + 1, V + 1, V], V above 1")
+    ends = folder.ends.below(size)
+    warn_of_unknown_ends(folder.path, ends, size)
     description = ModelDescription(
         model_digest=digest,
         model_name=MODEL_NAME,
-        vocabulary_size=table.shape[2],
-        positions_max=config["positions_max"],
-        end_token_ids=tuple(config["end_token_ids"]),
+        vocabulary_size=size,
+        positions_max=positions_max,
+        end_token_ids=ends.ids,
         dtype="float32",
         device="cpu",
         libraries=f"torch {torch.__version__}",
     )
-    return TableModel(table, description)
+    return TableModel(load_file(folder.path / WEIGHTS_FILE)[LOGITS_NAME], description)
 
 
 def write_table_model(
@@ -130,7 +136,7 @@ def write_table_model(
         logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
     if tuple(logits.shape) != shape:
         raise ValueError(f"logits have shape {tuple(logits.shape)}; it must be {shape}")
-    config = {"model_type": MODEL_TYPE, "positions_max": positions_max, "end_token_ids": list(end_token_ids)}
+    config = {"model_type": TABLE_MODEL_TYPE, "positions_max": positions_max, "end_token_ids": list(end_token_ids)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({LOGITS_NAME: logits.to(torch.float32).contiguous()}, folder / WEIGHTS_FILE)
     _table_tokenizer(vocabulary_size).save(str(folder / "tokenizer.json"))

@@ -7,31 +7,34 @@ only. The output layer and all later computation is float32; a draft's output la
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.config_check import served_positions
 from specdec.engine.cpu_backend import CpuBackend, of_any_width
+from specdec.engine.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, end_token_ids_of, read_json
+from specdec.engine.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.tiled_modules import Weight, shorten_calls
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
-from specdec.errors import ModelRefused
+from specdec.errors import ModelRefused, refusing
 from specdec.folders import tokenizer_file
-from specdec.protocol.fingerprint import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from specdec.engine.parallel.modules import JoinedShare
+
+logger = logging.getLogger("specdec.engine")
 
 CPU = torch.device("cpu")
 NUMERICS_VERSION = 2  # increases with each change by which a model's results have other bits
@@ -126,27 +129,32 @@ def load_transformers_model(
     enforce_eager: bool = False,
     has_stable_rows: bool = True,
     target_tokenizer: str = "",
+    positions_max: int | None = None,
 ) -> TransformersModel:
     """Loads the weights of a checked folder; `digest` returns its digest, or raises what is wrong with its files.
+    `positions_max`: see `load_model`.
 
     Raises ModelRefused if the weights do not fit the architecture.
     """
+    positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
     dtype = dtype_of(folder.config, dtype_name, device)
     types = ModelTypes(dtype)
     if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
         types = draft_types(folder.config, dtype)
         dtype = types.layers
     model = read_weights(name, folder, digest, dtype, attention.NAME)
-    model.eval().requires_grad_(False).to(device)
+    with refusing(name):
+        model.eval().requires_grad_(False).to(device)
     vocabulary = VocabularyMap.read(folder.path, folder.token_string_count, _output_width(model))
     if target_tokenizer:
         vocabulary = map_tokenizers(target_tokenizer, folder, _output_width(model), vocabulary)
     if vocabulary and has_stable_rows:
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     vocabulary = vocabulary and vocabulary.to(device)
-    description = describe(folder, model, dtype, digest(), device, vocabulary)
-    backend = backend_for(device, types, description.positions_max, enforce_eager, has_stable_rows)
-    return TransformersModel(model, description, dtype, backend=backend)
+    description = describe(folder, model, dtype, digest(), positions_max, device, vocabulary)
+    backend = backend_for(device, types, positions_max, enforce_eager, has_stable_rows)
+    with refusing(name):
+        return TransformersModel(model, description, dtype, backend=backend)
 
 
 def read_weights(
@@ -154,23 +162,26 @@ def read_weights(
 ) -> transformers.PreTrainedModel:
     """Returns the model of a checked folder as `transformers` has it; `attention_name`: of its attention, absent: the
     library's choice. `digest`: see `load_transformers_model`. Raises ModelRefused."""
-    model_class = getattr(transformers, folder.config["architectures"][0])
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = model_class.from_pretrained(
-            folder.path,
-            dtype=dtype,
-            attn_implementation=attention_name,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
+        check_weights(name, empty_model(name, folder, dtype), folder)
+        with refusing(name):
+            model, report = class_of(folder).from_pretrained(
+                folder.path,
+                config=config_of(folder),
+                generation_config=transformers.GenerationConfig(),  # unused: the folder's is not read again
+                dtype=dtype,
+                attn_implementation=attention_name,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        if report["missing_keys"]:
+            raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
+    except ModelRefused:
         digest()  # a file that is not the published one is the better reason
-        raise ModelRefused(f"{name}: {str(error).strip().splitlines()[0]}") from error
-    if report["missing_keys"]:
-        raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
+        raise
     read: transformers.PreTrainedModel = model
     return read
 
@@ -278,10 +289,12 @@ def map_tokenizers(
 ) -> VocabularyMap | None:
     """Returns the map of a draft to another tokenizer; `fewer` if that is its own. Raises ModelRefused."""
     file, own_file = tokenizer_file(target), draft.path / "tokenizer.json"
-    if tokenizer_fingerprint(read_json(file)) == tokenizer_fingerprint(read_json(own_file)):
+    facts = tokenizer_facts(file)
+    if facts.fingerprint == draft.tokenizer.fingerprint:
         return fewer
-    ends = end_token_ids_of(file.parent, {})
-    return VocabularyMap.by_strings(Retokenizer(file, own_file, ends, draft.end_token_ids), output_width, fewer)
+    ends = end_tokens_of(file.parent, {}, facts.size).ids
+    with refusing(f"{file} and {own_file}"):
+        return VocabularyMap.by_strings(Retokenizer(file, own_file, ends, draft.end_token_ids), output_width, fewer)
 
 
 def _output_width(model: transformers.PreTrainedModel) -> int:
@@ -294,18 +307,25 @@ def describe(
     model: transformers.PreTrainedModel,
     dtype: torch.dtype,
     digest: str,
+    positions_max: int,
     device: torch.device = CPU,
     vocabulary: VocabularyMap | None = None,
 ) -> ModelDescription:
-    """Describes a model in a folder; reads only the configuration and shapes of the model."""
+    """Describes a model in a folder; reads only the configuration and shapes of the model. Warns of end tokens that it
+    does not have."""
     output_width = vocabulary.size if vocabulary else _output_width(model)
     string_count = vocabulary.size if vocabulary else folder.token_string_count
+    ends = folder.ends if vocabulary else folder.ends.below(output_width)
+    warn_of_unknown_ends(folder.path, ends, min(string_count, output_width))
+    if string_count > output_width:
+        what = "tokenizer.json has %d token ids, the model %d: text with one of the others is refused"
+        logger.warning(f"%s: {what}", folder.path, string_count, output_width)
     return ModelDescription(
         model_digest=digest,
         model_name=folder.path.resolve().name,
         vocabulary_size=min(string_count, output_width),
-        positions_max=model.config.max_position_embeddings,
-        end_token_ids=folder.end_token_ids,
+        positions_max=positions_max,
+        end_token_ids=ends.ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         libraries=f"engine {NUMERICS_VERSION}, torch {torch.__version__}, transformers {transformers.__version__}",

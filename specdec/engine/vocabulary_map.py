@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.engine.model_folder import read_json
 from specdec.engine.retokenizer import Retokenizer, whole_tokenizer
 from specdec.errors import ModelRefused
+from specdec.folders import has_file, read_json
 
 VOCABULARY_FILE = "draft_vocabulary.json"
 
@@ -42,11 +42,11 @@ class VocabularyMap:
         `size`: the ids of the folder's tokenizer, which is the target's; `output_width`: of the draft's output layer.
         """
         file = folder / VOCABULARY_FILE
-        if not file.is_file():
+        if not has_file(file):
             return None
         told = read_json(file)
         ids, share = told.get("target_token_ids"), told.get("share")
-        if not isinstance(ids, list) or not all(isinstance(one, int) and 0 <= one < size for one in ids):
+        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < size for one in ids):
             raise ModelRefused(f"{file}: target_token_ids must be a list of ids from 0 to {size - 1}")
         if len(set(ids)) != len(ids) or len(ids) != output_width - 1:
             raise ModelRefused(f"{file}: it must name {output_width - 1} different ids, one fewer than the model has")

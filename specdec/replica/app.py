@@ -208,7 +208,9 @@ class ReplicaApp(Generic[Payload, Answer]):
         if self._place is None:
             is_stable = self._kind.has_stable_rows
             target = own.target_tokenizer if isinstance(own, DraftSettings) else ""
-            return load_model(own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable, target)
+            return load_model(
+                own.model, own.dtype, own.device, progress, own.enforce_eager, is_stable, target, own.max_model_len
+            )
         from specdec.engine.parallel.group import Ending
         from specdec.engine.parallel.rank import ModelSource, load_leader
 
@@ -217,7 +219,7 @@ class ReplicaApp(Generic[Payload, Answer]):
             exit_grace_s=LOST_GRACE_S,
             on_stop_requested=self._request_stop,
         )
-        source = ModelSource(own.model, own.dtype, device(own.device))
+        source = ModelSource(own.model, own.dtype, device(own.device), own.max_model_len)
         leader = load_leader(source, self._place, ending, progress)
         self._send_ranks_home = leader.close
         return leader

@@ -13,12 +13,11 @@ from specdec.config import ModelSettings
 from specdec.engine.devices import find_device, free_memory_bytes
 from specdec.engine.interface import CausalModel
 from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model_folder import open_model_folder, read_json
+from specdec.engine.model_folder import open_model_folder, tokenizer_facts
 from specdec.engine.runner import Payload, Piece
 from specdec.engine.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
 from specdec.folders import EMBEDDED_MODELS
-from specdec.protocol.fingerprint import tokenizer_fingerprint
 from specdec.protocol.types import CacheSize, Description, DraftVocabulary
 
 FULL_SESSION_COUNT_DEFAULT = 16  # sessions of full length the default cache holds
@@ -35,12 +34,9 @@ SamplePiece = Callable[[BlockTable, int, int], Piece[Payload]]
 
 
 def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:
-    """Returns the description of this replica without step times. Raises ConfigError if --max-model-len exceeds the
-    model's positions, or the cache is too small. `extra_positions`: of a session in the cache, beyond its tokens."""
+    """Returns the description of this replica without step times. Raises ConfigError if the cache is too small.
+    `extra_positions`: of a session in the cache, beyond its tokens."""
     own = model.description
-    positions_max = settings.max_model_len or own.positions_max
-    if positions_max > own.positions_max:
-        raise ConfigError(f"--max-model-len is {positions_max}; {settings.model} has {own.positions_max} positions")
     tokenizer = open_model_folder(settings.model).path / "tokenizer.json"
     vocabulary, kind = own.vocabulary, DraftVocabulary.EQUAL
     if vocabulary and vocabulary.retokenizer:
@@ -49,10 +45,10 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         kind = DraftVocabulary.SUBSET
     return Description(
         model_digest=own.model_digest,
-        tokenizer_fingerprint=tokenizer_fingerprint(read_json(tokenizer)),
+        tokenizer_fingerprint=tokenizer_facts(tokenizer).fingerprint,
         model_name=settings.served_model_name or own.model_name,
         vocabulary_size=own.vocabulary_size,
-        positions_max=positions_max,
+        positions_max=own.positions_max,
         end_token_ids=tuple(sorted(set(own.end_token_ids))),
         dtype=own.dtype,
         device=own.device,
@@ -61,7 +57,7 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         draft_vocabulary_size=vocabulary.own_size if vocabulary else 0,
         draft_vocabulary=kind,
         draft_vocabulary_share=vocabulary.share(tokenizer, sample_text()) if vocabulary else 1.0,
-        cache=choose_cache_size(model, positions_max + extra_positions, settings),
+        cache=choose_cache_size(model, own.positions_max + extra_positions, settings),
     )
 
 

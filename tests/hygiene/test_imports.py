@@ -131,12 +131,20 @@ TABLE = (
     ),
     Imports(
         "specdec.chat",
-        ("specdec.errors", "specdec.engine.model_folder", "specdec.engine.retokenizer"),
+        ("specdec.errors", "specdec.folders", "specdec.engine.model_folder", "specdec.engine.retokenizer"),
         NETWORK_LIBRARIES,
     ),
     Imports(
         "specdec.distill",
-        ("specdec.errors", "specdec.settings", "specdec.chat", "specdec.decoding", "specdec.engine", *VALUES),
+        (
+            "specdec.errors",
+            "specdec.folders",
+            "specdec.settings",
+            "specdec.chat",
+            "specdec.decoding",
+            "specdec.engine",
+            *VALUES,
+        ),
         NETWORK_LIBRARIES + ("asyncio",),
     ),
     Imports(

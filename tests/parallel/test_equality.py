@@ -102,6 +102,24 @@ def test_the_description_states_the_number_of_ranks(followers: Followers, tiny_f
     assert led.description.model_digest == alone.description.model_digest
 
 
+def test_ranks_make_tables_for_the_served_positions(followers: Followers, tiny_folder: Callable[..., Path]) -> None:
+    """Claim: ranks have tables of as many positions as are served, and the logits there do not change by a bit.
+
+    Source: `ModelSource.positions_max`, which every rank is told. Conclusive: rank 0's table is looked at, and the last
+    served position is computed by all ranks.
+    """
+    folder = tiny_folder("llama")
+    tokens = random_tokens(100, seed=5)
+    every = []
+    for positions_max in (None, 100):
+        led = followers.lead(folder, 2, positions_max=positions_max)
+        driver = Driver(led)
+        every.append(driver.feed(driver.open(100), tokens))
+        tables = led._model._base.rotary_emb.tables[None]
+        assert {len(table) for table in tables} == {led.description.positions_max} == {positions_max or 512}
+    assert torch.equal(*every)
+
+
 def test_other_machines_exchange_over_gloo(
     followers: Followers, tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

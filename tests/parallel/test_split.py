@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.fitting import empty_model
+from specdec.engine.model_folder import open_model_folder
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.rank import ModelSource, run_follower
 from specdec.engine.parallel.share import check_split
 from specdec.engine.parallel.split import Cut, plan_split
-from specdec.engine.parallel.weights import empty_model
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ModelRefused
 from tests.support.engine_models import ARCHITECTURES
@@ -90,7 +91,7 @@ def test_what_cannot_be_split_is_refused_before_weights_are_read(
     made = open_model_folder(str(tiny_folder(architecture, **overrides)))
     garbage = tmp_path / "model.safetensors"
     garbage.write_bytes(b"no weights")
-    folder = ModelFolder(made.path, made.config, (garbage,))
+    folder = replace(made, weight_files=(garbage,))
     with pytest.raises(ModelRefused) as caught:
         check_split("the model", folder, rank_count)
     assert all(part in str(caught.value) for part in ("the model", *said))

@@ -28,7 +28,9 @@ class Followers:
         self._processes: list[subprocess.Popen[str]] = []
         self._led: LeaderModel | None = None
 
-    def lead(self, folder: Path, rank_count: int, dtype: str = "float32") -> LeaderModel:
+    def lead(
+        self, folder: Path, rank_count: int, dtype: str = "float32", positions_max: int | None = None
+    ) -> LeaderModel:
         """The model of `folder` over `rank_count` ranks, led by this process; the previous model is closed."""
         self.close_model()
         self._processes = [process for process in self._processes if process.poll() is None]
@@ -38,10 +40,13 @@ class Followers:
         listener = listen(HOST)
         port = listener.getsockname()[1]
         for rank, process in enumerate(self._processes[: rank_count - 1], 1):
-            print(json.dumps([str(folder), dtype, rank, rank_count, port]), file=process.stdin, flush=True)
+            print(
+                json.dumps([str(folder), dtype, rank, rank_count, port, positions_max]), file=process.stdin, flush=True
+            )
         place = RankPlace(0, rank_count, HOST, port, listener, check_coming=self.check_running)
         ending = Ending(lambda loss: None, PATIENT, exit_grace_s=None)
-        self._led = load_leader(ModelSource(str(folder), dtype), place, ending, lambda what, share: None)
+        source = ModelSource(str(folder), dtype, positions_max=positions_max)
+        self._led = load_leader(source, place, ending, lambda what, share: None)
         return self._led
 
     def check_running(self) -> None:
@@ -67,8 +72,9 @@ def main() -> None:
     """Follows the models named on its input until the input ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        folder, dtype, rank, rank_count, port = json.loads(line)
-        run_follower(ModelSource(folder, dtype), RankPlace(rank, rank_count, HOST, port), PATIENT)
+        folder, dtype, rank, rank_count, port, positions_max = json.loads(line)
+        source = ModelSource(folder, dtype, positions_max=positions_max)
+        run_follower(source, RankPlace(rank, rank_count, HOST, port), PATIENT)
 
 
 if __name__ == "__main__":

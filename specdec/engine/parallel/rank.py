@@ -18,13 +18,12 @@ from functools import partial
 import torch
 import transformers
 
-from specdec.engine.architectures import check_supported
+from specdec.engine.config_check import TABLE_MODEL_TYPE
 from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
 from specdec.engine.parallel.watch import Loss
-from specdec.engine.table_model import MODEL_TYPE as TABLE_MODEL_TYPE
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
 from specdec.process_watch import ProcessWatch
 
@@ -40,6 +39,7 @@ class ModelSource:
     path_or_hub_id: str
     dtype: str = "auto"
     device: str = "cpu"
+    positions_max: int | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -56,7 +56,7 @@ def load_leader(source: ModelSource, place: RankPlace, ending: Ending, progress:
     group = join(place, _facts(source, folder), ending, source.is_cuda)
     try:
         name, device = source.path_or_hub_id, source.torch_device
-        share = load_share(name, folder, source.dtype, device, group, progress)
+        share = load_share(name, folder, source.dtype, device, group, progress, source.positions_max)
         return LeaderModel(share, group, partial(load_output, name, folder, source.dtype, share))
     except BaseException as error:
         group.watch.fail(place.rank, error)
@@ -75,7 +75,7 @@ def run_follower(source: ModelSource, place: RankPlace, bounds: Bounds = SERVING
     _stop_on_signal(group)
     try:
         name, device = source.path_or_hub_id, source.torch_device
-        share = load_share(name, folder, source.dtype, device, group, lambda what, share: None)
+        share = load_share(name, folder, source.dtype, device, group, lambda what, share: None, source.positions_max)
         with ProcessWatch():
             follow(share, group)
     except BaseException as error:
@@ -90,10 +90,9 @@ def _checked_folder(source: ModelSource, place: RankPlace) -> ModelFolder:
     folder = open_model_folder(source.path_or_hub_id)
     if folder.config.get("model_type") == TABLE_MODEL_TYPE:
         raise ModelRefused(f"{source.path_or_hub_id} is a table model, which cannot be split over ranks")
-    check_supported(source.path_or_hub_id, folder.config)
     if source.is_cuda:
         torch.cuda.set_device(source.torch_device)  # the device for NCCL
-    check_split(source.path_or_hub_id, folder, place.rank_count)
+    check_split(source.path_or_hub_id, folder, place.rank_count, source.positions_max)
     return folder
 
 
@@ -103,6 +102,7 @@ def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "--dtype": source.dtype,
+        "--max-model-len": source.positions_max,
         "kind of device": torch.device(source.device).type,
         "--threads": torch.get_num_threads(),
         "config.json (SHA-256)": hashlib.sha256((folder.path / "config.json").read_bytes()).hexdigest(),

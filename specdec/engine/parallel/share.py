@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from specdec.engine.config_check import served_positions
 from specdec.engine.cpu_backend import CpuBackend, of_any_width
+from specdec.engine.fitting import check_weights, empty_model
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
@@ -21,7 +23,7 @@ from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
-from specdec.engine.parallel.weights import empty_model, fill, output_alone
+from specdec.engine.parallel.weights import fill, output_alone
 from specdec.engine.transformers_model import (
     ModelTypes,
     TransformersModel,
@@ -31,27 +33,40 @@ from specdec.engine.transformers_model import (
     output_layer,
 )
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
-from specdec.errors import ModelRefused
+from specdec.errors import ModelRefused, refusing
+from specdec.folders import has_file
 
 PARTING_S = 2.0  # the time rank 0 waits at its end for the others to end
 
 
-def check_split(name: str, folder: ModelFolder, rank_count: int) -> None:
-    """Raises ModelRefused unless the folder's model can be split over `rank_count` ranks. Reads no weights."""
-    if (folder.path / VOCABULARY_FILE).is_file():
+def check_split(name: str, folder: ModelFolder, rank_count: int, positions_max: int | None = None) -> None:
+    """Raises ModelRefused unless the folder's model can be split over `rank_count` ranks, and ConfigError if it has
+    fewer positions. Reads no weights."""
+    if has_file(folder.path / VOCABULARY_FILE):
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
-    plan_split(name, empty_model(name, folder, torch.float32), 0, rank_count)
+    model = empty_model(name, folder, torch.float32)
+    served_positions(name, model.config.max_position_embeddings, positions_max)
+    check_weights(name, model, folder)
+    plan_split(name, model, 0, rank_count)
 
 
 def load_share(
-    name: str, folder: ModelFolder, dtype_name: str, device: torch.device, group: RankGroup, progress: Progress
+    name: str,
+    folder: ModelFolder,
+    dtype_name: str,
+    device: torch.device,
+    group: RankGroup,
+    progress: Progress,
+    positions_max: int | None = None,
 ) -> TransformersModel:
-    """Loads this rank's share. Raises ModelRefused, also if a file differs from rank 0's."""
+    """Loads this rank's share for `positions_max` positions, as `load_model` does. Raises ModelRefused, also if a file
+    differs from rank 0's."""
     dtype = dtype_of(folder.config, dtype_name, device)
     model = empty_model(name, folder, dtype)
     split = plan_split(name, model, group.place.rank, group.place.rank_count)
+    positions_max = served_positions(name, model.config.max_position_embeddings, positions_max)
     description = dataclasses.replace(
-        describe(folder, model, dtype, _agreed_digest(name, folder, group, progress), device),
+        describe(folder, model, dtype, _agreed_digest(name, folder, group, progress), positions_max, device),
         tensor_parallel_size=group.place.rank_count,
     )
     fill(name, model, folder, split, progress)
@@ -59,10 +74,9 @@ def load_share(
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
     # Captured graphs across GPUs are not supported, so a share runs without them.
-    backend = (
-        None if device.type == "cpu" else backend_for(device, ModelTypes(dtype), description.positions_max, True, True)
-    )
-    return TransformersModel(model, description, dtype, share, backend)
+    backend = None if device.type == "cpu" else backend_for(device, ModelTypes(dtype), positions_max, True, True)
+    with refusing(name):
+        return TransformersModel(model, description, dtype, share, backend)
 
 
 def load_output(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Module:

@@ -1,0 +1,86 @@
+"""Whether the weights of a folder are those of its configuration, before one is read.
+
+The model is made without weights, and each parameter compared with the headers of the files. Names are matched by the
+rules of `transformers`. What its configuration classes refuse is refused here too: they know the types of the entries
+that `config_check` does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from specdec.engine import attention
+from specdec.engine.architectures import architecture_of
+from specdec.engine.model_folder import ModelFolder
+from specdec.errors import ModelRefused, refusing
+
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")  # in the letters of safetensors
+
+
+def class_of(folder: ModelFolder) -> Any:
+    """Returns the class of `transformers` that a checked folder names."""
+    return getattr(transformers, architecture_of(str(folder.path), folder.config).class_name)
+
+
+def config_of(folder: ModelFolder) -> Any:
+    """Returns the configuration of a checked folder as `transformers` has it. Raises ModelRefused."""
+    with refusing(str(folder.path / "config.json")):
+        return class_of(folder).config_class.from_dict(folder.config)
+
+
+def empty_model(name: str, folder: ModelFolder, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Returns the folder's model on the meta device, without weights. Raises ModelRefused."""
+    config = config_of(folder)
+    with refusing(name), torch.device("meta"):
+        model: transformers.PreTrainedModel = class_of(folder)._from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME
+        )
+    return model
+
+
+def check_weights(name: str, model: transformers.PreTrainedModel, folder: ModelFolder) -> Mapping[str, str]:
+    """Returns parameter of an `empty_model` -> name of its tensor in the folder's files. Raises ModelRefused, naming
+    the tensor, if one is missing or has another shape or no floating-point type."""
+    stored = stored_names(model, folder)
+    tied = tied_name(model)
+    found = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        source = path if path in stored else tied.get(path, path)
+        if source not in stored:
+            unused = sorted(stored.keys() - dict(model.named_parameters(remove_duplicate=False)).keys())
+            instead = f"; they have {stored[unused[0]]}, which the model does not" if unused else ""
+            raise ModelRefused(f"{name}: the weights lack {path}{instead}")
+        tensor = folder.tensors[stored[source]]
+        place = f"{tensor.file}: {stored[source]}"
+        if tensor.shape != tuple(parameter.shape):
+            raise ModelRefused(
+                f"{place} has shape {list(tensor.shape)}; by config.json it must be {list(parameter.shape)}"
+            )
+        if tensor.dtype not in FLOAT_TYPES:
+            raise ModelRefused(f"{place} has type {tensor.dtype}; it must be one of {', '.join(FLOAT_TYPES)}")
+        found[path] = stored[source]
+    return found
+
+
+def stored_names(model: transformers.PreTrainedModel, folder: ModelFolder) -> dict[str, str]:
+    """Returns parameter name -> name in the files, by the renamings of `transformers`."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    expected: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    prefix = model.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, expected)[0]: name for name in folder.tensors}
+
+
+def tied_name(model: transformers.PreTrainedModel) -> Mapping[str, str]:
+    """Returns output weight -> embedding weight, if the config ties them; used if the files lack the output weight."""
+    if not model.config.tie_word_embeddings:
+        return {}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {module: path for path, module in model.named_modules()}
+    return {f"{paths[output]}.weight": f"{paths[embedding]}.weight"}
