@@ -41,6 +41,9 @@ SILENCE_S_MAX = 10.0
 PINGS_PER_S_MAX = 2
 CONNECTION_COUNT_MAX, HANDSHAKE_S_MAX, CONNECTION_IDLE_S_MAX = 512, 10, 300
 CALLS_PER_S_MAX, MESSAGES_PER_S_MAX = 1000, 5000
+CALL_BURST_S = 0.1  # so many seconds' calls at once: more would stop the event loop for longer
+WASTED_CALLS_PER_S_MAX, WASTED_CALLS_PER_S_FREE = 100, 1
+WAITING_CALL_COUNT_MAX, FIRST_MESSAGE_S_MAX = 4096, 10.0
 METADATA_BYTES_MAX = 8 << 10
 PROBE_COUNT_MAX, PROBE_CONNECTION_S_MAX, PROBE_REQUEST_BYTES_MAX = 16, 10, 4096
 
@@ -56,6 +59,10 @@ CONNECTION_OPTIONS = (
     ("grpc.max_allowed_incoming_connections", CONNECTION_COUNT_MAX),
     ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S_MAX),
     ("grpc.max_connection_idle_ms", 1000 * CONNECTION_IDLE_S_MAX),
+    # Calls that no handler has been given yet. Beyond, gRPC cancels the newest, and by default some beyond 1000, of
+    # whatever client; a connection has its own limit of calls, so these are never more.
+    ("grpc.server.max_pending_requests", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
 )
 PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
 METADATA_OPTIONS = (
