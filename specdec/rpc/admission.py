@@ -17,7 +17,7 @@ import grpc
 
 from specdec.errors import DeliveryStalled, InvalidRequest, SpecdecError
 from specdec.rpc.delivery import Delivery
-from specdec.rpc.limits import FIRST_MESSAGE_S_MAX, READER_STALL_S_MAX
+from specdec.rpc.limits import READER_STALL_S_MAX
 from specdec.rpc.ports import close_connections
 from specdec.rpc.rates import CallRates, Rate
 from specdec.rpc.status import abort
@@ -48,12 +48,11 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         if handler is None:
             return grpc.stream_unary_rpc_method_handler(self._refuse_unknown)
         if handler.stream_stream:
-            converse = self._converse if handler.request_deserializer is None else self._converse_briefly
 
-            async def pass_on(requests: AsyncIterator[bytes], context: Context) -> None:
-                await converse(handler, requests, context)
+            async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
+                await self._converse(handler, requests, context)
 
-            return grpc.stream_stream_rpc_method_handler(pass_on)
+            return grpc.stream_stream_rpc_method_handler(converse)
         inner = handler.unary_stream or handler.unary_unary
 
         async def answer(_requests: AsyncIterator[bytes], context: Context) -> Any:
@@ -73,9 +72,8 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         """Returns what `read` does, once it is the call's turn; ends the call if it raises an error of specdec."""
         peer = context.peer()
         try:
-            with self._rates.turn(peer, time.monotonic()) as wait_s:
-                if wait_s:
-                    await asyncio.sleep(wait_s)
+            with self._rates.place(peer) as caller:
+                await self._rates.turn(caller)
                 return None if read is None else await read(context)
         except BaseException as error:
             self._count_wasted(peer)
@@ -97,34 +95,48 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no method has this name")
 
     async def _converse(self, handler: Any, requests: AsyncIterator[bytes], context: Context) -> None:
-        await self._admit(context)
-        await handler.stream_stream(requests, context)
+        """Passes a stream on, with requests as values if its handler parses them; then each counts as a call."""
+        parse, has_request = handler.request_deserializer, False
 
-    async def _converse_briefly(self, handler: Any, requests: AsyncIterator[bytes], context: Context) -> None:
-        async def parsed() -> AsyncIterator[Any]:
+        async def passed_on() -> AsyncIterator[Any]:
+            nonlocal has_request
             async for data in requests:
-                await self._admit(context)
-                yield handler.request_deserializer(data)
+                has_request = True
+                if parse is not None:
+                    await self._admit(context)
+                yield data if parse is None else parse(data)
 
         await self._admit(context)
         try:
-            with Delivery(context) as delivery:
-                async with asyncio.timeout(READER_STALL_S_MAX):
-                    async for response in handler.stream_stream(parsed(), context):
-                        await delivery.write(handler.response_serializer(response))
-        except (TimeoutError, DeliveryStalled):
-            await _refuse(context, DeliveryStalled(f"the call was open for {READER_STALL_S_MAX:g} s"))
-        except InvalidRequest as error:
-            await _refuse(context, error)
+            if parse is None:
+                await handler.stream_stream(passed_on(), context)
+            else:
+                await _write_briefly(handler.stream_stream(passed_on(), context), handler.response_serializer, context)
+        finally:
+            if not has_request:
+                self._count_wasted(context.peer())
+
+
+async def _write_briefly(responses: AsyncIterator[Any], serialize: Callable[[Any], bytes], context: Context) -> None:
+    """Writes what a stream answers, for READER_STALL_S_MAX at most."""
+    try:
+        with Delivery(context) as delivery:
+            async with asyncio.timeout(READER_STALL_S_MAX):
+                async for response in responses:
+                    await delivery.write(serialize(response))
+    except (TimeoutError, DeliveryStalled):
+        await _refuse(context, DeliveryStalled(f"the call was open for {READER_STALL_S_MAX:g} s"))
+    except InvalidRequest as error:
+        await _refuse(context, error)
 
 
 async def _first_message(context: Context) -> bytes:
     """Returns the request's bytes. Raises InvalidRequest if there are none, DeliveryStalled if none come in time."""
     try:
-        async with asyncio.timeout(FIRST_MESSAGE_S_MAX):
+        async with asyncio.timeout(READER_STALL_S_MAX):
             data = await context.read()
     except TimeoutError:
-        raise DeliveryStalled(f"no request came for {FIRST_MESSAGE_S_MAX:g} s") from None
+        raise DeliveryStalled(f"no request came for {READER_STALL_S_MAX:g} s") from None
     if data is grpc.aio.EOF:
         raise InvalidRequest("request", "no message", "one message")
     return bytes(data)

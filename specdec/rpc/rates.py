@@ -58,47 +58,60 @@ def message_rate() -> Rate:
 
 
 @dataclass(slots=True)
-class _Caller:
-    """One connection: the rate of its calls, that of the wasted ones which its host is not charged with, and the number
-    of calls that wait for their turn or their message."""
+class Caller:
+    """One connection: the rate of its calls, that of the wasted ones which its host is not charged with, and the calls
+    that wait, all and those that wait for their turn."""
 
     turns: Rate = field(default_factory=lambda: Rate(CALLS_PER_S_MAX, CALL_BURST_S))
     free_waste: Rate = field(default_factory=lambda: Rate(WASTED_CALLS_PER_S_FREE))
     waiting_count: int = 0
+    queued_count: int = 0
     is_closing: bool = False
 
 
 class CallRates:
-    """The calls of a server: CALLS_PER_S_MAX a second and WAITING_CALL_COUNT_MAX places to wait, shared equally by the
-    connections that have calls waiting; WASTED_CALLS_PER_S_MAX wasted ones of a host, as a connection that is closed
-    for them is soon replaced. It remembers as many connections and hosts as a server may have connections.
-
-    A peer is named as by gRPC: `ipv4:HOST:PORT`.
+    """The calls of a server: CALLS_PER_S_MAX turns a second, shared equally by the connections that wait for one, and
+    WAITING_CALL_COUNT_MAX places to wait, shared by those that have any. Of wasted calls, WASTED_CALLS_PER_S_MAX of a
+    host, as a connection that is closed for them is soon replaced. It remembers as many connections and hosts as a port
+    may have connections. A peer is named as by gRPC: `ipv4:HOST:PORT`.
     """
 
     def __init__(self) -> None:
-        self._callers: OrderedDict[str, _Caller] = OrderedDict()
+        self._callers: OrderedDict[str, Caller] = OrderedDict()
         self._wasted: OrderedDict[str, Rate] = OrderedDict()
-        self._waiting_count = self._waiting_caller_count = 0
+        self._waiting_count = self._waiting_caller_count = self._queued_caller_count = 0
 
     @contextmanager
-    def turn(self, peer: str, now_s: float) -> Iterator[float]:
-        """Counts a call and gives it a place to wait in the context, whose value is the time to its turn in seconds.
-        Raises CacheExhausted if all places are taken and the connection has its share of them."""
+    def place(self, peer: str) -> Iterator[Caller]:
+        """Gives a call a place to wait. Raises CacheExhausted if all are taken and its connection has its share."""
         caller = self._caller(peer)
         is_full = self._waiting_count >= WAITING_CALL_COUNT_MAX
         if is_full and caller.waiting_count * self._waiting_caller_count >= WAITING_CALL_COUNT_MAX:
-            count = f"{caller.waiting_count} of all {self._waiting_count} calls that wait here, "
-            raise CacheExhausted(f"{count}which is a connection's share, are of this connection")
+            count = f"{caller.waiting_count} of the {self._waiting_count} calls that wait here"
+            raise CacheExhausted(f"{count} are of this connection, more than its share")
         self._waiting_count += 1
         self._waiting_caller_count += not caller.waiting_count
         caller.waiting_count += 1
         try:
-            yield caller.turns.wait_s(now_s, self._waiting_caller_count)
+            yield caller
         finally:
             self._waiting_count -= 1
             caller.waiting_count -= 1
             self._waiting_caller_count -= not caller.waiting_count
+
+    async def turn(self, caller: Caller) -> None:
+        """Counts a call and returns when it is its turn."""
+        share_count = self._queued_caller_count + (not caller.queued_count)
+        wait_s = caller.turns.wait_s(time.monotonic(), share_count)
+        if not wait_s:
+            return
+        self._queued_caller_count += not caller.queued_count
+        caller.queued_count += 1
+        try:
+            await asyncio.sleep(wait_s)
+        finally:
+            caller.queued_count -= 1
+            self._queued_caller_count -= not caller.queued_count
 
     def must_close(self, peer: str, now_s: float) -> bool:
         """Counts a wasted call; returns whether the connection is to be closed for it, once: its other calls end then,
@@ -110,8 +123,8 @@ class CallRates:
         caller.is_closing = not rate.conforms(now_s)
         return caller.is_closing
 
-    def _caller(self, peer: str) -> _Caller:
-        return _remembered(self._callers, peer, _Caller)
+    def _caller(self, peer: str) -> Caller:
+        return _remembered(self._callers, peer, Caller)
 
 
 def _remembered(known: OrderedDict[str, Known], name: str, make: Callable[[], Known]) -> Known:
