@@ -1,6 +1,6 @@
 """What every call passes before its handler, whatever its method, on every port of a server.
 
-gRPC shows a handler the peer of a unary call only with its message, and nobody that of an unknown method. So the
+gRPC shows a handler the peer of a unary call only with its message, and no handler that of an unknown method. So the
 handler of each call, or the lack of one, is replaced by one that runs as soon as the headers have come: it counts the
 call, waits for its connection's turn, and reads the request. A call that ends before that is wasted. gRPC has no means
 to close one connection of a server; one that wastes too many calls is shut down at its socket.
@@ -96,7 +96,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
     async def _converse(self, handler: Any, requests: AsyncIterator[bytes], context: Context) -> None:
         """Passes a stream on, with requests as values if its handler parses them; then each counts as a call."""
-        parse, has_request = handler.request_deserializer, False
+        parse, peer, has_request = handler.request_deserializer, context.peer(), False
 
         async def passed_on() -> AsyncIterator[Any]:
             nonlocal has_request
@@ -114,7 +114,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
                 await _write_briefly(handler.stream_stream(passed_on(), context), handler.response_serializer, context)
         finally:
             if not has_request:
-                self._count_wasted(context.peer())
+                self._count_wasted(peer)
 
 
 async def _write_briefly(responses: AsyncIterator[Any], serialize: Callable[[Any], bytes], context: Context) -> None:

@@ -56,16 +56,17 @@ def check_port(host: str, port: int, flag: str = "--port", host_flag: str = "--h
 def close_connections(peer: str, ports: Collection[int]) -> None:
     """Shuts down the connections of `peer`, named as by gRPC, to these ports of this process.
 
-    gRPC owns the sockets and tells nobody their numbers: all descriptors are looked through, as copies, so that none
+    gRPC owns the sockets and does not tell their numbers: all descriptors are looked through, as copies, so that none
     can become another file's meanwhile. gRPC reads the end of such a connection, as if the peer had closed it.
     """
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    if not port.isdigit():
+        return  # gRPC's "unknown"
     other_end = _end(host.strip("[]"), int(port))
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), _copied(int(name)) as one:  # closed meanwhile, not a socket, not connected
-            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.getsockname()[1] not in ports:
-                continue
-            if _end(*one.getpeername()[:2]) == other_end:
+        with contextlib.suppress(OSError, ValueError), _copied(int(name)) as one:  # closed meanwhile, or another file
+            own = one.getsockname()
+            if isinstance(own, tuple) and own[1] in ports and _end(*one.getpeername()[:2]) == other_end:
                 one.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,5 +1,5 @@
-"""Rates of what a peer sends: beyond one it is served later, so it waits and holds nothing here. Only what is of no use
-to anybody, a wasted call, has a rate beyond which its connection is to be closed.
+"""Rates of what a peer sends: beyond one it is served later, so it waits and holds nothing here. Only
+wasted calls, which nothing can be done for, have a rate beyond which their connection is to be closed.
 """
 
 from __future__ import annotations

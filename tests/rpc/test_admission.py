@@ -1,5 +1,4 @@
-"""What a client may do to others by calls that are of no use to anybody: without a request, of no method, ended
-at once.
+"""What a client may do to others by calls that are of no use: without a request, of no method, ended at once.
 
 The calls are written frame by frame, as libraries for clients send their request with each call.
 """
@@ -208,9 +207,10 @@ async def test_a_call_without_a_request_ends(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_connection_is_closed_by_its_peers_name(listen: str, connect: str, named: str) -> None:
     """Claim: of two connections of a host to a port, that of the named peer is closed at both ends and no other; with
     another port none is. Conclusive: the sockets are the test's own, in this process."""
-    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
     try:
-        server = socket.create_server((listen, 0), family=family, dualstack_ipv6=listen == "::")
+        server = socket.create_server(
+            (listen, 0), family=socket.AF_INET6 if ":" in listen else socket.AF_INET, dualstack_ipv6=listen == "::"
+        )
     except OSError:
         pytest.skip("the machine has IPv6 switched off")
     with server:
