@@ -30,8 +30,9 @@ from specdec.rpc.limits import (
     UNTAKEN_ITEM_COUNT_MAX,
 )
 from specdec.rpc.link import TICK_S, check_item_count
+from specdec.rpc.parsing import parse
 from specdec.rpc.rates import message_rate
-from specdec.rpc.server import Write, parse
+from specdec.rpc.server import Write
 from specdec.rpc.stamps import Stamps
 from specdec.rpc.status import failure_from_error
 from specdec.telemetry.clock import wall_offset_ns

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from specdec.errors import CacheExhausted, SpecdecError
 from specdec.rpc.delivery import Delivery
 from specdec.rpc.limits import WATCH_COUNT_MAX
+from specdec.rpc.parsing import parse_small
 from specdec.rpc.status import abort
 
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -38,9 +40,10 @@ class Health:
 
     def handlers(self, has_watch: bool) -> grpc.GenericRpcHandler:
         """Returns the handlers for a port: Check, and Watch if `has_watch`."""
-        methods = {"Check": grpc.unary_unary_rpc_method_handler(self._check, _Request.FromString)}
+        parsed = partial(parse_small, _Request)
+        methods = {"Check": grpc.unary_unary_rpc_method_handler(self._check, parsed)}
         if has_watch:
-            methods["Watch"] = grpc.unary_stream_rpc_method_handler(self._watch, _Request.FromString)
+            methods["Watch"] = grpc.unary_stream_rpc_method_handler(self._watch, parsed)
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 
     def _state(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:

@@ -5,8 +5,9 @@ The fields of `CALLS` are `Service/Method.what`, with `what` among `request_byte
 `calls` (at a time), `silence_s` (without a message of the client, or one taken by it), `request_fields`,
 `request_parts`, `request_packed_bytes`, `items_bytes` (of several items in a message), `unhandled_bytes`,
 `untaken_items`, `messages_per_s` (of one stream or link); those of connections are `Server.what` of every port:
-`connections`, `handshake_s`, `idle_s`, `calls_per_s` and `pings_per_s` of one, `metadata_bytes` of a call; and
-`Probes.what` of the port of the probes: `calls`, `connection_s`, `request_bytes`.
+`connections`, `handshake_s`, `idle_s` and `pings_per_s` of one, `calls_per_s`, `waiting_calls` and `wasted_calls_per_s`
+of all, `metadata_bytes` of a call; and `Probes.what` of the port of the probes: `calls`, `connection_s`,
+`request_bytes`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ SILENCE_S_MAX = 10.0
 PINGS_PER_S_MAX = 2
 CONNECTION_COUNT_MAX, HANDSHAKE_S_MAX, CONNECTION_IDLE_S_MAX = 512, 10, 300
 CALLS_PER_S_MAX, MESSAGES_PER_S_MAX = 1000, 5000
+CALL_BURST_S = 0.1  # the calls of this time may come at once: more would stop the event loop for longer
+WASTED_CALLS_PER_S_MAX, WASTED_CALLS_PER_S_FREE = 100, 1
+WAITING_CALL_COUNT_MAX = 4096
 METADATA_BYTES_MAX = 8 << 10
 PROBE_COUNT_MAX, PROBE_CONNECTION_S_MAX, PROBE_REQUEST_BYTES_MAX = 16, 10, 4096
 
@@ -56,6 +60,10 @@ CONNECTION_OPTIONS = (
     ("grpc.max_allowed_incoming_connections", CONNECTION_COUNT_MAX),
     ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S_MAX),
     ("grpc.max_connection_idle_ms", 1000 * CONNECTION_IDLE_S_MAX),
+    # Calls that no handler has been given yet. Beyond, gRPC cancels the newest, and by default some beyond 1000, of
+    # whatever client; a connection has its own limit of calls, so these are never more.
+    ("grpc.server.max_pending_requests", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
 )
 PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
 METADATA_OPTIONS = (
@@ -160,7 +168,8 @@ CALLS = (
     Limit(
         "READER_STALL_S_MAX",
         READER_STALL_S_MAX,
-        "a client that takes no message for this time loses its generation, or its health watch; reflection ends then",
+        "a client that sends no request for this time after its call, or takes no message, loses the call or its "
+        "health watch; reflection ends then",
         "CoordinatorService/Generate,Health/Watch,ServerReflection/ServerReflectionInfo.silence_s",
     ),
     Limit(
@@ -198,8 +207,22 @@ CALLS = (
     Limit(
         "CALLS_PER_S_MAX",
         CALLS_PER_S_MAX,
-        "of one connection: a call costs the event loop some 0.3 ms, so a third of its time; more are answered later",
+        "of all connections, in equal shares of those that want more: a call costs the event loop some 0.3 ms, so a "
+        "third of its time; more are answered later",
         "Server.calls_per_s",
+    ),
+    Limit(
+        "WAITING_CALL_COUNT_MAX",
+        WAITING_CALL_COUNT_MAX,
+        "for their turn or their request: 80 MB of calls. Beyond, one of a connection that has its share is refused",
+        "Server.waiting_calls",
+    ),
+    Limit(
+        "WASTED_CALLS_PER_S_MAX",
+        WASTED_CALLS_PER_S_MAX,
+        "of one host: unknown methods, and calls refused, reset, expired or without a request before their turn; some "
+        "3 % of the event loop. The connection of a further one is closed, unless it had none in this second",
+        "Server.wasted_calls_per_s",
     ),
     Limit(
         "PINGS_PER_S_MAX",

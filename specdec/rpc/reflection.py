@@ -7,6 +7,7 @@ file of the service that holds it. The two versions have equal messages (grpc/re
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,6 +15,8 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_pb
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME, aio
+
+from specdec.rpc.parsing import parse_small
 
 VERSIONS = (SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
 
@@ -42,7 +45,7 @@ def handlers(service_names: Iterable[str]) -> list[grpc.GenericRpcHandler]:
     servicer = aio.ReflectionServicer((*service_names, SERVICE_NAME), MethodPool())
     info = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
-        reflection_pb.ServerReflectionRequest.FromString,
+        partial(parse_small, reflection_pb.ServerReflectionRequest),
         reflection_pb.ServerReflectionResponse.SerializeToString,
     )
     return [grpc.method_handlers_generic_handler(version, {"ServerReflectionInfo": info}) for version in VERSIONS]

@@ -7,33 +7,31 @@ handler raises SpecdecError; any other exception is logged, answered INTERNAL wi
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from specdec.config import ServiceSettings
-from specdec.errors import ConfigError, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
+from specdec.config import ServiceSettings, split_address
+from specdec.errors import ConfigError, DeliveryStalled, ReplicaUnavailable, SpecdecError
 from specdec.rpc import reflection
+from specdec.rpc.admission import Admission
 from specdec.rpc.delivery import Delivery
 from specdec.rpc.field_count import check_field_count
 from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
     CONNECTION_OPTIONS,
-    HELPER_REQUEST_BYTES_MAX,
     KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
     METADATA_OPTIONS,
     PING_OPTIONS,
-    READER_STALL_S_MAX,
     STREAMS_PER_CONNECTION_MAX,
 )
+from specdec.rpc.parsing import AnyMessage, parse, parse_small
 from specdec.rpc.ports import HealthPort, bracketed, check_port
-from specdec.rpc.rates import CallRates
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
@@ -52,7 +50,6 @@ _SERVER_OPTIONS = (
 ALIVE = "alive"  # a name in the health service that is SERVING until the drain, for liveness probes
 LAST_WORDS_S = 1.0  # for the last messages of calls that are cancelled at the end of the grace
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
 Context: TypeAlias = grpc.aio.ServicerContext
 Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
@@ -60,24 +57,6 @@ Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 def message_bytes_max(positions_max: int) -> int:
     """Returns the message size limit for a model of `positions_max` positions."""
     return max(MESSAGE_BYTES_MIN, MESSAGE_BYTES_PER_POSITION * positions_max)
-
-
-def parse(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
-    """Returns the message in `data`. Raises InvalidRequest naming the message if the bytes are malformed."""
-    try:
-        message: AnyMessage = message_class.FromString(data)
-    except DecodeError:
-        name = message_class.DESCRIPTOR.full_name
-        raise InvalidRequest(name, f"{len(data)} malformed bytes", f"a valid {name} with UTF-8 strings") from None
-    return message
-
-
-def parse_small(message_class: type[AnyMessage], data: bytes) -> AnyMessage:
-    """Returns the message in `data`. Raises InvalidRequest if it is malformed or larger than a name needs."""
-    if len(data) > HELPER_REQUEST_BYTES_MAX:
-        name, limit = message_class.DESCRIPTOR.full_name, f"at most {HELPER_REQUEST_BYTES_MAX} bytes"
-        raise InvalidRequest(name, f"{len(data)} bytes", limit)
-    return parse(message_class, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +113,14 @@ class Server:
         self._grace_over = False
         self.is_serving = False
         self._health = Health()
-        self._rates = CallRates()
+        self._admission = Admission()
         options = (
             *_SERVER_OPTIONS,
             ("grpc.max_receive_message_length", message_bytes),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
         )
-        interceptors = (_StrictParsing(self._rates),)
-        self._server = grpc.aio.server(options=options, interceptors=interceptors)
-        self._health_port = HealthPort(self._health, interceptors) if settings.health_address else None
+        self._server = grpc.aio.server(options=options, interceptors=(self._admission,))
+        self._health_port = HealthPort(self._health, (self._admission,)) if settings.health_address else None
         for service, methods in services.items():
             handlers = {name: self._handler(f"{service}/{name}", method) for name, method in methods.items()}
             self._server.add_registered_method_handlers(service, handlers)
@@ -158,7 +136,9 @@ class Server:
         certificates = ServerCertificates(self._settings) if self._settings.has_tls else None
         check_port(host, port)
         if self._health_port is not None and self._settings.health_address:
-            get_logger().info("health", address=await self._health_port.start(self._settings.health_address))
+            address = await self._health_port.start(self._settings.health_address)
+            self._admission.ports.add(split_address(address)[1])
+            get_logger().info("health", address=address)
         try:
             if certificates:
                 port = self._server.add_secure_port(f"{bracketed(host)}:{port}", certificates.credentials())
@@ -166,6 +146,7 @@ class Server:
                 port = self._server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
+        self._admission.ports.add(port)
         await self._server.start()
         self.address = f"{bracketed(host)}:{port}"
         return self.address
@@ -235,7 +216,6 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         try:
-            await self._rates.admit(context.peer())
             if self._draining:
                 raise ReplicaUnavailable("the service is stopping")
             if counted:
@@ -273,46 +253,3 @@ async def _wait(conditions: Iterable[Awaitable[object]], timeout_s: float) -> No
     _, unmet = await asyncio.wait([asyncio.ensure_future(one) for one in conditions], timeout=timeout_s)
     for one in unmet:
         one.cancel()
-
-
-class _StrictParsing(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Makes health and reflection answer malformed bytes as the other services do, and refuse large requests, at the
-    rate of `rates`; ends reflection after READER_STALL_S_MAX."""
-
-    def __init__(self, rates: CallRates) -> None:
-        self._rates = rates
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or handler.request_deserializer is None:
-            return handler
-        message_class = handler.request_deserializer.__self__  # `FromString`, bound to its class
-
-        async def checked(data: bytes, context: Context) -> Message:
-            await self._rates.admit(context.peer())
-            try:
-                return parse_small(message_class, data)
-            except InvalidRequest as error:
-                await abort(context, error)
-
-        async def answer(data: bytes, context: Context) -> Any:
-            inner = handler.unary_stream or handler.unary_unary
-            return await inner(await checked(data, context), context)
-
-        async def converse(requests: AsyncIterator[bytes], context: Context) -> None:
-            parsed = (await checked(data, context) async for data in requests)
-            try:
-                with Delivery(context) as delivery:
-                    async with asyncio.timeout(READER_STALL_S_MAX):
-                        async for response in handler.stream_stream(parsed, context):
-                            await delivery.write(response.SerializeToString())
-            except (TimeoutError, DeliveryStalled):
-                await abort(context, DeliveryStalled(f"the call was open for {READER_STALL_S_MAX:g} s"))
-
-        if handler.stream_stream:
-            assert inspect.isasyncgenfunction(handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(converse)
-        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
-        return make(answer, None, handler.response_serializer)

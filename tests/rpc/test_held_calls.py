@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import CacheExhausted
-from specdec.rpc import delivery, health
+from specdec.rpc import admission, delivery, health
 from specdec.rpc import server as server_module
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_stream, call_unary, open_channel, wait_serving
 from specdec.rpc.limits import HELPER_REQUEST_BYTES_MAX, METADATA_BYTES_MAX
@@ -176,7 +176,7 @@ async def test_watches_and_their_names_are_bounded(monkeypatch: pytest.MonkeyPat
 async def test_a_reflection_call_that_is_held_open_ends(monkeypatch: pytest.MonkeyPatch):
     """Claim: a reflection call ends after READER_STALL_S_MAX, whether its client is silent or does not read, and says
     so. Conclusive: without the limit the silent call gives no status, and the stop waits for neither."""
-    monkeypatch.setattr(server_module, "READER_STALL_S_MAX", 0.2)
+    monkeypatch.setattr(admission, "READER_STALL_S_MAX", 0.2)
     asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     server = Echo().server()
     async with (

@@ -65,7 +65,13 @@ OF_VOCABULARY = {  # token ids that a replica holds to its model's vocabulary, b
 }
 PACKED = {"VerificationResultItem.target_probs", "Logprobs.draft", "Logprobs.recovered", "Logprobs.top"}  # numbers
 STREAM_LIMITS = ("items_bytes", "unhandled_bytes", "untaken_items", "messages_per_s")
-OF_SERVERS = {f"Server.{what}" for what in ("connections", "handshake_s", "idle_s", "calls_per_s", "pings_per_s")}
+OF_SERVERS = {
+    f"Server.{what}"
+    for what in (
+        *("connections", "handshake_s", "idle_s", "pings_per_s"),
+        *("calls_per_s", "waiting_calls", "wasted_calls_per_s"),
+    )
+}
 MANY = 200_000
 WALK_BYTES_MAX = 1 << 20  # reading 200,000 entries takes several times as much
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncIterator
 
 from specdec.config import ServiceSettings
-from specdec.rpc.server import Context, Server, Write, parse, stream_stream, unary
+from specdec.rpc.parsing import parse
+from specdec.rpc.server import Context, Server, Write, stream_stream, unary
 from specdec.rpc.stamps import Stamps
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb

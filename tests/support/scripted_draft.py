@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from specdec.config import ServiceSettings
 from specdec.protocol.types import PROTOCOL_VERSION
-from specdec.rpc.server import Context, Server, Write, parse, stream_stream, unary
+from specdec.rpc.parsing import parse
+from specdec.rpc.server import Context, Server, Write, stream_stream, unary
 from specdec.rpc.stamps import Stamps
 from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import types_pb2 as types_pb
