@@ -15,6 +15,7 @@ import faulthandler
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -48,7 +49,7 @@ class ProcessWatch:
     def __enter__(self) -> Self:
         if not Path("/proc/self/stat").exists():
             return self
-        faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
+        faulthandler.register(DUMP_SIGNAL, _unblocking(2), all_threads=True)  # needs no lock
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -82,6 +83,16 @@ class ProcessWatch:
                     has_turned.clear()
                     with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                         self._loop.call_soon_threadsafe(has_turned.set)
+
+
+def _unblocking(descriptor: int) -> int:
+    """Returns a descriptor of the same pipe or terminal that loses what it does not take at once, so that stacks for
+    which there is no reader do not stop the thread that writes them. A file, or what cannot be opened again: itself.
+    """
+    with contextlib.suppress(OSError):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return descriptor
 
 
 def _is_stopped(pid: int) -> bool:

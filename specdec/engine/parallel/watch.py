@@ -186,6 +186,10 @@ class Watch:
             for peer in self._peers:
                 peer.connection.close()
             if self._exit_grace_s is not None:
-                time.sleep(self._exit_grace_s)
-                logger.error("this rank ends: %s", loss.reason)
-                os._exit(RANK_LOST_EXIT_CODE)
+                try:
+                    time.sleep(self._exit_grace_s)
+                    logger.error("this rank ends: %s", loss.reason)
+                    for handler in logging.getLogger().handlers:
+                        handler.flush()
+                finally:
+                    os._exit(RANK_LOST_EXIT_CODE)
