@@ -118,8 +118,8 @@ class Link:
             except SpecdecError as error:  # such as a TLS file that cannot be read just then
                 self._set_down(str(error))
             except Exception as error:
-                get_logger().exception("link failed", peer=self.peer)
                 self._set_down(f"{self.peer}: {type(error).__name__}")
+                get_logger().exception("link failed", peer=self.peer)
             finally:
                 self._set_down(CLOSED)
             backoff_s = BACKOFF_MIN_S if time.monotonic() - self._up_s >= HEALTHY_S else backoff_s
@@ -131,13 +131,13 @@ class Link:
         if self.is_up:
             self.is_up = False
             self._queue.clear()
-            log = get_logger().info if reason == CLOSED else get_logger().warning
-            log("link down", peer=self.peer, reason=reason)
             self.down_reason = reason
             self._on_down(reason)
+            log = get_logger().info if reason == CLOSED else get_logger().warning
+            log("link down", peer=self.peer, reason=reason)
         elif reason not in (CLOSED, self.down_reason):
-            get_logger().warning("link not up", peer=self.peer, reason=reason)
             self.down_reason = reason
+            get_logger().warning("link not up", peer=self.peer, reason=reason)
 
     async def _connection(self) -> None:
         """Runs one connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
@@ -197,8 +197,8 @@ class Link:
             self.stamps.received(response, time.monotonic_ns())
             if not self.is_up:
                 self.is_up, self._up_s = True, time.monotonic()
-                get_logger().info("link up", peer=self.peer)
                 self._on_up()
+                get_logger().info("link up", peer=self.peer)
             if response.items:
                 self._on_items(response.items, len(data))
         except (DecodeError, SpecdecError) as error:
