@@ -83,7 +83,7 @@ class Replica:
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
             f"the {kind.name} at {address}",
-            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX),
+            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX, is_patient=True),
             f"/{kind.service}/{kind.stream_method}",
             kind.request,
             kind.response,

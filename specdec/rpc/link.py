@@ -34,7 +34,8 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
 HEALTHY_S = 10.0  # five times the longest back-off: a connection that is lost earlier does not reset it
 TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
-SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer counts as dead
+SILENT_TICKS = 11  # 2.75 s without a message although pings were sent: the peer counts as dead
+LATE_S = 1.0  # a tick that is so late: this process was paused, and silence is counted anew
 CLOSED = "closed"  # by this side
 
 
@@ -240,10 +241,12 @@ class Link:
         return b"".join(parts)
 
     async def _watch(self, _call: grpc.aio.StreamStreamCall) -> None:
-        """Sends pings and detects silence. It counts its own ticks, so a pause of this process is no peer's silence."""
+        """Sends pings and detects silence. It counts its own ticks, so a pause of this process is no peer's silence,
+        nor is what came before the pause, since no ping was sent in it."""
         while True:
+            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
-            self._silent_ticks += 1
+            self._silent_ticks = self._silent_ticks + 1 if time.monotonic() < due_s + LATE_S else 0
             self._idle_ticks += 1
             if self._silent_ticks >= SILENT_TICKS:
                 raise LinkDown(f"{self.peer} has been silent for {SILENT_TICKS * TICK_S:g} s")

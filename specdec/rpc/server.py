@@ -25,15 +25,16 @@ from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
     CONNECTION_OPTIONS,
     HELPER_REQUEST_BYTES_MAX,
-    KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
     METADATA_OPTIONS,
+    PATIENT_KEEPALIVE_OPTIONS,
     PING_OPTIONS,
     READER_STALL_S_MAX,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.ports import HealthPort, bracketed, check_port
 from specdec.rpc.rates import CallRates
+from specdec.rpc.silence import end_silent
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
@@ -42,7 +43,7 @@ MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's t
 
 _SERVER_OPTIONS = (
     *CONNECTION_OPTIONS,
-    *KEEPALIVE_OPTIONS,
+    *PATIENT_KEEPALIVE_OPTIONS,
     *METADATA_OPTIONS,
     *PING_OPTIONS,
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections without an error
@@ -133,6 +134,7 @@ class Server:
         self._draining = False
         self._grace_over = False
         self.is_serving = False
+        self._ending_silent: asyncio.Task[None] | None = None
         self._health = Health()
         self._rates = CallRates()
         options = (
@@ -167,6 +169,7 @@ class Server:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
         await self._server.start()
+        self._ending_silent = asyncio.create_task(end_silent(port))
         self.address = f"{bracketed(host)}:{port}"
         return self.address
 
@@ -203,6 +206,8 @@ class Server:
         if self._health_port is not None:
             await self._health_port.stop()
         await self._server.stop(0.2)  # last answers are still being written
+        if self._ending_silent is not None:
+            self._ending_silent.cancel()
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         async def answer_once(data: bytes, context: Context) -> Any:
