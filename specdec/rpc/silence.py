@@ -1,9 +1,9 @@
 """Ends the connections to a port whose peers are silent: frozen, or behind a cut network.
 
 gRPC's own pings cannot tell a silent peer from a process that did not get the processor to read the answer: their timer
-runs on. So gRPC waits long for answers, and here the kernel is asked when the last data came, which it notes though
-nobody reads. Only what was sent after that counts as unanswered, and only while this process runs on time. Linux only;
-elsewhere gRPC's own limit is left.
+runs on. So gRPC waits long for answers, and here the kernel is asked when the last data came, which it notes whether
+they are read or not. Only what was sent after that counts as unanswered, and only while this process runs on time.
+Linux only; elsewhere gRPC's own limit is left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Services whose log lines nobody takes: real processes on real descriptors. Texts, health and links do not depend on
+"""Services whose log lines have no reader: real processes on real descriptors. Texts, health and links do not depend on
 them."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATES = health_pb2.HealthCheckResponse
 
 @contextlib.contextmanager
 def standard_errors() -> Iterator[dict[str, int]]:
-    """Descriptors that take no line: a pipe without a reader, one that nobody reads, a full disk."""
+    """Descriptors that take no line: a pipe without a reader, one that is never read, a full disk."""
     with contextlib.ExitStack() as stack:
         (gone, unheard), (unread, unread_end) = os.pipe(), os.pipe()
         fcntl.fcntl(unread_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -197,7 +197,7 @@ def test_a_reader_that_has_gone_and_a_full_disk_cost_lines_only():
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])
-def test_a_pipe_that_nobody_reads_costs_lines_only_and_the_rest_is_read_later(is_blocking):
+def test_a_pipe_without_reading_costs_lines_only_and_the_rest_is_read_later(is_blocking):
     """Claim: with a pipe that is not read, a caller goes on at once, at most WAITING_BYTES_MAX wait, and the process
     ends within LAST_WORDS_S of its end; once the pipe is read, the first lines come in order, and a line says how many
     were lost. The same on a descriptor that a neighbour has set to fail instead of blocking.
