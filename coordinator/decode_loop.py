@@ -190,14 +190,16 @@ class Generation:
             self._perform(self._session.on_target_missing(item))
         elif isinstance(item, Failure) and item.incarnation == self._session.target_incarnation:
             error = error_from_failure(item)
-            if type(error) is SpecdecError:  # the text of an exception is for the log
-                get_logger().error("the target failed", **self.names, error=str(error))
+            cause = error
+            if is_defect := type(error) is SpecdecError:  # the text of an exception is for the log
                 error = SpecdecError("the target failed at this generation, and its log contains the cause")
             if isinstance(error, CacheExhausted) and self._walker.count:
                 error = CacheExhausted(f"{error}; {self._how_to_resume()}", error.retry_after_s)
             elif isinstance(error, (ReplicaUnavailable, NumericsError)) or type(error) is SpecdecError:
                 error = type(error)(f"{error}; {self._how_to_resume()}")
             self._fail(error)
+            if is_defect:
+                get_logger().error("the target failed", **self.names, error=str(cause))
 
     def _on_result(self, answer: VerificationResult) -> None:
         """Finishes the round: rule, commit, next verification, output."""
@@ -207,8 +209,8 @@ class Generation:
         try:
             verdict = conclude(session.params, flying, answer.output)
         except InvalidRequest as error:  # the target's fault, not the request's
-            get_logger().error("malformed verification result", **self.names, error=str(error))
             self._fail(ReplicaUnavailable(f"the target sent a malformed answer; {self._how_to_resume()}"))
+            get_logger().error("malformed verification result", **self.names, error=str(error))
             return
         except SpecdecError as error:
             self._fail(error)
@@ -296,14 +298,14 @@ class Generation:
             prediction.exploration_loss_s,
         )
         statistics.count_rate()
-        if session.malformed_node_count:
-            get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
         how = ending.reason, ending.stop_string, ending.stop_token_id
         usage = session.params.prompt_length, self._walker.count
         finished = Finished(*how, *usage, statistics, self._request.context.trace_id.hex())
         self._request.finished(finished)
         self._speculation.remember(session, self._own_start, self._loop.call_soon)
         self._emit(finished)
+        if session.malformed_node_count:
+            get_logger().warning("malformed draft nodes", **self.names, count=session.malformed_node_count)
 
     def _fail(self, error: SpecdecError) -> None:
         self._request.failed(error)

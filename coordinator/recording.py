@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from specdec.errors import ConfigError
 from specdec.protocol.report import Delta
 from specdec.protocol.types import RECORD_SIGNS
+from specdec.telemetry.background_writer import BackgroundWriter
 from specdec.telemetry.logs import get_logger
 
-WAITING_MAX = 256  # texts not written yet; further ones are left out
+WAITING_BYTES_MAX = 16 << 20  # some thousand texts not written yet; further ones are left out
+CLOSE_TIMEOUT_S = 2.0  # for what waits: a stopping service does not wait for a disk that hangs
 
 
 class Recorder:
@@ -29,8 +30,7 @@ class Recorder:
         except OSError as error:
             raise ConfigError(f"--record {file} cannot be opened: {error.strerror}") from None
         self._left = bytes_max - os.fstat(self._descriptor).st_size
-        self._waiting = 0
-        self._thread = ThreadPoolExecutor(1, "recorder")
+        self._writer = BackgroundWriter(self._descriptor, "recorder", WAITING_BYTES_MAX, failed=_report_failure)
 
     def add(self, prompt_ids: Sequence[int], temperature: float, deltas: Sequence[Delta]) -> None:
         """Appends one text; nothing if the file is full or the disk too slow."""
@@ -42,21 +42,18 @@ class Recorder:
             "temperature": temperature,
         }
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        if len(data) > self._left or self._waiting == WAITING_MAX:
-            get_logger().warning("text not recorded", reason="the disk is slow" if len(data) <= self._left else "full")
-            return
-        self._left -= len(data)
-        self._waiting += 1
-        self._thread.submit(self._write, data)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            os.write(self._descriptor, data)
-        except OSError as error:
-            get_logger().error("text not recorded", reason=error.strerror)
-        self._waiting -= 1
+        if len(data) > self._left:
+            get_logger().warning("text not recorded", reason="full")
+        elif self._writer.put(data):
+            self._left -= len(data)
+        else:
+            get_logger().warning("text not recorded", reason="the disk is slow")
 
     def close(self) -> None:
-        """Writes what waits."""
-        self._thread.shutdown()
-        os.close(self._descriptor)
+        """Writes what waits, within CLOSE_TIMEOUT_S; the rest is lost. Blocks."""
+        if self._writer.flush(CLOSE_TIMEOUT_S):
+            os.close(self._descriptor)
+
+
+def _report_failure(error: OSError) -> None:
+    get_logger().error("text not recorded", reason=error.strerror)

@@ -83,7 +83,7 @@ class Replica:
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
             f"the {kind.name} at {address}",
-            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX),
+            lambda: open_channel(address, tls, STREAM_RESPONSE_BYTES_MAX, is_patient=True),
             f"/{kind.service}/{kind.stream_method}",
             kind.request,
             kind.response,
@@ -147,10 +147,10 @@ class Replica:
         while True:
             await asyncio.sleep(TICK_S)
             for session, reason in self._deadlines.tick().items():
-                get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
                 self._deadlines.forget(session)
                 if (listener := self._listeners.get(session)) is not None:
                     self._tell(listener, listener.on_overdue, reason)
+                get_logger().error("verification overdue", peer=self.address, session=session, reason=reason)
 
     async def _ask(self) -> Description:
         method, request = f"/{self.kind.service}/Describe", types_pb.DescribeRequest()
@@ -162,8 +162,8 @@ class Replica:
         try:
             call(self, *arguments)
         except Exception:
-            get_logger().exception("a generation failed", peer=self.address, **listener.names)
             listener.on_defect()
+            get_logger().exception("a generation failed", peer=self.address, **listener.names)
 
     def _checked(self, description: Description) -> Description:
         """Returns the description. Raises Mismatch, naming both sides, if it is incompatible."""
@@ -197,8 +197,8 @@ class Replica:
     def _on_stopping(self) -> None:
         """The replica accepts no more sessions; those it has continue until it ends the link."""
         self.is_stopping, self.absent_reason = True, f"the {self.kind.name} stops and takes no more sessions"
-        get_logger().warning(f"{self.kind.name} stops", peer=self.address)
         self._changed()
+        get_logger().warning(f"{self.kind.name} stops", peer=self.address)
 
     def _on_down(self, reason: str) -> None:
         for task in self._tasks:

@@ -190,8 +190,8 @@ class Coordinator:
         session.calibration = Calibration(self._speculation.calibration, SESSION_OUTCOMES)
         started = Started(statistics.request_id, params.seed, rule, len(prompt), walker.max_tokens, rule_reason)
         bind(session=session.number, **({"label": request.label} if request.label else {}))
-        get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
         statistics.admitted(request, started, target)
+        get_logger().info("generation", request_id=started.request_id, rule=params.rule.name)
         draft = self.draft if Proposer.DRAFT in self._speculation.allowed(request) else None
         return Generation(session, walker, started, self.target, draft, self._speculation, statistics), ending
 

@@ -16,6 +16,7 @@ import faulthandler
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -51,7 +52,7 @@ class ProcessWatch:
     def __enter__(self) -> Self:
         if not Path("/proc/self/stat").exists():
             return self
-        faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
+        faulthandler.register(DUMP_SIGNAL, _unblocking(2), all_threads=True)  # needs no lock
         self._thread = threading.Thread(target=self._run, name="process watch", daemon=True)
         self._thread.start()
         return self
@@ -119,6 +120,16 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"specdec: {text}\n".encode())
+
+
+def _unblocking(descriptor: int) -> int:
+    """Returns a descriptor of the same pipe or terminal that loses what it does not take at once, so that stacks for
+    which there is no reader do not stop the thread that writes them. A file, or what cannot be opened again: itself.
+    """
+    with contextlib.suppress(OSError):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return descriptor
 
 
 def _is_stopped(pid: int) -> bool:

@@ -208,7 +208,7 @@ class Admission:
     def _preempt(self, session: TargetSession) -> None:
         """Frees a session's blocks; its current or next request waits until it is reopened."""
         self.cache_prefix(session)
-        get_logger().info("session preempted", **log_names(session.opened), length=session.table.length)
+        length = session.table.length
         session.drop_branches(self._cache)
         self._cache.free(session.table)
         self.counters["preemptions"] += 1
@@ -217,6 +217,7 @@ class Admission:
         session.feed = None
         if session.work is not None:
             self._wait(session)
+        get_logger().info("session preempted", **log_names(session.opened), length=length)
 
     def _wait(self, session: TargetSession) -> None:
         self.waiting.add(session)

@@ -202,15 +202,18 @@ class Engine(Generic[Payload, Answer]):
 
     def _run(self) -> None:
         """The engine thread. An error outside pieces and callbacks ends it."""
+        cause: BaseException | None = None
         try:
             while not self._is_stopping:
                 self._turn()
-        except BaseException:
-            logger.exception("the engine thread dies")
+        except BaseException as error:
+            cause = error
         self._is_stopping = True
         for feed in list(self._waiting):
             self._waiting.pop(feed, None)
             self._call(feed.failed, ReplicaUnavailable("the engine has stopped"))
+        if cause is not None:
+            logger.error("the engine thread dies", exc_info=cause)
 
     def _turn(self) -> None:
         """Runs posted functions, then a step; without work for a step it waits."""
@@ -311,9 +314,9 @@ class Engine(Generic[Payload, Answer]):
             self.abandoned_count += 1
             raise
         except Exception as error:  # the runner catches errors of pieces; others are errors of the engine
-            logger.exception("a step failed")
             failure = SpecdecError(f"{type(error).__name__}: {error}")
             report = StepReport([failure] * len(pieces), 0.0, 0.0, 0)
+            logger.exception("a step failed")
         ended_s = time.perf_counter()
         self._stepped(report.row_count, len(pieces), ended_s - started_s)
         return report, started_s, ended_s

@@ -142,8 +142,8 @@ class ReplicaApp(Generic[Payload, Answer]):
                 self._watch.stop()
             if self._description is not None:
                 of_device: dict[str, float] = getattr(self._model, "counters", dict)()
-                get_logger().info("stopped", **self._handler.service.counters(), **of_device)
                 self._engine.stop()
+                get_logger().info("stopped", **self._handler.service.counters(), **of_device)
             page.close()
             await asyncio.to_thread(self._tracing.close)
             if self._send_ranks_home is not None and not self._lost.done():

@@ -84,9 +84,9 @@ class ReplicaSession:
 
     def fail(self, error: SpecdecError) -> None:
         """Answers the session's request with an error; the text of an exception stays in the log."""
-        get_logger().warning("work failed", **log_names(self.opened), reason=error.reason, error=str(error))
         defect = SpecdecError("the replica failed at this request; its log says why")
         self.reply(failure_from_error(defect if type(error) is SpecdecError else error, *self.name))
+        get_logger().warning("work failed", **log_names(self.opened), reason=error.reason, error=str(error))
 
 
 class ReplicaService(Protocol):
@@ -143,14 +143,15 @@ class ItemHandler:
                 if missing is not None:
                     reply(missing)
             except SpecdecError as error:
-                get_logger().info("item refused", **self._log_names(stream, item), reason=error.reason)
+                names = self._log_names(stream, item)
                 if isinstance(error, CacheExhausted) and not isinstance(item, Open):
                     self._end(stream, Close(item.session, item.incarnation))
                 reply(failure_from_error(error, item.session, item.incarnation))
+                get_logger().info("item refused", **names, reason=error.reason)
             except Exception:
-                get_logger().exception("an item failed", **self._log_names(stream, item))
                 defect = SpecdecError("the replica failed at this item; its log says why")
                 reply(failure_from_error(defect, item.session, item.incarnation))
+                get_logger().exception("an item failed", **self._log_names(stream, item))
         self._say_when_empty()
 
     def drain(self, emptied: Callable[[], object]) -> None:
@@ -252,8 +253,8 @@ class ItemHandler:
 
     def _end_for_another(self, key: tuple[object, int], event: str) -> Any:
         session = self.sessions.pop(key)
-        get_logger().info(event, **log_names(session.opened))
         self.service.close(session)
+        get_logger().info(event, **log_names(session.opened))
         return session
 
     def _log_names(self, stream: object, item: Any) -> dict[str, object]:

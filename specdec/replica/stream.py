@@ -191,9 +191,9 @@ class ReplicaStream:
                 self.reply(failure_from_error(error, *item_name(message)))
                 continue
             except Exception:
-                get_logger().exception("an item cannot be read")
                 defect = SpecdecError("the replica failed at this item; its log says why")
                 self.reply(failure_from_error(defect, *item_name(message)))
+                get_logger().exception("an item cannot be read")
                 continue
             items.append(item)
             if isinstance(item, (Verification, Commit)) and item.trace.detailed:
@@ -238,8 +238,8 @@ class ReplicaStream:
         try:
             return item_to_bytes(self._response, answer)
         except Exception:
-            get_logger().exception("an answer cannot be sent", session=answer.session)
             defect = SpecdecError("the replica failed at an answer; its log says why")
             failure = failure_from_error(defect, answer.session, answer.incarnation)
             self._failed(failure)
+            get_logger().exception("an answer cannot be sent", session=answer.session)
             return item_to_bytes(self._response, failure)

@@ -18,10 +18,11 @@ from specdec.engine.heartbeat import Work
 from specdec.engine.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from specdec.process_watch import ProcessWatch
-from specdec.telemetry.logs import get_logger
+from specdec.telemetry.logs import flush_logs, get_logger
 
 TICK_S = 0.1
 END_GRACE_S = 0.7  # from the finding to the end of the process; streams are notified in half of it
+LAST_WORDS_S = 0.2  # beyond it, for the line that says why, where standard error is slow
 
 
 class HangTimer:
@@ -70,9 +71,9 @@ class EngineWatch:
                 reason = self._look()
                 if reason:
                     self._is_lost = True
-                    get_logger().error("the engine is lost", reason=reason)
                     try:
                         self._on_lost(reason)
+                        get_logger().error("the engine is lost", reason=reason)
                         time.sleep(END_GRACE_S)
                     finally:
                         self._end()
@@ -84,4 +85,7 @@ class EngineWatch:
         return self._timer.tick(self._engine.heartbeat.work)
 
     def _end(self) -> NoReturn:
-        os._exit(ENGINE_LOST_EXIT_CODE)
+        try:
+            flush_logs(LAST_WORDS_S)
+        finally:
+            os._exit(ENGINE_LOST_EXIT_CODE)

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from specdec.config import TlsSettings
 from specdec.errors import InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.rpc.field_count import check_field_count
-from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN
+from specdec.rpc.limits import KEEPALIVE_OPTIONS, MESSAGE_BYTES_MIN, PATIENT_KEEPALIVE_OPTIONS
 from specdec.rpc.status import error_from_rpc
 from specdec.rpc.tls import channel_credentials
 
@@ -26,7 +26,6 @@ HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
 HEALTH_POLL_S = 0.05  # short beside a model's loading, long beside a loopback call of 0.4 ms
 
 _CHANNEL_OPTIONS = (
-    *KEEPALIVE_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: links fail independently
     ("grpc.enable_retries", 0),  # sending again is the decision of the session, which has the fences
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -38,9 +37,13 @@ _CHANNEL_OPTIONS = (
 Response = TypeVar("Response", bound=Message)
 
 
-def open_channel(address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN) -> grpc.aio.Channel:
-    """Returns a channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read."""
-    options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
+def open_channel(
+    address: str, tls: TlsSettings, message_bytes: int = MESSAGE_BYTES_MIN, is_patient: bool = False
+) -> grpc.aio.Channel:
+    """Returns a channel to HOST:PORT, not yet connected. Close it. ConfigError when a TLS file cannot be read.
+    `is_patient`: its user finds a silent peer by itself."""
+    keepalive = PATIENT_KEEPALIVE_OPTIONS if is_patient else KEEPALIVE_OPTIONS
+    options = (*keepalive, *_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
     if tls.has_tls:
         return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
     return grpc.aio.insecure_channel(address, options=options)

@@ -15,14 +15,22 @@ from __future__ import annotations
 from specdec.protocol import limits as fields
 from specdec.protocol.limits import Limit
 
-# Only all of these together detect a cut network or a frozen peer within 3 s.
-KEEPALIVE_OPTIONS = (
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+
+def _keepalive(timeout_ms: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+# Only all of these together detect a cut network or a frozen peer within 3 s: of a client without a watch of its own.
+KEEPALIVE_OPTIONS = _keepalive(1000)
+# Of servers and links, which find silent peers themselves (`rpc.silence`, `rpc.link`): gRPC's limit counts the time in
+# which this process does not get the processor, so it is only for what they miss.
+PATIENT_KEEPALIVE_OPTIONS = _keepalive(20_000)
 MESSAGE_BYTES_MIN = 4 << 20
 HELPER_REQUEST_BYTES_MAX = 1024
 STREAM_REQUEST_BYTES_MAX = 320 << 10
@@ -65,7 +73,10 @@ CONNECTION_OPTIONS = (
     ("grpc.server.max_pending_requests", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
     ("grpc.server.max_pending_requests_hard_limit", CONNECTION_COUNT_MAX * STREAMS_PER_CONNECTION_MAX),
 )
-PING_OPTIONS = (("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),)
+PING_OPTIONS = (
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 // PINGS_PER_S_MAX),
+    ("grpc.http2.max_ping_strikes", 10),  # a peer that lacks the processor sends several of its pings at once
+)
 METADATA_OPTIONS = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),  # between the two it would refuse some calls by chance

@@ -34,7 +34,8 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 2.0
 HEALTHY_S = 10.0  # five times the longest back-off: a connection that is lost earlier does not reset it
 TICK_S = 0.25
 PING_TICKS = 4  # an idle link is pinged once a second
-SILENT_TICKS = 12  # 3 s without a message although pings were sent: the peer counts as dead
+SILENT_TICKS = 11  # 2.75 s without a message although pings were sent: the peer counts as dead
+LATE_S = 1.0  # a tick that is so late: this process was paused, and silence is counted anew
 CLOSED = "closed"  # by this side
 
 
@@ -118,8 +119,8 @@ class Link:
             except SpecdecError as error:  # such as a TLS file that cannot be read just then
                 self._set_down(str(error))
             except Exception as error:
-                get_logger().exception("link failed", peer=self.peer)
                 self._set_down(f"{self.peer}: {type(error).__name__}")
+                get_logger().exception("link failed", peer=self.peer)
             finally:
                 self._set_down(CLOSED)
             backoff_s = BACKOFF_MIN_S if time.monotonic() - self._up_s >= HEALTHY_S else backoff_s
@@ -131,13 +132,13 @@ class Link:
         if self.is_up:
             self.is_up = False
             self._queue.clear()
-            log = get_logger().info if reason == CLOSED else get_logger().warning
-            log("link down", peer=self.peer, reason=reason)
             self.down_reason = reason
             self._on_down(reason)
+            log = get_logger().info if reason == CLOSED else get_logger().warning
+            log("link down", peer=self.peer, reason=reason)
         elif reason not in (CLOSED, self.down_reason):
-            get_logger().warning("link not up", peer=self.peer, reason=reason)
             self.down_reason = reason
+            get_logger().warning("link not up", peer=self.peer, reason=reason)
 
     async def _connection(self) -> None:
         """Runs one connection, from its first ping to its loss. Always raises LinkDown, or the cancellation."""
@@ -197,8 +198,8 @@ class Link:
             self.stamps.received(response, time.monotonic_ns())
             if not self.is_up:
                 self.is_up, self._up_s = True, time.monotonic()
-                get_logger().info("link up", peer=self.peer)
                 self._on_up()
+                get_logger().info("link up", peer=self.peer)
             if response.items:
                 self._on_items(response.items, len(data))
         except (DecodeError, SpecdecError) as error:
@@ -240,10 +241,12 @@ class Link:
         return b"".join(parts)
 
     async def _watch(self, _call: grpc.aio.StreamStreamCall) -> None:
-        """Sends pings and detects silence. It counts its own ticks, so a pause of this process is no peer's silence."""
+        """Sends pings and detects silence. It counts its own ticks, so a pause of this process is no peer's silence,
+        nor is what came before the pause, since no ping was sent in it."""
         while True:
+            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
-            self._silent_ticks += 1
+            self._silent_ticks = self._silent_ticks + 1 if time.monotonic() < due_s + LATE_S else 0
             self._idle_ticks += 1
             if self._silent_ticks >= SILENT_TICKS:
                 raise LinkDown(f"{self.peer} has been silent for {SILENT_TICKS * TICK_S:g} s")

@@ -19,11 +19,11 @@ import grpc
 from specdec.config import split_address
 from specdec.errors import ConfigError
 from specdec.rpc.health import Health
-from specdec.rpc.limits import CONNECTION_OPTIONS, KEEPALIVE_OPTIONS, METADATA_OPTIONS, PROBE_CONNECTION_OPTIONS
+from specdec.rpc.limits import CONNECTION_OPTIONS, METADATA_OPTIONS, PATIENT_KEEPALIVE_OPTIONS, PROBE_CONNECTION_OPTIONS
 
 _HEALTH_OPTIONS = (
     *CONNECTION_OPTIONS,
-    *KEEPALIVE_OPTIONS,
+    *PATIENT_KEEPALIVE_OPTIONS,
     *METADATA_OPTIONS,
     *PROBE_CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),

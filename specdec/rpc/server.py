@@ -24,14 +24,15 @@ from specdec.rpc.field_count import check_field_count
 from specdec.rpc.health import HEALTH_SERVICE, Health
 from specdec.rpc.limits import (
     CONNECTION_OPTIONS,
-    KEEPALIVE_OPTIONS,
     MESSAGE_BYTES_MIN,
     METADATA_OPTIONS,
+    PATIENT_KEEPALIVE_OPTIONS,
     PING_OPTIONS,
     STREAMS_PER_CONNECTION_MAX,
 )
 from specdec.rpc.parsing import AnyMessage, parse, parse_small
 from specdec.rpc.ports import HealthPort, bracketed, check_port
+from specdec.rpc.silence import end_silent
 from specdec.rpc.status import abort
 from specdec.rpc.tls import ServerCertificates
 from specdec.telemetry.logs import get_logger
@@ -40,7 +41,7 @@ MESSAGE_BYTES_PER_POSITION = 16  # a token id takes at most 5 bytes, a token's t
 
 _SERVER_OPTIONS = (
     *CONNECTION_OPTIONS,
-    *KEEPALIVE_OPTIONS,
+    *PATIENT_KEEPALIVE_OPTIONS,
     *METADATA_OPTIONS,
     *PING_OPTIONS,
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections without an error
@@ -112,6 +113,7 @@ class Server:
         self._draining = False
         self._grace_over = False
         self.is_serving = False
+        self._ending_silent: asyncio.Task[None] | None = None
         self._health = Health()
         self._admission = Admission()
         options = (
@@ -148,6 +150,7 @@ class Server:
             raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
         self._admission.ports.add(port)
         await self._server.start()
+        self._ending_silent = asyncio.create_task(end_silent(port))
         self.address = f"{bracketed(host)}:{port}"
         return self.address
 
@@ -184,6 +187,8 @@ class Server:
         if self._health_port is not None:
             await self._health_port.stop()
         await self._server.stop(0.2)  # last answers are still being written
+        if self._ending_silent is not None:
+            self._ending_silent.cancel()
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         async def answer_once(data: bytes, context: Context) -> Any:

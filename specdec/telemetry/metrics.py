@@ -23,6 +23,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from specdec import __version__
+from specdec.telemetry.logs import lost_line_count
 
 LATENCY_BOUNDS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -91,3 +92,5 @@ def common_metrics(service: str, is_serving: bool, facts: Labels) -> Iterator[Me
     yield InfoMetricFamily("specdec_service", "The service of this process, its version and its model.", info)
     help = "1 while health is SERVING; 0 while loading, without a target, draining."
     yield gauge("specdec_serving", help, is_serving)
+    help = "Log lines that standard error did not take, or that could not be made."
+    yield counter("specdec_log_lines_dropped", help, lost_line_count())

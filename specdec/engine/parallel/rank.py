@@ -23,7 +23,7 @@ from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
-from specdec.engine.parallel.watch import Loss
+from specdec.engine.parallel.watch import Loss, last_words
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
 from specdec.process_watch import ProcessWatch
 
@@ -121,5 +121,7 @@ def _stop_on_signal(group: RankGroup) -> None:
 def _end_frozen(loss: Loss, parent_pid: int | None) -> None:
     """Kills a frozen rank 0, which would keep its port without serving: called by the ranks it started."""
     if loss.is_silent and loss.rank == 0 and parent_pid is not None and os.getppid() == parent_pid:
-        logger.error("rank 0 is frozen; it is ended with the others (code %d)", RANK_LOST_EXIT_CODE)
-        os.kill(parent_pid, signal.SIGKILL)
+        try:
+            last_words("rank 0 is frozen; it is ended with the others (code %d)", RANK_LOST_EXIT_CODE)
+        finally:
+            os.kill(parent_pid, signal.SIGKILL)  # and with it this process

@@ -38,6 +38,13 @@ class Loss:
 OnLost = Callable[[Loss], object]
 
 
+def last_words(message: str, *arguments: object) -> None:
+    """Logs why this process ends at once, and waits until it is written, for as long as the handlers of logs allow."""
+    logger.error(message, *arguments)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
     """The other end of one connection, the time of its last pulse, and the reason it sent at its end."""
@@ -186,6 +193,8 @@ class Watch:
             for peer in self._peers:
                 peer.connection.close()
             if self._exit_grace_s is not None:
-                time.sleep(self._exit_grace_s)
-                logger.error("this rank ends: %s", loss.reason)
-                os._exit(RANK_LOST_EXIT_CODE)
+                try:
+                    time.sleep(self._exit_grace_s)
+                    last_words("this rank ends: %s", loss.reason)
+                finally:
+                    os._exit(RANK_LOST_EXIT_CODE)
