@@ -25,9 +25,11 @@ Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = [
     "config.json",
+    "additional_chat_templates/*.jinja",
     "chat_template.jinja",
     "draft_vocabulary.json",
     "generation_config.json",
+    "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "*.safetensors",
@@ -155,7 +157,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_manifest(folder: Path) -> None:
     """Writes the SHA256SUMS of a folder's model files."""
     files = [file for pattern in HUB_FILES for file in folder.glob(pattern)]
-    names = sorted({file.name for file in files if file.suffix != ".safetensors" or file.name.startswith("model")})
+    files = [file for file in files if file.suffix != ".safetensors" or file.name.startswith("model")]
+    names = sorted({file.relative_to(folder).as_posix() for file in files})
     lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (folder / MANIFEST_FILE).write_text("".join(lines), encoding="utf-8")
 
