@@ -1,6 +1,6 @@
 """Renders a chat template as `transformers` does, in a process of its own: `python -m specdec.chat.renderer`.
 
-A template is a program of whoever made the model folder. jinja's sandbox keeps it from all but its variables, not from
+A template is a program by the maker of the model folder. jinja's sandbox keeps it from all but its variables, not from
 work without end: one operator, filter or format can take gigabytes, and constant parts do so while the template is
 compiled. So the kernel holds the bounds of this process: it gets no more memory, and is ended at the time limit.
 
