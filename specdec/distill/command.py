@@ -44,6 +44,7 @@ from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
 from specdec.protocol.types import TEMPERATURE_MIN
+from specdec.terminal import make_console
 
 MAY_CHANGE = {
     "out",
@@ -106,7 +107,7 @@ def distill(
 ) -> int:
     """Writes texts, trains, saves. `make_draft_learner` is given the arguments of DraftLearner; `clock` gives seconds,
     for a budget in minutes. Raises SpecdecError."""
-    console = Console(stderr=True)
+    console = make_console(is_for_errors=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     folder = open_with_bar(settings.target)

@@ -19,6 +19,7 @@ from specdec.engine.chat_model import chat_model
 from specdec.errors import ModelRefused
 from specdec.folders import CHAT_MODEL, local_folder
 from specdec.protocol.fingerprint import vocabulary_size
+from specdec.terminal import make_console
 
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
@@ -113,10 +114,9 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
     """As `open_model_folder`, for a command: while CHAT_MODEL is converted, a bar on standard error, if it is a
     terminal."""
     from rich import progress
-    from rich.console import Console
 
     if path_or_hub_id == CHAT_MODEL:
-        console = Console(stderr=True)
+        console = make_console(is_for_errors=True)
         with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=1.0, visible=False)
             chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))

@@ -6,12 +6,15 @@ appear on every line of their task. Prompt and token text never appear: fields w
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
+
+from specdec.terminal import printable, printable_line
 
 # Tracebacks without the values of local variables: those hold prompts and texts.
 EXCEPTIONS_WITHOUT_VALUES = structlog.processors.ExceptionRenderer(
@@ -32,6 +35,23 @@ def _withhold(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mu
     return event
 
 
+def _escape(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Shows control characters of texts, such as a client's label, as `\\uXXXX`; of other values the renderer does."""
+    return {name: printable_line(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _write_traceback(stream: TextIO, error: Any) -> None:
+    """Writes a traceback without the control characters of its messages."""
+    written = io.StringIO()
+    structlog.dev.plain_traceback(written, error)
+    stream.write(printable(written.getvalue()))
+
+
+def _escape_delete(_logger: Any, _method: str, line: str) -> str:
+    """Shows the only control character that JSON lets through."""
+    return printable(line)
+
+
 class _Forwarding(logging.Handler):
     """Formats the lines of modules that use the standard library's logging, such as the engine's, like all others."""
 
@@ -41,9 +61,9 @@ class _Forwarding(logging.Handler):
 
 def configure_logs(level: str, service: str) -> None:
     """Sets up logging of this process; the last call counts."""
-    renderers: list[Any] = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str)]
+    renderers: list[Any] = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=str), _escape_delete]
     if sys.stderr.isatty():
-        renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        renderers = [_escape, structlog.dev.ConsoleRenderer(exception_formatter=_write_traceback)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

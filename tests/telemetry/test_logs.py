@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import io
 import json
 import logging
+import re
+import sys
 
 import pytest
 import structlog
 
 from specdec.telemetry.logs import OWN_MODULES, WITHHELD_FIELDS, bind, configure_logs, get_logger
+from specdec.terminal import printable
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +93,36 @@ def test_lines_of_the_engine_look_like_all_others(capsys):
     (line,) = lines(capsys)
     assert (line["event"], line["service"], line["level"]) == ("a step of 3 rows failed", "target", "error")
     assert line["component"] == "specdec.engine" and line["exception"][0]["exc_value"] == "wrong"
+
+
+HOSTILE = "a\x1b]0;owned\x07\x9b2J\n\u202e\x7f"
+
+
+class Screen(io.StringIO):
+    """Standard error that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "file"])
+def test_a_label_commands_no_terminal(is_terminal, monkeypatch):
+    """Claim: control characters of a client's label, of an event, of a value within others, of a library's line and of
+    an error's message are shown as \\uXXXX, and a line stays one, on a terminal and in JSON, where it still means the
+    same. Conclusive: the written characters are searched; without specdec's own colours none is left."""
+    screen = Screen() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    configure_logs("info", HOSTILE)
+    get_logger().info(HOSTILE, label=HOSTILE, inner=[HOSTILE], key={HOSTILE: HOSTILE})
+    logging.getLogger("specdec.engine").warning("%s", HOSTILE)
+    assert len(screen.getvalue().splitlines()) == 2
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        get_logger().exception("failed", label=HOSTILE)
+    written = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    assert [char for char in written if printable(char) != char] == []
+    assert written.count("owned") >= 7
+    if not is_terminal:
+        first = json.loads(written.splitlines()[0])
+        assert first["label"] == first["event"] == first["inner"][0] == HOSTILE
