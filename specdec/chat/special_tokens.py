@@ -40,6 +40,7 @@ MODEL_CLASSES = {  # the class of a model's tokenizer, where tokenizer_config.js
     "qwen3": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
 }
+GENERIC_MODELS = ("granite", "mistral", "olmo2", "phi3")  # whatever class tokenizer_config.json names
 
 
 def special_tokens_of(folder: Path) -> dict[str, str]:
@@ -58,9 +59,11 @@ def special_tokens_of(folder: Path) -> dict[str, str]:
 def tokenizer_class(folder: Path, config: Mapping[str, Any]) -> str:
     """Returns the name of a folder's tokenizer class, as far as CLASS_TOKENS needs it; empty if no file says it."""
     model = read_present(folder / "config.json")
-    named = config.get("tokenizer_class") or model.get("tokenizer_class")
-    if not named or model.get("model_type") == "qwen2":  # many such folders name a wrong one
-        return MODEL_CLASSES.get(str(model.get("model_type")), "")
+    model_type, named = str(model.get("model_type")), config.get("tokenizer_class") or model.get("tokenizer_class")
+    if model_type in GENERIC_MODELS:
+        return ""
+    if not named or model_type == "qwen2":  # many folders of which name a wrong class
+        return MODEL_CLASSES.get(model_type, "")
     return str(named).removesuffix("Fast")
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.chat.rendering import RenderingProcess
+from specdec.chat.rendering import CHARACTERS_MAX, RenderingProcess
 from specdec.chat.special_tokens import read_present, special_tokens_of
 from specdec.engine.retokenizer import whole_tokenizer
 from specdec.errors import ConfigError, ModelRefused
@@ -53,8 +53,11 @@ class ChatTemplate:
             raise ConfigError("a message is not UTF-8") from None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Returns the prompt for the next answer. Raises ConfigError for messages the template refuses, ModelRefused
-        for a fault of the template."""
+        """Returns the prompt for the next answer. Raises ConfigError for messages that are too long, or that the
+        template refuses, ModelRefused for a fault of the template."""
+        length = sum(len(message["content"]) for message in messages)
+        if length > CHARACTERS_MAX:
+            raise ConfigError(f"the conversation has {length} characters; at most {CHARACTERS_MAX} make a prompt")
         own = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         variables = {**self._tokens, **own, "tools": None, "documents": None}
         return self._process.render(variables, (self._today or datetime.now()).isoformat())

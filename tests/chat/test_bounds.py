@@ -14,7 +14,7 @@ import pytest
 
 from specdec.chat import rendering
 from specdec.chat.template import TEMPLATE_BYTES_MAX, ChatTemplate
-from specdec.errors import ModelRefused
+from specdec.errors import ConfigError, ModelRefused
 from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -119,13 +119,17 @@ def test_a_template_is_bounded_in_time(source: str, tmp_path: Path, monkeypatch:
 
 def test_real_sizes_are_within_the_bounds(tmp_path: Path) -> None:
     """Claim: the bounds let through what people send: a conversation of a million characters, a text of as many as a
-    request may have, and the longest template that is read."""
+    request may have, and the longest template that is read; a longer conversation is refused as such."""
     plain = "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
     messages = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(1000)]
     text = ChatTemplate(tmp_path, plain, {}).render(messages)
     assert text == "".join(f"user: {message['content'].strip()}\n" for message in messages) and len(text) > 1_000_000
     most = "x" * rendering.CHARACTERS_MAX
-    assert ChatTemplate(tmp_path, "{{ messages[0].content }}", {}).render([{"content": most}]) == most
+    plainest = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
+    assert plainest.render([{"content": most}]) == most
+    with pytest.raises(ConfigError, match=f"has {len(most) + 1} characters; at most {len(most)}") as refusal:
+        plainest.render([{"content": most}, {"content": "x"}])
+    assert not isinstance(refusal.value, ModelRefused), "it is no fault of the template"
     (tmp_path / "chat_template.jinja").write_text(f"{{# {'x' * (TEMPLATE_BYTES_MAX - 8)} #}}ok")
     found = ChatTemplate.read(tmp_path)
     assert found is not None and found.render(HELLO) == "ok"
