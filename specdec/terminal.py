@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,11 +55,10 @@ def make_console(is_for_errors: bool = False, has_highlights: bool = True) -> Co
     """Returns a console of rich for tables, bars and sentences on standard output, or on standard error. What it prints
     is text only: brackets in a name are no markup."""
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
 
     class PlainConsole(Console):
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-            for text, style, control in super().render(renderable, options):
-                yield Segment(text if control else printable(text), style, control)
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Any]:
+            for part in super().render(renderable, options):
+                yield part if part.control else part._replace(text=printable(part.text))
 
     return PlainConsole(stderr=is_for_errors, highlight=has_highlights, markup=False, emoji=False)
