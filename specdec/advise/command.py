@@ -32,11 +32,12 @@ from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.model import load_offline_target
 from specdec.engine.model_folder import open_with_bar, shown_name
 from specdec.protocol.types import Rule
+from specdec.terminal import make_console, print_text
 
 
 def advise(settings: AdviseSettings) -> int:
     """Measures, predicts, prints. Raises SpecdecError."""
-    console = Console(stderr=True)
+    console = make_console(is_for_errors=True)
     if settings.plot:
         view.check_plot(settings.plot)  # before minutes of measuring
     prepare_libraries(settings.threads or None)
@@ -126,7 +127,7 @@ def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[d
     """Prints tables, or one JSON object."""
     if settings.as_json:
         told = {"settings": settings.model_dump(mode="json"), "drafts": [advice.as_json() for advice in advices]}
-        print(
+        print_text(
             json.dumps(
                 {**told, "checks": checks},
                 indent=1,
@@ -134,7 +135,7 @@ def tell(settings: AdviseSettings, advices: Sequence[Advice], checks: Sequence[d
             )
         )
         return
-    console = Console(highlight=False)
+    console = make_console(has_highlights=False)
     for advice in advices:
         view.show(console, advice, settings.rtt_ms / 1e3)
     if len(advices) > 1:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec.cli.options import UsageError
+from specdec.terminal import print_text
 
 BENCHMARKS = {
     "pipeline": ("pipeline", "Three services on emulated machines, round trips from 0 to 100 ms, every variant."),
@@ -45,7 +46,7 @@ def overview() -> str:
 def bench(arguments: Sequence[str]) -> int:
     """Runs the benchmark named first; `--list` prints the names. Raises UsageError."""
     if not arguments or arguments[0] in ("-h", "--help", "--list"):
-        print(overview())
+        print_text(overview())
         return 0
     name, *rest = arguments
     if name not in BENCHMARKS:

@@ -19,6 +19,7 @@ from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
+from specdec.terminal import print_error, print_text
 
 if TYPE_CHECKING:
     from specdec.chat.template import ChatTemplate, Message
@@ -69,7 +70,8 @@ def chat(settings: ChatSettings) -> int:
             from specdec.engine.model_folder import shown_name
 
             name = shown_name(settings.model)
-            print(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. {LEGEND}")
+            print_text(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. ", end="")
+            print(LEGEND)
         messages = beginning(settings)
         while (line := read_line("> " if is_terminal else "")) not in (None, QUIT):
             if line == NEW:
@@ -137,7 +139,7 @@ def converse(settings: ChatSettings, address: str, template: ChatTemplate, messa
     except KeyboardInterrupt:
         print()
     except SpecdecError as error:
-        print(f"specdec: {' '.join(str(error).split())}; {NEW} begins a new conversation", file=sys.stderr)
+        print_error(f"{error}; {NEW} begins a new conversation")
         return
     messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 

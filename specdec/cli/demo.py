@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -22,6 +21,7 @@ from specdec.config import ServeSettings
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, setting
+from specdec.terminal import print_error, print_text
 
 if TYPE_CHECKING:
     import grpc
@@ -153,7 +153,7 @@ def demo(settings: DemoSettings) -> int:
         children = [child for child in (target, draft, coordinator) if child is not None]
         if settings.as_json:
             asyncio.run(measure(coordinator.address, settings, texts, nullcontext))
-            print(json.dumps(report_of(settings, texts, children), indent=2))
+            print_text(json.dumps(report_of(settings, texts, children), indent=2))
         else:
             view = demo_view.DemoView()
             view.begin(settings, children)
@@ -161,7 +161,7 @@ def demo(settings: DemoSettings) -> int:
             view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:
-        print(f"specdec: {miss}", file=sys.stderr)
+        print_error(miss)
     return int(bool(misses) or not all(text.is_equal for text in texts))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from rich.text import Text
 from specdec.cli.demo import DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.generate import LEGEND
 from specdec.cli.processes import Child
+from specdec.terminal import make_console
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 REFRESHES_PER_S = 8  # few: drawing slows the services on the same machine
@@ -27,7 +28,7 @@ class DemoView:
     """Prints to standard output, in this order: `begin`, `streaming` for each text, `conclude`."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
+        self._console = make_console(has_highlights=False)
 
     def begin(self, settings: DemoSettings, services: Sequence[Child]) -> None:
         """Prints the services, the sampling parameters, and the legend of colours."""
@@ -43,7 +44,7 @@ class DemoView:
     def streaming(self, text: DemoText) -> Iterator[None]:
         """Shows a text while it is generated."""
         self._console.rule(f"held-out prompt {text.prompt_id}", align="left")
-        self._console.print(text.prompt, style="dim", end="", markup=False)
+        self._console.print(text.prompt, style="dim", end="")
         live = Live(
             get_renderable=lambda: Group(colored_text(text), rates_line(text)),
             console=self._console,

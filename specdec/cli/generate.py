@@ -18,6 +18,7 @@ from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
 from specdec.errors import ReplicaUnavailable
 from specdec.rpc.client import call_stream, open_channel
+from specdec.terminal import print_text, printable, printable_line
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 METHOD = "/specdec.v1.CoordinatorService/Generate"
@@ -67,7 +68,7 @@ async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRe
             async for response in responses:
                 if settings.as_json:
                     line = json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None)
-                    print(line, flush=True)
+                    print_text(line)
                 else:
                     show(response, is_colored)
     except ReplicaUnavailable as error:
@@ -82,11 +83,19 @@ async def _stream(settings: GenerateSettings, request: coordinator_pb.GenerateRe
 def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
     """Prints one message as text: tokens to standard output, statistics to standard error on a terminal."""
     if response.HasField("delta"):
-        print(colored(response.delta) if is_colored else response.delta.text, end="", flush=True)
+        print(shown(response.delta, is_colored), end="", flush=True)
     elif response.HasField("finished"):
         print(flush=True)
         if sys.stderr.isatty():
-            print(summary(response.finished), file=sys.stderr)
+            print(printable_line(summary(response.finished)), file=sys.stderr)
+
+
+def shown(delta: coordinator_pb.Delta, is_colored: bool) -> str:
+    """Returns the delta's text as it is printed: on a terminal and in colours without control characters, else as it
+    is, for programs."""
+    if is_colored:
+        return colored(delta)
+    return printable(delta.text) if sys.stdout.isatty() else delta.text
 
 
 def colored(delta: coordinator_pb.Delta) -> str:
@@ -95,7 +104,8 @@ def colored(delta: coordinator_pb.Delta) -> str:
     parts = []
     for (piece, kind), proposer in zip(pieces_of(delta), proposers, strict=True):
         color = PROPOSER_COLORS.get(proposer) or COLORS.get(kind)
-        parts.append(f"{color}{piece}{RESET}" if color and piece else piece)
+        text = printable(piece)
+        parts.append(f"{color}{text}{RESET}" if color and text else text)
     return "".join(parts)
 
 

@@ -24,6 +24,7 @@ from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
+from specdec.terminal import print_error, print_exception, print_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,10 @@ def overview() -> str:
 def run_command(arguments: Sequence[str]) -> int:
     """Runs the command named first. Raises SpecdecError for errors of the user or the environment."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview())
+        print_text(overview())
         return 0
     if arguments[0] == "--version":
-        print(f"specdec {__version__}")
+        print_text(f"specdec {__version__}")
         return 0
     name, *rest = arguments
     if name == "bench":
@@ -129,13 +130,14 @@ def main(command: str | None = None) -> None:
     if os.getpid() == 1:  # of a container: the kernel ignores SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     events.die_with_parent()
+    sys.excepthook = print_exception
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors report the same with more detail
     try:
         code = run_command(arguments)
     except SpecdecError as error:
         sentence = " ".join(str(error).split())
         if not events.report(event="failed", message=sentence):
-            print(f"specdec: {sentence}", file=sys.stderr)
+            print_error(sentence)
         code = error.exit_code
     except BrokenPipeError:  # the reader closed our output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

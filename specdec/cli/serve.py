@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from rich.console import Console
-
 from specdec.cli.keeper import Keeper
 from specdec.cli.processes import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
 from specdec.config import ServeSettings, TlsSettings
@@ -22,6 +20,7 @@ from specdec.errors import Mismatch
 from specdec.folders import local_folder
 from specdec.protocol.types import Description
 from specdec.settings import ServiceSettings
+from specdec.terminal import make_console, print_text
 
 POLL_S = 0.2
 DESCRIBE_TIMEOUT_S = 10.0
@@ -34,10 +33,10 @@ def serve(settings: ServeSettings) -> int:
     children: list[Child] = []
     try:
         with running(settings, children) as (coordinator, target, draft, sizes):
-            print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
+            print_text(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}")
             where = f"draft on {draft.address}" if draft is not None else "no draft"
-            print(f"target on {target.address}, {where}; Ctrl-C stops all", flush=True)
-            print("\n".join(sizes), flush=True)
+            print_text(f"target on {target.address}, {where}; Ctrl-C stops all")
+            print_text("\n".join(sizes))
             _watch(settings, children)
         return 1
     except KeyboardInterrupt:
@@ -56,7 +55,7 @@ def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Ch
         open_with_bar(settings.model)  # fetched or converted once: target and draft both read its tokenizer
     names = "target and draft" if settings.has_draft else "the target"
     try:
-        waiting = Console(stderr=True).status(f"loading {names}") if sys.stderr.isatty() else nullcontext()
+        waiting = make_console(is_for_errors=True).status(f"loading {names}") if sys.stderr.isatty() else nullcontext()
         with waiting:  # shows activity, on a terminal only
             started = _start(settings, children)
         yield started

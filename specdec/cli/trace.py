@@ -33,6 +33,7 @@ from specdec.telemetry.trace_reader import (
     search,
     spans_of,
 )
+from specdec.terminal import make_console, print_text
 
 TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 SEARCHED_COUNT = 200  # newest traces among which the slowest and failed ones are looked for
@@ -86,11 +87,9 @@ def trace(settings: TraceSettings) -> int:
     if settings.as_json or len(trees) > 1:
         _print([facts_of(tree) for tree in trees], settings)
         return 0
-    from rich.console import Console
-
     from specdec.cli.trace_view import show
 
-    show(trees[0], Console(), settings.all)
+    show(trees[0], make_console(), settings.all)
     return 0
 
 
@@ -99,13 +98,11 @@ def _print(found: list[Facts], settings: TraceSettings) -> None:
     if settings.as_json:
         values = [facts.as_json() for facts in found]
         is_one = settings.slowest is None and not settings.errors and settings.other_id is None
-        print(json.dumps(values[0] if is_one else values, indent=1))
+        print_text(json.dumps(values[0] if is_one else values, indent=1))
         return
-    from rich.console import Console
-
     from specdec.cli.trace_view import listing, side_by_side
 
-    Console().print(side_by_side(*found) if settings.other_id is not None else listing(found))
+    make_console().print(side_by_side(*found) if settings.other_id is not None else listing(found))
 
 
 def _read(settings: TraceSettings, trace_id: str | None) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError
 from specdec.protocol.types import TEMPERATURE_MIN
+from specdec.terminal import make_console
 
 MAY_CHANGE = {
     "out",
@@ -106,7 +107,7 @@ def distill(
 ) -> int:
     """Writes texts, trains, saves. `make_draft_learner` is given the arguments of DraftLearner; `clock` gives seconds,
     for a budget in minutes. Raises SpecdecError."""
-    console = Console(stderr=True)
+    console = make_console(is_for_errors=True)
     prepare_libraries(settings.threads or None)
     device = str(find_device(settings.device))
     folder = open_with_bar(settings.target)
@@ -278,13 +279,13 @@ def plans_of(
     settings: DistillSettings, folder: ModelFolder, told: Callable[[str], None] = lambda line: None
 ) -> dict[str, Plans]:
     """Returns the plans of the held-out texts and of those to learn from; no prompt and no file is in both. `told` is
-    given a line about files that are skipped. Raises ConfigError."""
+    given lines about files and records that are skipped. Raises ConfigError."""
     temperatures = temperatures_of(settings.text_temperatures, "--text-temperatures")
     prompts = prompts_of(settings.prompts)
     if settings.prompts and len(prompts) < 2:
         raise ConfigError(f"--prompts {settings.prompts} has {len(prompts)} prompts; it must have 2, one to test with")
     files = text_files(settings.corpus, told)
-    records = records_of(settings.from_record, folder.token_string_count)
+    records = records_of(settings.from_record, folder.token_string_count, told)
     heldout = tuple(sorted({*HELDOUT_TEMPERATURES, *temperatures}))
     parts = zip(("heldout", "train"), (heldout, temperatures), split(prompts), split(files), split(records))
     return {

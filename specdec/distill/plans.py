@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextPlan
 from specdec.engine.retokenizer import first_tokens, whole_tokenizer
 from specdec.errors import ConfigError
-from specdec.protocol.types import RECORD_SIGNS, TokenKind
+from specdec.protocol.types import RECORD_SIGNS, TEMPERATURE_MAX, TokenKind
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64
@@ -177,30 +177,46 @@ def text_files(folder: Path | None, told: Callable[[str], None] = lambda line: N
     return files
 
 
-def records_of(file: Path | None, vocabulary_size: int) -> list[Record]:
-    """Returns the texts of a file of `specdec coordinator --record`; none without one. Raises ConfigError for a file
-    with fewer than two or one without tokens, and for token ids that the target does not have."""
+def records_of(
+    file: Path | None, vocabulary_size: int, told: Callable[[str], None] = lambda line: None
+) -> list[Record]:
+    """Returns the texts of a file of `specdec coordinator --record`; none without one. A line that is no record, such
+    as one that was cut, is skipped; `told` is given a line if there are such. Raises ConfigError for a file that cannot
+    be read or has fewer than two texts, and for token ids that the target does not have."""
     if file is None:
         return []
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [
-            Record(tuple(own["prompt_ids"]), tuple(own["output_ids"]), own["accepted"], float(own["temperature"]))
-            for own in lines
-        ]
-        if any(len(own.accepted) != len(own.output_ids) or set(own.accepted) - set(SIGNS) for own in found):
-            raise ValueError(f"accepted must have one of {SIGNS} for each of output_ids")
-        if not all(own.prompt_ids + own.output_ids for own in found):
-            raise ValueError("each text must have a token in prompt_ids or output_ids")
-        ids = {token_id for own in found for token_id in own.prompt_ids + own.output_ids}
-        known = all(isinstance(one, int) and 0 <= one < vocabulary_size for one in ids)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--from-record {file} is no record: {error}") from None
-    if not known:
+        lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--from-record {file} cannot be read: {error.strerror}") from None
+    found = [record for record in map(record_of, lines) if record is not None]
+    skipped = f"{len(lines) - len(found)} of {len(lines)} lines are no record"
+    if any(max(own.prompt_ids + own.output_ids) >= vocabulary_size for own in found):
         raise ConfigError(f"--from-record {file} has token ids outside 0 to {vocabulary_size - 1}: of another target")
     if len(found) < 2:
-        raise ConfigError(f"--from-record {file} has {len(found)} texts; it must have 2, one to test with")
+        why = f"; {skipped}" if lines else ""
+        raise ConfigError(f"--from-record {file} has {len(found)} texts; it must have 2, one to test with{why}")
+    if len(found) < len(lines):
+        told(f"--from-record {file}: {skipped} and are skipped")
     return found
+
+
+def record_of(line: bytes) -> Record | None:
+    """Returns the record in a line; None unless it has token ids, one of SIGNS for each of the output, and a
+    temperature."""
+    try:
+        own = json.loads(line)
+        prompt_ids, output_ids, accepted, temperature = (own[field.name] for field in fields(Record))
+    except (ValueError, KeyError, TypeError, RecursionError):  # JSON of depth, or of a digit string without end
+        return None
+    lists = isinstance(prompt_ids, list) and isinstance(output_ids, list) and isinstance(accepted, str)
+    if not lists or not prompt_ids + output_ids or len(accepted) != len(output_ids) or set(accepted) - set(SIGNS):
+        return None
+    if not all(type(one) is int and one >= 0 for one in prompt_ids + output_ids):
+        return None
+    if type(temperature) not in (int, float) or not 0 <= temperature <= TEMPERATURE_MAX:
+        return None
+    return Record(tuple(prompt_ids), tuple(output_ids), accepted, float(temperature))
 
 
 def recorded_acceptance(records: Sequence[Record]) -> dict[float, tuple[int, int]]:

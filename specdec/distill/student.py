@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.chat.template import TEMPLATE_FILES
 from specdec.distill.texts import LabelledTexts
 from specdec.engine.fitting import class_of, config_of
 from specdec.engine.model_folder import ModelFolder, write_manifest
@@ -27,7 +28,13 @@ from specdec.errors import ConfigError
 from specdec.folders import has_file
 
 LAYER_INDEX = re.compile(r"(.*\.(?:layers|h)\.)(\d+)(\..*)")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    *TEMPLATE_FILES,
+)
 PER_LAYER = ("layer_types", "no_rope_layers")  # entries of a configuration with one value a layer
 MLP_MULTIPLE = 64
 DRAFT_VOCABULARY_MIN = 64
@@ -183,6 +190,7 @@ def save_student(
     (out / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     for name in TOKENIZER_FILES:
         if (target.path / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(target.path / name, out / name)
     (out / VOCABULARY_FILE).unlink(missing_ok=True)  # of an earlier draft
     if token_ids is not None:

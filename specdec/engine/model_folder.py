@@ -25,6 +25,7 @@ from specdec.engine.config_check import TABLE_MODEL_TYPE, checked_config, checke
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import CHAT_MODEL, TOKENIZER_BYTES_MAX, has_file, local_folder, read_json, read_text, refuse
 from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint, vocabulary_size
+from specdec.terminal import make_console
 
 logger = logging.getLogger("specdec.engine")
 
@@ -34,9 +35,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 GENERATION_FILE = "generation_config.json"
 HUB_FILES = [
     "config.json",
+    "additional_chat_templates/*.jinja",
     "chat_template.jinja",
     "draft_vocabulary.json",
     GENERATION_FILE,
+    "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "*.safetensors",
@@ -175,10 +178,9 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
     """As `open_model_folder`, for a command: while CHAT_MODEL is converted, a bar on standard error, if it is a
     terminal."""
     from rich import progress
-    from rich.console import Console
 
     if path_or_hub_id == CHAT_MODEL:
-        console = Console(stderr=True)
+        console = make_console(is_for_errors=True)
         with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=1.0, visible=False)
             chat_model(lambda what, share: bar.update(task, description=what, completed=share, visible=True))
@@ -246,7 +248,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 def write_manifest(folder: Path) -> None:
     """Writes the SHA256SUMS of a folder's model files."""
     files = [file for pattern in HUB_FILES for file in folder.glob(pattern)]
-    names = sorted({file.name for file in files if file.suffix != ".safetensors" or file.name.startswith("model")})
+    files = [file for file in files if file.suffix != ".safetensors" or file.name.startswith("model")]
+    names = sorted({file.relative_to(folder).as_posix() for file in files})
     lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (folder / MANIFEST_FILE).write_text("".join(lines), encoding="utf-8")
 

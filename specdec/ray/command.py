@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from specdec.cli.options import OneLineParser, UsageError
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan
+from specdec.terminal import make_console, print_error, print_text
 
 if TYPE_CHECKING:
     from specdec.ray.deployment import Seen
@@ -31,7 +31,7 @@ specdec ray COMMAND --help lists the flags of a command. Set RAY_AUTH_MODE as on
 def ray_command(arguments: Sequence[str]) -> int:
     """Runs the command named first; returns the exit code. Raises SpecdecError."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(OVERVIEW)
+        print_text(OVERVIEW)
         return 0
     name, *rest = arguments
     commands: dict[str, Callable[[Sequence[str]], int]] = {"up": up, "status": status, "down": down}
@@ -77,7 +77,7 @@ def up(arguments: Sequence[str]) -> int:
     try:
         seen = wait_until_serving(deployment, actors, lambda actor, found: _tell(began_s, actor, found))
     except BaseException:
-        print("specdec: removing the started part", file=sys.stderr, flush=True)
+        print_error("removing the started part")
         remove(deployment.name)
         raise
     _tell_serving(deployment, seen, time.monotonic() - began_s)
@@ -92,19 +92,19 @@ def _tell(began_s: float, actor: ActorPlan, found: Seen | None) -> None:
         words = f"serves on {found.report.address}" if found.report else ""
     else:
         words = f"{found.health} on {found.row.host}"
-    print(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}", flush=True)
+    print_text(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}")
 
 
 def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float) -> None:
     report = seen[COORDINATOR].report
     assert report is not None
     model = deployment.target.served_model_name or deployment.target.model
-    print(f"specdec serves {model} on {report.address} after {took_s:.1f} s", flush=True)
+    print_text(f"specdec serves {model} on {report.address} after {took_s:.1f} s")
     if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
-        print("the draft does not serve yet; until then texts go on without its guesses", flush=True)
+        print_text("the draft does not serve yet; until then texts go on without its guesses")
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
-    print(f'next: specdec generate "def main():" --address {report.address}{flags}')
-    print(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}", flush=True)
+    print_text(f'next: specdec generate "def main():" --address {report.address}{flags}')
+    print_text(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}")
 
 
 def status(arguments: Sequence[str]) -> int:
@@ -121,7 +121,6 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def _show(seen: dict[str, Seen]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table()
@@ -130,7 +129,7 @@ def _show(seen: dict[str, Seen]) -> None:
     for role, found in seen.items():
         address = found.report.address if found.report else ""
         table.add_row(role, found.row.host, address, str(found.row.restarts_count), found.health)
-    Console().print(table)
+    make_console().print(table)
 
 
 def down(arguments: Sequence[str]) -> int:
@@ -140,5 +139,5 @@ def down(arguments: Sequence[str]) -> int:
     from specdec.ray.deployment import remove
 
     ended = remove(asked.name)
-    print(f"ended {', '.join(ended)}" if ended else f"{asked.name} is not on this cluster: nothing to end", flush=True)
+    print_text(f"ended {', '.join(ended)}" if ended else f"{asked.name} is not on this cluster: nothing to end")
     return 0

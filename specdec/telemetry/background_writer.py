@@ -21,7 +21,8 @@ class BackgroundWriter:
     finaliser.
 
     `bytes_max`: of what waits. On the thread, `failed(error)` is called for each piece that cannot be written, and
-    `recovered(count)` after the first that can, with the number of pieces lost since the last such call.
+    `recovered(count)` after the first that can, with the number of pieces lost since the last such call. `write`: in
+    place of the descriptor; it takes a piece whole, or raises OSError and takes nothing.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class BackgroundWriter:
         bytes_max: int,
         failed: Callable[[OSError], None] = lambda error: None,
         recovered: Callable[[int], None] = lambda count: None,
+        write: Callable[[bytes], None] | None = None,
     ) -> None:
         self.descriptor = descriptor
         self.lost_count = 0
         self._bytes_max = bytes_max
         self._failed, self._recovered = failed, recovered
+        self._write_whole = write or self._write_pieces
         self._waiting_bytes = 0
         self._reported_count = 0
         self._is_torn = False  # the last line on the descriptor is a part of one
@@ -76,6 +79,19 @@ class BackgroundWriter:
                 self._waiting_bytes -= len(data)
 
     def _write(self, data: bytes) -> None:
+        try:
+            self._write_whole(data)
+        except OSError as error:
+            self.lose()
+            self._failed(error)
+            return
+        count = self.lost_count - self._reported_count
+        if count:
+            self._reported_count += count
+            self._recovered(count)
+
+    def _write_pieces(self, data: bytes) -> None:
+        """Writes to the descriptor as much as it takes. A line that was cut is ended first."""
         left = memoryview(b"\n" + data if self._is_torn else data)
         size = len(left)
         try:
@@ -84,13 +100,7 @@ class BackgroundWriter:
                     left = left[os.write(self.descriptor, left) :]
                 except BlockingIOError:
                     time.sleep(RETRY_S)
-        except OSError as error:
+        except OSError:
             self._is_torn |= len(left) < size
-            self.lose()
-            self._failed(error)
-            return
+            raise
         self._is_torn = False
-        count = self.lost_count - self._reported_count
-        if count:
-            self._reported_count += count
-            self._recovered(count)

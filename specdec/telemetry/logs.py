@@ -16,11 +16,12 @@ import os
 import sys
 import threading
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
 from specdec.telemetry.background_writer import BackgroundWriter
+from specdec.terminal import printable, printable_line
 
 # Tracebacks without the values of local variables: those hold prompts and texts.
 EXCEPTIONS_WITHOUT_VALUES = structlog.processors.ExceptionRenderer(
@@ -87,6 +88,23 @@ class _StandardError(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+
+def _escape(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Shows control characters of texts, such as a client's label, as `\\uXXXX`; of other values the renderer does."""
+    return {name: printable_line(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
+def _write_traceback(stream: TextIO, error: Any) -> None:
+    """Writes a traceback without the control characters of its messages."""
+    written = io.StringIO()
+    structlog.dev.plain_traceback(written, error)
+    stream.write(printable(written.getvalue()))
+
+
+def _escape_delete(_logger: Any, _method: str, line: str) -> str:
+    """Shows the only control character that JSON lets through."""
+    return printable(line)
 
 
 class _Forwarding(logging.Handler):
@@ -173,9 +191,9 @@ def _report_losses(count: int) -> None:
 def configure_logs(level: str, service: str) -> None:
     """Sets up logging of this process, a service; the last call counts."""
     _divert_standard_error()
-    renderers: list[Any] = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=_text)]
+    renderers: list[Any] = [EXCEPTIONS_WITHOUT_VALUES, structlog.processors.JSONRenderer(default=_text), _escape_delete]
     if os.isatty(STANDARD_ERROR):
-        renderers = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        renderers = [_escape, structlog.dev.ConsoleRenderer(exception_formatter=_write_traceback)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specdec.terminal import make_console
 
 
 def is_watched() -> bool:
@@ -22,7 +23,12 @@ def is_watched() -> bool:
 @contextmanager
 def loading_bar(title: str) -> Iterator[Callable[[str, float], None]]:
     """Yields `progress(what, share)`, share from 0 to 1."""
-    columns = (TextColumn(title), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_watched()) as bar:
-        task = bar.add_task("", total=1.0)
+    columns = (
+        TextColumn("{task.fields[title]}", markup=False),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=make_console(is_for_errors=True), transient=True, disable=not is_watched()) as bar:
+        task = bar.add_task("", total=1.0, title=title)
         yield lambda what, share: bar.update(task, description=what, completed=share)

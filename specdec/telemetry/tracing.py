@@ -17,7 +17,8 @@ from specdec.telemetry.spans import Span
 CLOSE_TIMEOUT_S = 2.0  # for the last batch: a stopping service does not wait for a silent collector
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+# ff is no version, and 00 ends after its flags; a later one may go on after another dash.
+TRACEPARENT = re.compile(r"(?!ff|00.{54})[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 class Tracing:
@@ -59,9 +60,12 @@ class Tracing:
 
 
 def caller_trace(metadata: Iterable[tuple[str, str | bytes]] | None) -> Trace | None:
-    """Returns the W3C trace context in a call's metadata; a malformed `traceparent` counts as none, by the standard."""
-    for key, value in metadata or ():
-        match = TRACEPARENT.fullmatch(value) if key == "traceparent" and isinstance(value, str) else None
-        if match and int(match[1], 16) and int(match[2], 16):
-            return Trace(bytes.fromhex(match[1]), bytes.fromhex(match[2]), bool(int(match[3], 16) & 1))
-    return None
+    """Returns the W3C trace context in a call's metadata. By the standard a malformed `traceparent` counts as none, and
+    so do two, where gRPC does not hide the first; of a later version the fields that version 00 has are read."""
+    values = [value for key, value in metadata or () if key == "traceparent"]
+    if len(values) != 1 or not isinstance(values[0], str):
+        return None
+    match = TRACEPARENT.fullmatch(values[0].strip(" \t"))
+    if match is None or not int(match[1], 16) or not int(match[2], 16):
+        return None
+    return Trace(bytes.fromhex(match[1]), bytes.fromhex(match[2]), bool(int(match[3], 16) & 1))

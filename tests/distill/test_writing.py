@@ -161,23 +161,59 @@ def test_the_acceptance_of_a_record_is_told(tmp_path):
     assert list(recorded_acceptance(records_of(tmp_path / "record", 4096)).items()) == [(0, (1, 1)), (0.7, (2, 5))]
 
 
+WHOLE = {"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1-", "temperature": 0}
+NO_RECORDS = {
+    "half a line": json.dumps(WHOLE)[:30],
+    "two halves": json.dumps(WHOLE)[:30] + json.dumps(WHOLE),
+    "no JSON": "text",
+    "no object": "[1]",
+    "a field too few": '{"prompt_ids": [1]}',
+    "deep": "[" * 100_000,
+    "no UTF-8": b"\xff",
+    "zero bytes": b"\0" * 40,
+    "a sign too few": json.dumps(WHOLE | {"accepted": "1"}),
+    "another sign": json.dumps(WHOLE | {"accepted": "1x"}),
+    "no token": json.dumps(WHOLE | {"prompt_ids": [], "output_ids": [], "accepted": ""}),
+    "a token that is no number": json.dumps(WHOLE | {"prompt_ids": ["1"]}),
+    "a token below 0": json.dumps(WHOLE | {"prompt_ids": [-1]}),
+    "tokens that are no list": json.dumps(WHOLE | {"prompt_ids": "11"}),
+    "no temperature": json.dumps(WHOLE | {"temperature": None}),
+    "no number as temperature": json.dumps(WHOLE | {"temperature": float("nan")}),
+    "a temperature beyond all": '{"prompt_ids": [1], "output_ids": [], "accepted": "", "temperature": 1e999}',
+}
+
+
+@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_line_that_is_no_record_is_skipped_and_counted(line, tmp_path):
+    """Claim: one bad line costs itself and no other: the texts before and after it are learned, and one sentence says
+    how many lines are skipped. Conclusive: the same file without the line gives the same texts and no sentence."""
+    good = [json.dumps(WHOLE | {"prompt_ids": [number]}).encode() for number in (1, 2)]
+    bad = line if isinstance(line, bytes) else line.encode()
+    file, told = tmp_path / "record", []
+    file.write_bytes(b"\n".join([good[0], bad, b"", good[1]]))
+    found = records_of(file, 4096, told.append)
+    assert told == [f"--from-record {file}: 1 of 3 lines are no record and are skipped"]
+    file.write_bytes(b"\n".join(good) + b"\n")
+    assert records_of(file, 4096, told.append) == found and [own.prompt_ids for own in found] == [(1,), (2,)]
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ("", "has 0 texts"),
-        ("text", "is no record"),
-        ('{"prompt_ids": [1]}', "is no record"),
-        ('{"prompt_ids": [1], "output_ids": [4096], "accepted": "1", "temperature": 0}', "ids outside 0 to 4095"),
-        ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1", "temperature": 0}', "one of 10- for each"),
-        ('{"prompt_ids": [1], "output_ids": [5, 6], "accepted": "1x", "temperature": 0}', "one of 10- for each"),
-        ('{"prompt_ids": [], "output_ids": [], "accepted": "", "temperature": 0}', "each text must have a token"),
+        ("", "has 0 texts; it must have 2, one to test with$"),
+        ("text", "has 0 texts; .*; 1 of 1 lines are no record"),
+        (json.dumps(WHOLE), "has 1 texts; .*; 0 of 1 lines are no record"),
+        (json.dumps(WHOLE | {"output_ids": [5, 4096]}), "ids outside 0 to 4095"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_refused(content, error, tmp_path):
-    """Claim: other files, one text, and tokens of another target are refused, with file and limit."""
+    """Claim: other files, one text, and tokens of another target are refused, with file and limit; so is no file."""
     (tmp_path / "record").write_text(content)
     with pytest.raises(ConfigError, match=error):
         records_of(tmp_path / "record", 4096)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        records_of(tmp_path, 4096)
 
 
 @pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])

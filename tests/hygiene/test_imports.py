@@ -52,6 +52,7 @@ TABLE = (
     Imports("specdec.errors", (), MODEL_LIBRARIES + NETWORK_LIBRARIES),
     Imports("specdec.folders", ("specdec.errors",), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.process_watch", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
+    Imports("specdec.terminal", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("pydantic",)),
     Imports("specdec.settings", (), MODEL_LIBRARIES + NETWORK_LIBRARIES + ("asyncio",)),
     Imports(
         "specdec.config",
@@ -77,6 +78,7 @@ TABLE = (
         "specdec.engine",
         (
             "specdec.errors",
+            "specdec.terminal",
             "specdec.folders",
             "specdec.process_watch",
             "specdec.protocol.types",
@@ -85,7 +87,11 @@ TABLE = (
         ),
         NETWORK_LIBRARIES + ("asyncio", "pydantic"),
     ),
-    Imports("specdec.telemetry", ("specdec.__version__", "specdec.errors", "specdec.config", *VALUES), MODEL_LIBRARIES),
+    Imports(
+        "specdec.telemetry",
+        ("specdec.__version__", "specdec.errors", "specdec.terminal", "specdec.config", *VALUES),
+        MODEL_LIBRARIES,
+    ),
     Imports(
         "specdec.rpc",
         ("specdec.__version__", "specdec.errors", "specdec.config", "specdec.telemetry", "specdec.v1", *VALUES),
@@ -111,6 +117,7 @@ TABLE = (
         (
             "specdec.__version__",
             "specdec.errors",
+            "specdec.terminal",
             "specdec.config",
             "specdec.folders",
             "specdec.rpc",
@@ -139,6 +146,7 @@ TABLE = (
         (
             "specdec.errors",
             "specdec.folders",
+            "specdec.terminal",
             "specdec.settings",
             "specdec.chat",
             "specdec.decoding",
@@ -151,6 +159,7 @@ TABLE = (
         "specdec.advise",
         (
             "specdec.errors",
+            "specdec.terminal",
             "specdec.settings",
             "specdec.config",
             "specdec.cli",
@@ -168,6 +177,7 @@ TABLE = (
         "specdec.ray",
         (
             "specdec.errors",
+            "specdec.terminal",
             "specdec.settings",
             "specdec.config",
             "specdec.rpc.client",

@@ -60,6 +60,41 @@ def test_no_file_names_a_registry_or_a_machine() -> None:
     assert not problems, report(problems, "Leave the host or path out, or make it relative to the repository:")
 
 
+def unchecked_prints(module: Module) -> Iterator[tuple[ast.Call, str]]:
+    """Prints of what is neither a constant nor the result of `printable`, and consoles that rich would make."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) in ("Console", "console.Console"):
+            yield node, "Console()"
+        if ast.unparse(node.func) == "print" and not all(is_printable(argument) for argument in node.args):
+            yield node, "print()"
+
+
+def is_printable(argument: ast.expr) -> bool:
+    """Whether an argument of `print` is a constant, by form or by name, or a call that shows what is no text."""
+    if isinstance(argument, ast.Call):
+        return ast.unparse(argument.func) in ("printable", "printable_line", "shown")
+    return isinstance(argument, ast.Constant) or ast.unparse(argument).isupper()
+
+
+def test_what_is_printed_is_text() -> None:
+    """Claim: commands and services print through `specdec.terminal`, which shows control characters. Conclusive for
+    calls by name. Tools of developers print their own numbers; the watch and the renderer print in processes of their
+    own, without the package or to no terminal."""
+    own = ("specdec/terminal.py", "specdec/process_watch.py", "specdec/chat/renderer.py", "bench/", "models/")
+    problems = [
+        f"{module.at(node)}: {what}"
+        for module in product_modules()
+        if not module.path.startswith(own)
+        for node, what in unchecked_prints(module)
+    ]
+    assert not problems, report(problems, "Use print_text, print_error or make_console of specdec.terminal:")
+    planted = "print(name)\nprint(f'{x}')\nprint('x', END)\nprint()\nConsole()\nprint(printable(x))\nprint('a' + b)\n"
+    found = [node.lineno for node, _ in unchecked_prints(Module("planted.py", planted, ast.parse(planted)))]
+    assert found == [1, 2, 5, 7]
+
+
 def test_the_patterns_find_what_they_look_for() -> None:
     """Claim: the checks above can fail; planted lines are found, similar allowed ones are not."""
     planted = "import pickle\nload(x, trust_remote_code=True)\nexec(x)\nmodel.eval()\nload(x, allow_pickle=False)\n"

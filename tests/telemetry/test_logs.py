@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import json
 import logging
 import os
+import pty
+import re
 import subprocess
 import sys
 import threading
 import time
+import tty
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +33,7 @@ from specdec.telemetry.logs import (
     get_logger,
     lost_line_count,
 )
+from specdec.terminal import printable
 
 # A service's logging in a process of its own; the test adds what it does.
 PREFACE = "import sys, os, time; from specdec.telemetry.logs import *; configure_logs('info', 'target'); "
@@ -262,3 +268,49 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path):
     first, second, third = log.read_text().splitlines()
     assert len(first) == 50 and json.loads(second)["event"] == "whole" and json.loads(third)["lines"] == 1
     assert lost_line_count() == 0, "of this process"
+
+
+HOSTILE = "a\x1b]0;owned\x07\x9b2J\n\u202e\x7f"
+
+
+@contextlib.contextmanager
+def standard_error(descriptor: int) -> Iterator[None]:
+    """Gives descriptor 2 of this process to another pipe or terminal, and closes its end here."""
+    before = os.dup(2)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
+def test_a_label_commands_no_terminal(is_terminal):
+    """Claim: control characters of a client's label, of an event, of a value within others, of a library's line and of
+    an error's message are shown as \\uXXXX, and a line stays one, on a terminal and in JSON, where it still means the
+    same. Conclusive: the written characters are searched; without specdec's own colours none is left."""
+    reading, writing = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        tty.setraw(writing)  # else the terminal writes ends of lines its own way
+    with standard_error(writing):
+        configure_logs("info", HOSTILE)
+        get_logger().info(HOSTILE, label=HOSTILE, inner=[HOSTILE], key={HOSTILE: HOSTILE})
+        logging.getLogger("specdec.engine").warning("%s", HOSTILE)
+        assert flush_logs(10.0)
+        first = os.read(reading, 1 << 16).decode()
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            get_logger().exception("failed", label=HOSTILE)
+        assert flush_logs(10.0)
+        written = first + os.read(reading, 1 << 16).decode()
+    os.close(reading)
+    assert len(first.splitlines()) == 2
+    written = re.sub(r"\x1b\[[\d;]*m", "", written)
+    assert [char for char in written if printable(char) != char] == []
+    assert written.count("owned") >= 7
+    if not is_terminal:
+        first = json.loads(written.splitlines()[0])
+        assert first["label"] == first["event"] == first["inner"][0] == HOSTILE

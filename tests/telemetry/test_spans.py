@@ -11,6 +11,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from specdec.protocol.items import Trace
 from specdec.telemetry.clock import wall_offset_ns
 from specdec.telemetry.sdk_spans import Waiting, export_request
 from specdec.telemetry.spans import AttributeValue, Span, SpanEvent, SpanKind, SpanLink, derived_span_id
@@ -88,20 +89,59 @@ def test_wall_time_is_the_monotonic_clock_and_an_offset():
     assert before_ns + offset_ns - 1_000_000 <= wall_ns <= after_ns + offset_ns + 1_000_000
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "00-" + "1" * 32 + "-" + "0" * 16 + "-01", "00-xyz-1-01", b"00"],
-)
+OWN = "ab" * 16 + "-" + "cd" * 8
+MALFORMED = {
+    "empty": "",
+    "bytes": b"00",
+    "no trace id": f"00-{'0' * 32}-{'1' * 16}-01",
+    "no span id": f"00-{'1' * 32}-{'0' * 16}-01",
+    "letters that are no digits": f"00-{OWN.replace('ab', 'xy')}-01",
+    "upper case": f"00-{OWN.upper()}-01",
+    "one digit of flags": f"00-{OWN}-1",
+    "one digit of version": f"0-{OWN}-01",
+    "version ff": f"ff-{OWN}-01",
+    "version ff with more": f"ff-{OWN}-01-more",
+    "version 00 with more": f"00-{OWN}-01-more",
+    "version 00 with a dash": f"00-{OWN}-01-",
+    "a later version with more, but no dash": f"cc-{OWN}-01.more",
+    "a later version with long flags": f"cc-{OWN}-0123",
+    "a later version, cut": f"cc-{OWN}",
+    "two in one, as a proxy joins them": f"00-{OWN}-01,00-{OWN}-01",
+    "a line break": f"00-{OWN}-01\n",
+}
+
+
+@pytest.mark.parametrize("value", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_traceparent_counts_as_none(value):
-    """Claim: W3C trace context: a malformed or all-zero header is ignored, and a new trace begins."""
+    """Claim: W3C trace context, section 3.2: a malformed or all-zero header is ignored, and a new trace begins; version
+    ff is forbidden, and version 00 has four fields and no more. Conclusive: each differs from a header that is read in
+    the one thing it is named by."""
     assert caller_trace([("traceparent", value)]) is None
     assert caller_trace(None) is None
 
 
 def test_a_callers_context_is_taken_as_it_is():
-    """Claim: trace id, span id and the sampled flag come from the header, other metadata does not matter."""
-    header = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-"
-    for flags, sampled in (("00", False), ("01", True), ("03", True)):
-        trace = caller_trace([("user-agent", "x"), ("traceparent", header + flags)])
-        assert trace is not None and trace.sampled is sampled
-        assert (trace.trace_id, trace.span_id) == (b"\xab" * 16, b"\xcd" * 8)
+    """Claim: trace id, span id and the sampled flag come from the header, other metadata does not matter, nor spaces
+    around the value, which are none of it in HTTP."""
+    for flags, sampled in (("00", False), ("01", True), ("03", True), ("fe", False)):
+        for value in (f"00-{OWN}-{flags}", f" \t00-{OWN}-{flags}\t "):
+            trace = caller_trace([("user-agent", "x"), ("traceparent", value)])
+            assert trace == Trace(b"\xab" * 16, b"\xcd" * 8, sampled)
+
+
+@pytest.mark.parametrize("rest", ["", "-", "-what-the-future-will-be", "-\u00e9,x"])
+def test_a_later_version_is_read_by_its_known_part(rest):
+    """Claim: section 3.2.3: of a version above 00 the first fields are read as those of version 00, whatever follows
+    after another dash, and of the flags the sampled bit only."""
+    for version in ("01", "cc", "fe"):
+        trace = caller_trace([("traceparent", f"{version}-{OWN}-09{rest}")])
+        assert trace == Trace(b"\xab" * 16, b"\xcd" * 8, True)
+
+
+def test_two_headers_are_none():
+    """Claim: a call with two `traceparent` headers has none, though each alone is valid, equal or not, first or last
+    malformed. Conclusive: of these only the one that stands alone, among other metadata, is read."""
+    valid, other = f"00-{OWN}-01", f"00-{OWN.replace('ab', 'ba')}-01"
+    for pair in ((valid, valid), (valid, other), (valid, "00"), ("00", valid), (valid, b"")):
+        assert caller_trace([("traceparent", value) for value in pair]) is None
+    assert caller_trace([("tracestate", valid), ("traceparent", valid), ("x-traceparent", other)]) is not None

@@ -1,0 +1,64 @@
+"""Everything that specdec prints for people: the one place that knows what a terminal would take for a command.
+
+Names, labels and texts come from clients, models, peers and files, and may hold escape sequences, which move the
+cursor, set the title or hide what was printed. So a character that is no text is shown as `\\uXXXX`, which in JSON
+means the same. Colours and bars are specdec's own, and pass.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# C0 without tab and newline, DEL, C1, separators of lines, directional overrides and isolates, halves of surrogates.
+NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+NO_LINE = re.compile(f"{NO_TEXT.pattern}|[\t\n]")
+
+
+def printable(text: str) -> str:
+    """Returns a text, with its tabs and newlines, whose other control characters are shown as `\\uXXXX`. Idempotent."""
+    return NO_TEXT.sub(_shown, text)
+
+
+def printable_line(text: str) -> str:
+    """As `printable`, tabs and newlines included."""
+    return NO_LINE.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Prints a text to standard output at once."""
+    print(printable(text), end=end, flush=True)
+
+
+def print_error(sentence: str) -> None:
+    """Prints a sentence to standard error as one line that begins with the command's name."""
+    print(f"specdec: {printable_line(' '.join(sentence.split()))}", file=sys.stderr, flush=True)
+
+
+def print_exception(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+    """Prints the traceback of a defect to standard error: a `sys.excepthook`."""
+    print(printable("".join(traceback.format_exception(kind, error, place))), end="", file=sys.stderr, flush=True)
+
+
+def make_console(is_for_errors: bool = False, has_highlights: bool = True) -> Console:
+    """Returns a console of rich for tables, bars and sentences on standard output, or on standard error. What it prints
+    is text only: brackets in a name are no markup."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+    class PlainConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Any]:
+            for part in super().render(renderable, options):
+                yield part if part.control else part._replace(text=printable(part.text))
+
+    return PlainConsole(stderr=is_for_errors, highlight=has_highlights, markup=False, emoji=False)
