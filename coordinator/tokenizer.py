@@ -7,7 +7,6 @@ Special-token rules are the tokenizer file's own, as in `transformers` if the fi
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from itertools import islice
 
@@ -17,8 +16,9 @@ from specdec.errors import InvalidRequest, ModelRefused, refusing
 from specdec.folders import TOKENIZER_BYTES_MAX, has_file, parse_json, read_text, tokenizer_file
 from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint
 
-CONTEXT_UNITS = 4  # the most that one character of UTF-8 has, a byte each
-CONTEXT_UNITS_MAX = 16  # then the first ones are dropped; each further token decodes all of them
+CONTEXT_TOKENS = 4  # the most that one character of UTF-8 has, a byte each
+CONTEXT_TOKENS_MAX = 8  # then the first ones are dropped; each further token decodes all of them
+EARLIER = "x"  # stands for the tokens before a context
 REPLACEMENT_CHARACTER = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is refused before it is tokenised
@@ -27,7 +27,7 @@ BYTES_PER_TOKEN_MAX = 64  # a prompt of more bytes than this per position is ref
 class Tokenizer:
     """The tokenizer of a model folder or hub id. Safe to use from several threads.
 
-    `joins_bytes`: tokens are pieces of UTF-8 (ByteLevel); `has_byte_tokens`: some stand for one byte (ByteFallback).
+    `joins_bytes`: tokens are pieces of UTF-8; `has_byte_tokens`: some stand for one byte, such as <0xE6>.
     """
 
     def __init__(self, path_or_hub_id: str) -> None:
@@ -44,8 +44,9 @@ class Tokenizer:
             self._tokenizer.no_padding()
             self._decoder = self._tokenizer.decoder
             self._tokenizer.decoder = None  # it decodes a token to the string that the decoder reads
-        steps = json.dumps(content.get("decoder"))
-        self.joins_bytes, self.has_byte_tokens = '"ByteLevel"' in steps, '"ByteFallback"' in steps
+        # The three bytes of a character, in the letters of byte-level tokenizers and as byte tokens.
+        self.joins_bytes = self.text([EARLIER, "æ", "Ĺ", "¥"]).endswith("日")
+        self.has_byte_tokens = self.text([EARLIER, "<0xE6>", "<0x97>", "<0xA5>"]).endswith("日")
 
     def encode(self, text: str, positions_max: int, field: str = "prompt.text") -> tuple[int, ...]:
         """Returns the token ids of a prompt, with the file's special tokens, or of another field, without. Raises
@@ -85,11 +86,14 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._context: list[list[str]] = []  # units of pieces: the byte tokens of a whole character, or one other token
+        self._context: list[str] = []  # pieces; byte tokens among them are those of whole characters
         self._text = ""  # of the context
+        self._final = 0  # length of the text that is final
         self._bytes = b""  # byte tokens that begin a character, not in the context yet
         self._of_prompt = ""
-        pieces = list(islice(filter(None, map(tokenizer.piece, reversed(prompt))), CONTEXT_UNITS_MAX))
+        pieces = list(islice(filter(None, map(tokenizer.piece, reversed(prompt))), CONTEXT_TOKENS_MAX + 1))
+        if len(pieces) > CONTEXT_TOKENS_MAX:
+            pieces[-1] = EARLIER
         for piece in reversed(pieces):
             self._append(piece)
         self._of_prompt = self.rest()
@@ -104,45 +108,47 @@ class TextStream:
 
     def rest(self) -> str:
         """Returns the rest of a text that ends here: replacement characters for an incomplete one."""
-        rest = self._text[self._final_length() :] + REPLACEMENT_CHARACTER * len(self._bytes)
+        rest = self._text[self._final :] + REPLACEMENT_CHARACTER * len(self._bytes)
         return rest.removeprefix(self._of_prompt)
 
     def _append(self, piece: str) -> str:
         """Appends a token to the context; returns the text that became final."""
-        units = self._units(piece)
-        if not units:
+        pieces = self._whole(piece) if self._tokenizer.has_byte_tokens else [piece]
+        if not pieces:
             return ""
-        if len(self._context) >= CONTEXT_UNITS_MAX:
-            self._decode(self._context[-CONTEXT_UNITS:])
-        length = self._final_length()
-        self._decode(self._context + units)
-        return self._text[length : self._final_length()]
+        if len(self._context) >= CONTEXT_TOKENS_MAX:
+            self._decode([EARLIER, *filter(self._is_needed, self._context[-CONTEXT_TOKENS:])])
+        final = self._final
+        self._decode(self._context + pieces)
+        return self._text[final : self._final]
 
-    def _units(self, piece: str) -> list[list[str]]:
-        """Returns the units that are whole with this token: characters, and bytes that are part of none."""
-        byte = BYTE_TOKEN.fullmatch(piece) if self._tokenizer.has_byte_tokens else None
+    def _is_needed(self, piece: str) -> bool:
+        """Whether a piece of the context can matter to later ones: not a character that byte tokens form."""
+        return not (self._tokenizer.has_byte_tokens and BYTE_TOKEN.fullmatch(piece))
+
+    def _whole(self, piece: str) -> list[str]:
+        """Returns the pieces that are whole with this one: characters, and U+FFFD for bytes that are part of none."""
+        byte = BYTE_TOKEN.fullmatch(piece)
         if byte is None:
-            units = [[REPLACEMENT_CHARACTER] for _ in self._bytes] + [[piece]]
+            pieces = [REPLACEMENT_CHARACTER] * len(self._bytes) + [piece]
             self._bytes = b""
-            return units
+            return pieces
         self._bytes += bytes.fromhex(byte[1])
-        units = []
+        pieces = []
         while self._bytes:
             try:
                 size = codecs.utf_8_decode(self._bytes)[1]
                 if not size:  # a character begins here
                     break
-                units.append([f"<0x{value:02X}>" for value in self._bytes[:size]])
+                pieces += [f"<0x{value:02X}>" for value in self._bytes[:size]]
             except UnicodeDecodeError as error:
                 size = error.end
-                units += [[REPLACEMENT_CHARACTER]] * size
+                pieces += [REPLACEMENT_CHARACTER] * size
             self._bytes = self._bytes[size:]
-        return units
+        return pieces
 
-    def _decode(self, context: list[list[str]]) -> None:
-        self._context = context
-        self._text = self._tokenizer.text([piece for unit in context for piece in unit])
-
-    def _final_length(self) -> int:
-        """The length of the context's text without a last U+FFFD that may stand for the first bytes of a character."""
-        return len(self._text.removesuffix(REPLACEMENT_CHARACTER if self._tokenizer.joins_bytes else ""))
+    def _decode(self, context: list[str]) -> None:
+        """Makes some pieces the context. A last U+FFFD may stand for a character's first bytes: it is not final."""
+        self._context, self._text = context, self._tokenizer.text(context)
+        is_doubtful = self._tokenizer.joins_bytes and self._text.endswith(REPLACEMENT_CHARACTER)
+        self._final = len(self._text) - is_doubtful

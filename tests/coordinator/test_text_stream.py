@@ -6,6 +6,7 @@ every token, inside characters too; tokens begin and end at random places.
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import tokenizers
 
 from specdec.coordinator.output import OutputWalker
-from specdec.coordinator.tokenizer import CONTEXT_UNITS_MAX, Tokenizer
+from specdec.coordinator.tokenizer import CONTEXT_TOKENS_MAX, Tokenizer
 from specdec.folders import EMBEDDED_MODELS
 from tests.support.tokenizer_kinds import (
     KINDS,
@@ -44,8 +45,8 @@ class Case:
 
     @staticmethod
     def with_invisible(token_ids: list[int], rng: random.Random) -> list[int]:
-        """Adds special tokens and ids without a token: two rows of them, one longer than any context."""
-        for count in (1, 2 * CONTEXT_UNITS_MAX):
+        """Adds special tokens and ids without a token: three rows of them, two longer than any context."""
+        for count in (1, *[2 * CONTEXT_TOKENS_MAX] * 2):
             place = rng.randint(0, len(token_ids))
             token_ids[place:place] = rng.choices([0, 1, NO_TOKEN], k=count)
         return token_ids
@@ -155,6 +156,22 @@ def test_a_prompt_may_end_inside_a_character(name: str):
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma", "unigram with bytes"], indirect=True)
+def test_characters_of_byte_tokens_are_sent_when_they_are_whole(case: Case):
+    """Claim: after a prompt wholly of byte tokens, however many, each character that byte tokens form is sent with its
+    last one, and a stop string ends the text there.
+
+    Conclusive: the small prompt for which only U+FFFD came, and prompts of 1 to 20 characters of 2, 3 and 4 bytes.
+    """
+    output = [case.library.token_to_id(piece) for piece in byte_tokens("日本語".encode())]
+    for letter, count in itertools.product("日é🤖", range(1, 21)):
+        pieces = byte_tokens(letter.encode() * count)
+        prompt = tuple(case.library.token_to_id(piece) for piece in pieces)
+        assert list(map(case.ours.stream(prompt).step, output)) == ["", "", "日", "", "", "本", "", "", "語"]
+        walked = OutputWalker(case.ours.stream(prompt), ("本",), (), 0, 100).walk(output)
+        assert walked.ending is not None and "".join(walked.texts) == "日" and walked.kept_count == 6
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma", "unigram with bytes"], indirect=True)
 def test_bytes_that_form_no_character(case: Case):
     """Claim: with tokens of one byte each, whatever they are, prompt and output together give the text of their bytes,
     with one U+FFFD for each byte that is part of no character; a whole character stays one whatever surrounds it. The
@@ -232,8 +249,8 @@ def test_a_token_costs_the_same_whatever_comes_before_it(case: Case, monkeypatch
         stream = case.ours.stream(tuple(case.texts[0] * 500))
         for token_id in output:
             stream.step(token_id)
-        assert len(counts) <= 2 * (len(output) + CONTEXT_UNITS_MAX)
-        assert max(counts) <= 4 * CONTEXT_UNITS_MAX + 4
+        assert len(counts) <= 2 * (len(output) + CONTEXT_TOKENS_MAX)
+        assert max(counts) <= CONTEXT_TOKENS_MAX + 4
 
 
 def text_of(pieces: list[str]) -> str:

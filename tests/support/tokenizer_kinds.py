@@ -125,6 +125,7 @@ KINDS = {
         decoders.Sequence([SPACES, BYTES, FUSED, decoders.Strip(" ", 1, 0)]), byte_fallback_bpe, cut_marked_or_bytes
     ),
     "gemma": Kind(decoders.Sequence([SPACES, BYTES, FUSED]), byte_fallback_bpe, cut_marked_or_bytes),
+    "byte tokens as they are": Kind(decoders.Sequence([SPACES, FUSED]), byte_fallback_bpe, cut_marked_or_bytes),
     "unigram with bytes": Kind(decoders.Sequence([BYTES, decoders.Metaspace()]), unigram, cut_marked_or_bytes),
     "metaspace": Kind(decoders.Metaspace(), unigram, cut_marked),
     "metaspace, kept": Kind(decoders.Metaspace(prepend_scheme="never"), unigram, cut_marked),
