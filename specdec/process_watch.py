@@ -48,12 +48,12 @@ class ProcessWatch:
     def __enter__(self) -> Self:
         if not Path("/proc/self/stat").exists():
             return self
-        faulthandler.register(DUMP_SIGNAL, sys.__stderr__ or 2, all_threads=True)  # needs no lock
+        faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)  # needs no lock
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(HELD_S_MAX)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         except OSError as error:  # no process, or no memory for one: this one serves all the same
-            print(f"specdec: nothing watches process {os.getpid()}: {error}", file=sys.stderr)
+            _tell(f"nothing watches process {os.getpid()}: {error}")
             return self
         threading.Thread(target=self._run, args=(self._process,), name="process watch", daemon=True).start()
         return self
@@ -88,6 +88,13 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
 
 
+def _tell(sentence: str) -> None:
+    """Writes a line on standard error, unless it is closed, full or not read for DUMP_S: the process must be ended."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], DUMP_S)[1]:
+            os.write(2, f"specdec: {sentence}\n".encode())
+
+
 def _watch(pid: int, held_s_max: float) -> None:
     """Watches the parent; returns when it has ended or writes no more because it is done."""
     held_s = 0.0
@@ -98,12 +105,7 @@ def _watch(pid: int, held_s_max: float) -> None:
             held_s = 0.0
         elif not _is_stopped(pid):
             held_s += TICK_S
-    print(
-        f"specdec: process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the "
-        "interpreter's lock",
-        file=sys.stderr,
-    )
-    sys.stderr.flush()
+    _tell(f"process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the interpreter's lock")
     for number in (DUMP_SIGNAL, signal.SIGKILL):
         if os.getppid() == pid:
             os.kill(pid, number)

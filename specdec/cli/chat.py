@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import warn
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
@@ -137,7 +138,7 @@ def converse(settings: ChatSettings, address: str, template: ChatTemplate, messa
     except KeyboardInterrupt:
         print()
     except SpecdecError as error:
-        print(f"specdec: {' '.join(str(error).split())}; {NEW} begins a new conversation", file=sys.stderr)
+        warn(f"{' '.join(str(error).split())}; {NEW} begins a new conversation")
         return
     messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 

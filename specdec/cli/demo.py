@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import warn
 from specdec.config import ServeSettings
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
@@ -161,7 +161,7 @@ def demo(settings: DemoSettings) -> int:
             view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:
-        print(f"specdec: {miss}", file=sys.stderr)
+        warn(miss)
     return int(bool(misses) or not all(text.is_equal for text in texts))
 
 

@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import say
 from specdec.errors import ReplicaUnavailable
 from specdec.rpc.client import call_stream, open_channel
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
@@ -86,7 +87,7 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
     elif response.HasField("finished"):
         print(flush=True)
         if sys.stderr.isatty():
-            print(summary(response.finished), file=sys.stderr)
+            say(summary(response.finished), is_error=True)
 
 
 def colored(delta: coordinator_pb.Delta) -> str:

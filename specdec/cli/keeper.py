@@ -5,10 +5,10 @@ The wait grows with each restart, and a service that ends again and again is giv
 
 from __future__ import annotations
 
-import sys
 import time
 
 from specdec.cli.processes import Child, start
+from specdec.cli.streams import warn
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.settings import ServiceSettings, split_address
 
@@ -56,13 +56,13 @@ class Keeper:
         elif not self._child.is_running:
             self._plan(now_s)
         elif not self._child.address and self._hears():
-            say(f"the {self._child.command} service is back")
+            warn(f"the {self._child.command} service is back")
 
     def _hears(self) -> bool:
         try:
             return self._child.check_ready(0.0)
         except ConfigError as error:  # it ended; the next check detects that too
-            say(str(error))
+            warn(str(error))
             return False
 
     def _plan(self, now_s: float) -> None:
@@ -76,22 +76,17 @@ class Keeper:
             )
             return
         wait_s = min(RESTART_WAIT_S * 2**self._restart_count, RESTART_WAIT_S_MAX)
-        say(f"the {name} service ended with code {code}; {EFFECTS[name]}; it is started again in {wait_s:g} s")
+        warn(f"the {name} service ended with code {code}; {EFFECTS[name]}; it is started again in {wait_s:g} s")
         self._due_s = now_s + wait_s
 
     def _give_up(self, sentence: str) -> None:
         self._is_given_up = True
         if self._child.command != "draft":
             raise ReplicaUnavailable(f"{sentence}, and the other services with it; the lines before say why it ended")
-        say(sentence)
+        warn(sentence)
 
     def _start(self, now_s: float) -> None:
         self._child.stop(0.0)
         self._due_s, self._started_s = None, now_s
         self._restart_count += 1
         self._children[self._index] = start(self._child.command, self._settings)
-
-
-def say(sentence: str) -> None:
-    """Prints a line for the user of `specdec serve`."""
-    print(f"specdec: {sentence}", file=sys.stderr, flush=True)

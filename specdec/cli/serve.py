@@ -17,6 +17,7 @@ from rich.console import Console
 
 from specdec.cli.keeper import Keeper
 from specdec.cli.processes import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
+from specdec.cli.streams import say
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
@@ -34,10 +35,10 @@ def serve(settings: ServeSettings) -> int:
     children: list[Child] = []
     try:
         with running(settings, children) as (coordinator, target, draft, sizes):
-            print(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}", flush=True)
+            say(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}")
             where = f"draft on {draft.address}" if draft is not None else "no draft"
-            print(f"target on {target.address}, {where}; Ctrl-C stops all", flush=True)
-            print("\n".join(sizes), flush=True)
+            say(f"target on {target.address}, {where}; Ctrl-C stops all")
+            say("\n".join(sizes))
             _watch(settings, children)
         return 1
     except KeyboardInterrupt:

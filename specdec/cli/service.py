@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.cli import events
 from specdec.cli.ranks import ranks_of_machine
+from specdec.cli.streams import say
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.rpc.process import postpone_collection
 
@@ -47,7 +48,7 @@ def on_ready(name: str) -> Callable[[str], None]:
 
     def tell(address: str) -> None:
         if not events.report(event="ready", address=address):
-            print(f"{name} serves on {address}", flush=True)
+            say(f"{name} serves on {address}")
 
     return tell
 

@@ -165,6 +165,7 @@ TABLE = (
             "specdec.rpc.client",
             "specdec.cli.options",
             "specdec.cli.processes",
+            "specdec.cli.streams",
         ),
         MODEL_LIBRARIES,
     ),

@@ -187,5 +187,7 @@ class Watch:
                 peer.connection.close()
             if self._exit_grace_s is not None:
                 time.sleep(self._exit_grace_s)
-                logger.error("this rank ends: %s", loss.reason)
-                os._exit(RANK_LOST_EXIT_CODE)
+                try:
+                    logger.error("this rank ends: %s", loss.reason)
+                finally:
+                    os._exit(RANK_LOST_EXIT_CODE)
