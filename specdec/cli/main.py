@@ -1,6 +1,6 @@
 """Entry point of the `specdec` command: finds the command, reads its settings, runs it, prints an error as one line.
 
-Exit codes: 0 done; 1 failed, or nobody reads the output; 2 usage error; 3 lost rank; 4 lost engine; 130 interrupted.
+Exit codes: 0 done; 1 failed, or without a reader; 2 usage error; 3 lost rank; 4 lost engine; 130 interrupted.
 Heavy packages are imported after the settings are read, so help and usage errors are immediate.
 """
 

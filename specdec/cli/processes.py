@@ -30,7 +30,7 @@ LOADING_S_MAX = 3600.0  # until a service is ready: the largest models come over
 
 def python_command(*arguments: str) -> list[str]:
     """Returns the command line of a Python process, which imports nothing from the folder that it is started in: a file
-    random.py there, or a folder named specdec, is somebody else's."""
+    random.py there, or a folder named specdec, is not part of the program."""
     return [sys.executable, "-P", *arguments]
 
 

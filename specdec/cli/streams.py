@@ -14,7 +14,7 @@ import sys
 from typing import TextIO
 
 PATIENCE_S = 1.0  # for a reader of the stream; then the line is given up
-LINE_BYTES_MAX = 4096  # a pipe that can be written to has room for so many
+PIECE_BYTES_MAX = 4096  # a pipe that can be written to takes this many at once
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -49,11 +49,11 @@ def say(line: str, is_error: bool = False) -> None:
         stream.flush()  # what was printed before comes before
         number = stream.fileno()
         data = f"{line}\n".encode(stream.encoding, "replace")
-        for start in range(0, len(data), LINE_BYTES_MAX):
+        for start in range(0, len(data), PIECE_BYTES_MAX):
             ready = select.poll()
             ready.register(number, select.POLLOUT)
             if ready.poll(1000 * PATIENCE_S):
-                os.write(number, data[start : start + LINE_BYTES_MAX])
+                os.write(number, data[start : start + PIECE_BYTES_MAX])
     except io.UnsupportedOperation:  # a stream in memory
         print(line, file=stream)
     except (OSError, ValueError):  # full, without a reader, or closed

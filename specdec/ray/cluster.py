@@ -37,7 +37,7 @@ class NodesOwnPath(JobConfig):
 
     def _get_proto_job_config(self) -> Any:
         self._py_driver_sys_path.clear()
-        return super()._get_proto_job_config()  # type: ignore[no-untyped-call]
+        return super()._get_proto_job_config()  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def connect(address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The folder that a command is started in: its Python files are somebody else's, and none of them is run."""
+"""The folder that a command is started in: its Python files are not of the program, and none of them is run."""
 
 from __future__ import annotations
 
