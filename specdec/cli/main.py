@@ -123,9 +123,18 @@ def _function(name: str) -> Callable[[Any], int]:
     return function
 
 
+def leave_deleted_folder() -> None:
+    """Leaves a working folder that was deleted: libraries do not load there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def main(command: str | None = None) -> None:
     """Runs this process's command line and exits; `command`: the command, if the line has none."""
     streams.prepare()
+    leave_deleted_folder()
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
     if os.getpid() == 1:  # of a container: the kernel ignores SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))

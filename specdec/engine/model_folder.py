@@ -17,7 +17,7 @@ from typing import Any
 
 from specdec.engine.chat_model import chat_model
 from specdec.errors import ModelRefused
-from specdec.folders import CHAT_MODEL, local_folder
+from specdec.folders import CHAT_MODEL, expanded, local_folder
 from specdec.protocol.fingerprint import vocabulary_size
 
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
@@ -124,7 +124,7 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
 def shown_name(path_or_hub_id: str) -> str:
     """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
     as a hub id, as it is, since its folder has the name of a commit."""
-    path = Path(path_or_hub_id).expanduser()
+    path = expanded(path_or_hub_id)
     return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
 
 
