@@ -91,7 +91,7 @@ def answers(process: subprocess.Popen[bytes], client: Client) -> bool:
 )
 def test_serve_goes_on_without_standard_streams(serving: Callable, how: str) -> None:
     """Claim: `serve` serves where its standard streams are closed, and where they are full; a service that is lost is
-    still reported, in vain, and started again.
+    still reported, without a reader, and started again.
 
     Source: closed, it ended in silence; full, after two models were loaded. Conclusive: texts are generated before and
     after the draft is killed, by the same command, and a new draft takes its place; none of the processes has a socket
