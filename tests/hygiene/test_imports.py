@@ -193,7 +193,7 @@ TABLE = (
         )
         for service, more in (
             ("specdec.draft_service", ()),
-            ("specdec.target_service", ("specdec.protocol.rejection",)),
+            ("specdec.target_service", ("specdec.folders", "specdec.protocol.rejection")),
         )
     ),
     Imports(
