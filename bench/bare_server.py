@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import grpc
 
 from specdec.bench.event_loop import new_event_loop
+from specdec.cli.processes import python_command
 
 SERVICE = "bench.Bare"
 ECHO_BYTES, ECHO_COUNT = 200, 300
@@ -70,7 +71,7 @@ async def serve(host: str) -> None:
 @contextlib.contextmanager
 def bare_server(host: str = "127.0.0.1") -> Iterator[BareServer]:
     """The process, where the calling thread is; ended at the end."""
-    command = [sys.executable, "-m", "specdec.bench.bare_server", "serve", host]
+    command = python_command("-m", "specdec.bench.bare_server", "serve", host)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -84,7 +85,7 @@ def echo_ms(server: BareServer) -> float:
 
     Not by this process: gRPC's threads stay in the network namespace in which they were begun.
     """
-    command = [sys.executable, "-m", "specdec.bench.bare_server", "echo", server.address]
+    command = python_command("-m", "specdec.bench.bare_server", "echo", server.address)
     return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 

@@ -10,12 +10,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specdec.bench.network.machines import Machine
+from specdec.cli.processes import python_command
 from specdec.errors import ConfigError
 
 PORT = 6379
@@ -52,7 +52,7 @@ class RayMachines:
 
     def run(self, name: str, arguments: Sequence[str]) -> str:
         """Runs a `specdec` command on a machine; returns its output. Raises ConfigError if it fails."""
-        command = self.command(name, [sys.executable, "-m", "specdec.cli", *arguments])
+        command = self.command(name, python_command("-m", "specdec.cli", *arguments))
         environment = os.environ | ENVIRONMENT
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
@@ -66,7 +66,7 @@ class RayMachines:
 
     def _start(self, name: str, arguments: Sequence[str]) -> None:
         host = self._machines[name].address
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host}", *arguments]
+        ray = python_command("-m", "ray.scripts.scripts", "start", f"--node-ip-address={host}", *arguments)
         small = ["--object-store-memory=100000000", "--disable-usage-stats", "--block"]
         before = self._ready_count()
         process = subprocess.Popen(

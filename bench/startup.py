@@ -25,7 +25,7 @@ from rich.table import Table
 
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.cli.processes import Child
+from specdec.cli.processes import Child, python_command
 
 LARGE_NAME = "135M"
 BEYOND_S_MAX = {"cold": 15.0, "warm": 5.0}
@@ -93,7 +93,7 @@ def start_once(service: str, model: Path, cache: Path) -> tuple[dict[str, float]
 def baseline_s(model: Path) -> tuple[float, float]:
     """Seconds of importing torch, and of reading the model's weights after that."""
     files = [str(file) for file in sorted(model.glob("*.safetensors"))]
-    done = subprocess.run([sys.executable, "-c", BASELINE, *files], capture_output=True, text=True, check=True)
+    done = subprocess.run(python_command("-c", BASELINE, *files), capture_output=True, text=True, check=True)
     torch_s, read_s = map(float, done.stdout.split())
     return torch_s, read_s
 

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.harness import TARGET_MODEL
+from specdec.cli.processes import python_command
 from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.model import load_model
@@ -164,7 +165,7 @@ class Ranks:
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
         numbers = map(str, (rank, self.variant.rank_count, port, self.variant.thread_count))
-        command = [sys.executable, "-m", "specdec.bench.tensor_parallel", "--work", str(self._folder), *numbers]
+        command = python_command("-m", "specdec.bench.tensor_parallel", "--work", str(self._folder), *numbers)
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _answer(self) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from rich.table import Table
 from specdec.bench import harness
 from specdec.bench.otlp_receiver import Receiver
 from specdec.bench.rounds import table_models
+from specdec.cli.processes import python_command
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
 from specdec.policy.policy import OFF_PLAN, FixedPolicy
@@ -60,7 +60,7 @@ def variables(added: dict[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def collector() -> Iterator[str]:
     """A collector in a process of its own; yields its endpoint."""
-    command = [sys.executable, "-m", "specdec.bench.otlp_receiver"]
+    command = python_command("-m", "specdec.bench.otlp_receiver")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -24,15 +24,35 @@ BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 def cache_folder() -> Path:
-    """The folder of this user's caches: $XDG_CACHE_HOME/specdec, by default ~/.cache/specdec."""
+    """The folder of this user's caches: $XDG_CACHE_HOME/specdec, by default ~/.cache/specdec. Raises FileNotFoundError
+    for a user without a home folder, as the numbered ones of containers are."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "specdec"
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            raise FileNotFoundError("this user has no home folder; set HOME or XDG_CACHE_HOME to a folder for caches")
+        base = os.path.join(home, ".cache")
+    return Path(base) / "specdec"
+
+
+def expanded(path: str) -> Path:
+    """Returns the path with `~` replaced. Raises ModelRefused where there is no such user or home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ModelRefused(f"{path}: {error}") from None
 
 
 def local_folder(path_or_name: str) -> Path:
-    """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist."""
-    path = Path(path_or_name).expanduser()
-    return cache_folder() / CHAT_MODEL if path_or_name == CHAT_MODEL and not path.is_dir() else path
+    """Returns the folder of a path, or of the name CHAT_MODEL; it may not exist. Raises ModelRefused without a home
+    folder to look in."""
+    path = expanded(path_or_name)
+    if path_or_name != CHAT_MODEL or path.is_dir():
+        return path
+    try:
+        return cache_folder() / CHAT_MODEL
+    except FileNotFoundError as error:
+        raise ModelRefused(f"{path_or_name}: {error}") from None
 
 
 def tokenizer_file(path_or_hub_id: str) -> Path:

@@ -115,10 +115,11 @@ class ProcessWatch:
             process.kill()
 
 
-def _say(text: str) -> None:
-    """Writes a line to standard error unless that waits for its reader: a thread that waits here looks hung."""
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:
+def _say(text: str, patience_s: float = 0.0) -> None:
+    """Writes a line on standard error, unless it is closed or its reader takes longer than `patience_s`: by default
+    none, as a thread of the watched process that waits here looks hung."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], patience_s)[1]:
             os.write(2, f"specdec: {text}\n".encode())
 
 
@@ -146,7 +147,8 @@ def _watch(pid: int, held_s_max: float) -> None:
             held_s = 0.0
         elif not _is_stopped(pid):
             held_s += TICK_S
-    _say(f"process {pid} is ended: for {held_s_max:g} s its event loop hung, or a thread held the interpreter's lock")
+    reason = f"for {held_s_max:g} s its event loop hung, or a thread held the interpreter's lock"
+    _say(f"process {pid} is ended: {reason}", DUMP_S)
     for number in (DUMP_SIGNAL, signal.SIGKILL):
         if os.getppid() == pid:
             os.kill(pid, number)

@@ -37,13 +37,8 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """Prints a text to standard output at once."""
+    """Prints a text, a command's result, to standard output at once. Raises OSError if it cannot be written."""
     print(printable(text), end=end, flush=True)
-
-
-def print_error(sentence: str) -> None:
-    """Prints a sentence to standard error as one line that begins with the command's name."""
-    print(f"specdec: {printable_line(' '.join(sentence.split()))}", file=sys.stderr, flush=True)
 
 
 def print_exception(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:

@@ -6,7 +6,6 @@ They decide no text, so their numbers need no stable bits; nothing is computed f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.engine.heads import Heads, load_heads
 from specdec.engine.interface import CausalModel, HiddenStates
 from specdec.errors import ConfigError
+from specdec.folders import expanded
 from specdec.protocol.heads import HEAD_CANDIDATES, HEAD_CONFIDENCE_MAX, HeadProposals
 from specdec.protocol.rejection import conclude
 from specdec.protocol.types import SamplerOutput
@@ -30,7 +30,7 @@ def load_head_proposer(model: CausalModel, settings: HeadSettings) -> tuple[Head
     if not isinstance(model, HiddenStates):
         name = model.description.model_name
         raise ConfigError(f"--heads is {settings.heads}; {name} has no hidden states, so it must be {NO_HEADS}")
-    folder = Path(settings.heads).expanduser()
+    folder = expanded(settings.heads)
     heads = load_heads(folder, model.description.model_digest, model.hidden_size)
     return HeadProposer(heads, model.return_hidden()), heads.head_count
 

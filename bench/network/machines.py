@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Protocol
 import specdec
 from specdec.bench.network import namespaces
 from specdec.bench.processes import cpu_seconds
+from specdec.cli.processes import python_command
 from specdec.errors import ConfigError
 
 ROOT = Path(specdec.__file__).resolve().parents[1]  # of the checkout, or the folder of installed packages
@@ -87,7 +87,7 @@ class Emulator:
     def __init__(self, module: str, arguments: Sequence[str], cores: Sequence[int]) -> None:
         """Starts it and waits for READY. ConfigError when it ends instead; its own sentence is on standard error."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            python_command("-m", module, *arguments),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -50,7 +50,7 @@ class RenderingProcess:
 
     def _start(self) -> None:
         self._running = subprocess.Popen(
-            [sys.executable, "-m", "specdec.chat.renderer"],
+            [sys.executable, "-P", "-m", "specdec.chat.renderer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

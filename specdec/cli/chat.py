@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import warn
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
-from specdec.terminal import print_error, print_text
+from specdec.terminal import print_text
 
 if TYPE_CHECKING:
     from specdec.chat.template import ChatTemplate, Message
@@ -139,7 +140,7 @@ def converse(settings: ChatSettings, address: str, template: ChatTemplate, messa
     except KeyboardInterrupt:
         print()
     except SpecdecError as error:
-        print_error(f"{error}; {NEW} begins a new conversation")
+        warn(f"{error}; {NEW} begins a new conversation")
         return
     messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 

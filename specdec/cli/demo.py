@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import warn
 from specdec.config import ServeSettings
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 from specdec.settings import MODEL, OUTPUT, SAMPLING, Settings, TlsSettings, setting
-from specdec.terminal import print_error, print_text
+from specdec.terminal import print_text
 
 if TYPE_CHECKING:
     import grpc
@@ -161,7 +162,7 @@ def demo(settings: DemoSettings) -> int:
             view.conclude(texts, children)
     misses = misses_of(texts) if settings.check else []
     for miss in misses:
-        print_error(miss)
+        warn(miss)
     return int(bool(misses) or not all(text.is_equal for text in texts))
 
 

@@ -16,9 +16,10 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
+from specdec.cli.streams import say
 from specdec.errors import ReplicaUnavailable
 from specdec.rpc.client import call_stream, open_channel
-from specdec.terminal import print_text, printable, printable_line
+from specdec.terminal import print_text, printable
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 METHOD = "/specdec.v1.CoordinatorService/Generate"
@@ -87,7 +88,7 @@ def show(response: coordinator_pb.GenerateResponse, is_colored: bool) -> None:
     elif response.HasField("finished"):
         print(flush=True)
         if sys.stderr.isatty():
-            print(printable_line(summary(response.finished)), file=sys.stderr)
+            say(summary(response.finished), is_error=True)
 
 
 def shown(delta: coordinator_pb.Delta, is_colored: bool) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 
 from specdec.cli.processes import Child, start
+from specdec.cli.streams import warn
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.settings import ServiceSettings, split_address
-from specdec.terminal import print_error
 
 RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost service is restarted: doubled each time
 RESTART_COUNT_MAX = 6  # in a row: about a minute of waits, for a temporary lack of memory
@@ -56,13 +56,13 @@ class Keeper:
         elif not self._child.is_running:
             self._plan(now_s)
         elif not self._child.address and self._hears():
-            print_error(f"the {self._child.command} service is back")
+            warn(f"the {self._child.command} service is back")
 
     def _hears(self) -> bool:
         try:
             return self._child.check_ready(0.0)
         except ConfigError as error:  # it ended; the next check detects that too
-            print_error(str(error))
+            warn(str(error))
             return False
 
     def _plan(self, now_s: float) -> None:
@@ -76,14 +76,14 @@ class Keeper:
             )
             return
         wait_s = min(RESTART_WAIT_S * 2**self._restart_count, RESTART_WAIT_S_MAX)
-        print_error(f"the {name} service ended with code {code}; {EFFECTS[name]}; it is started again in {wait_s:g} s")
+        warn(f"the {name} service ended with code {code}; {EFFECTS[name]}; it is started again in {wait_s:g} s")
         self._due_s = now_s + wait_s
 
     def _give_up(self, sentence: str) -> None:
         self._is_given_up = True
         if self._child.command != "draft":
             raise ReplicaUnavailable(f"{sentence}, and the other services with it; the lines before say why it ended")
-        print_error(sentence)
+        warn(sentence)
 
     def _start(self, now_s: float) -> None:
         self._child.stop(0.0)

@@ -1,7 +1,7 @@
 """Entry point of the `specdec` command: finds the command, reads its settings, runs it, prints an error as one line.
 
-Exit codes: 0 done; 1 failed; 2 usage error; 3 lost rank; 4 lost engine; 130 interrupted. Heavy packages are
-imported after the settings are read, so help and usage errors are immediate.
+Exit codes: 0 done; 1 failed, or without a reader; 2 usage error; 3 lost rank; 4 lost engine; 130 interrupted.
+Heavy packages are imported after the settings are read, so help and usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec import __version__, config
 from specdec.advise.settings import AdviseSettings
-from specdec.cli import events
+from specdec.cli import events, streams
 from specdec.cli.chat import ChatSettings
 from specdec.cli.demo import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
@@ -24,7 +24,7 @@ from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
-from specdec.terminal import print_error, print_exception, print_text
+from specdec.terminal import print_exception, print_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +124,45 @@ def _function(name: str) -> Callable[[Any], int]:
     return function
 
 
+def leave_deleted_folder() -> None:
+    """Leaves a working folder that was deleted: libraries do not load there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def main(command: str | None = None) -> None:
     """Runs this process's command line and exits; `command`: the command, if the line has none."""
+    streams.prepare()
+    leave_deleted_folder()
     arguments = [command, *sys.argv[1:]] if command else sys.argv[1:]
     if os.getpid() == 1:  # of a container: the kernel ignores SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     events.die_with_parent()
     sys.excepthook = print_exception
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors report the same with more detail
+    os.environ["PYTHONSAFEPATH"] = "1"  # of processes that libraries start: see `python_command`
+    code: int | str | None
     try:
-        code = run_command(arguments)
+        try:
+            code = run_command(arguments)
+        except SystemExit as end:  # of --help
+            code = end.code
+        sys.stdout.flush()
     except SpecdecError as error:
         sentence = " ".join(str(error).split())
         if not events.report(event="failed", message=sentence):
-            print_error(sentence)
+            streams.warn(sentence)
         code = error.exit_code
     except BrokenPipeError:  # the reader closed our output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        if not streams.is_of_output(error):
+            raise
+        streams.warn(f"the output cannot be written: {error.strerror}")
         code = 1
     except KeyboardInterrupt:
         code = 130
+    streams.give_up()
     sys.exit(code)

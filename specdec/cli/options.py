@@ -27,6 +27,7 @@ from specdec.errors import ConfigError
 ENVIRONMENT_PREFIX = "SPECDEC_"
 # Kubernetes sets such variables for a Service named specdec-…; they are addresses, not settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)\w*)?)$")
+_SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")  # the value of NAME_PORT for a Service named NAME
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -230,7 +231,12 @@ def _sentence(error: pydantic.ValidationError, settings_class: type[Settings], o
     if first["type"] in ("greater_than_equal", "less_than_equal"):
         message = _range(settings_class.model_fields[name]) or message
     if first["msg"].startswith("Input should be "):
-        return f"{origin} is {shown}; it must be {message}"
+        message = f"it must be {message}"
+    if origin.startswith(ENVIRONMENT_PREFIX) and _SERVICE_LINK_VALUE.match(str(first["input"])):
+        message += (
+            "; Kubernetes sets it for a Service of that name: set enableServiceLinks: false in the pod, rename the "
+            f"Service, or give {flag_of(name)}"
+        )
     return f"{origin} is {shown}; {message}"
 
 

@@ -28,6 +28,12 @@ KILL_GRACE_S = 5.0  # beyond the drain grace of the service
 LOADING_S_MAX = 3600.0  # until a service is ready: the largest models come over a network
 
 
+def python_command(*arguments: str) -> list[str]:
+    """Returns the command line of a Python process, which imports nothing from the folder that it is started in: a file
+    random.py there, or a folder named specdec, is not part of the program."""
+    return [sys.executable, "-P", *arguments]
+
+
 def arguments_of(settings: Settings) -> list[str]:
     """Returns the flags that result in `settings`."""
     arguments = []
@@ -62,7 +68,7 @@ class Child:
         own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "specdec.cli", command, *arguments],
+                python_command("-m", "specdec.cli", command, *arguments),
                 env={**inherited, **(environment or {}), **own},
                 stdin=subprocess.DEVNULL,
                 stderr=stderr,

@@ -15,12 +15,13 @@ from contextlib import contextmanager, nullcontext
 
 from specdec.cli.keeper import Keeper
 from specdec.cli.processes import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
+from specdec.cli.streams import say
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
 from specdec.protocol.types import Description
 from specdec.settings import ServiceSettings
-from specdec.terminal import make_console, print_text
+from specdec.terminal import make_console
 
 POLL_S = 0.2
 DESCRIBE_TIMEOUT_S = 10.0
@@ -33,10 +34,10 @@ def serve(settings: ServeSettings) -> int:
     children: list[Child] = []
     try:
         with running(settings, children) as (coordinator, target, draft, sizes):
-            print_text(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}")
+            say(f"specdec serves {settings.served_model_name or settings.model} on {coordinator.address}")
             where = f"draft on {draft.address}" if draft is not None else "no draft"
-            print_text(f"target on {target.address}, {where}; Ctrl-C stops all")
-            print_text("\n".join(sizes))
+            say(f"target on {target.address}, {where}; Ctrl-C stops all")
+            say("\n".join(sizes))
             _watch(settings, children)
         return 1
     except KeyboardInterrupt:

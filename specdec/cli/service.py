@@ -11,9 +11,9 @@ from typing import Any
 
 from specdec.cli import events
 from specdec.cli.ranks import ranks_of_machine
+from specdec.cli.streams import say
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.rpc.process import postpone_collection
-from specdec.terminal import print_text
 
 
 def run_target(settings: TargetSettings) -> int:
@@ -48,7 +48,7 @@ def on_ready(name: str) -> Callable[[str], None]:
 
     def tell(address: str) -> None:
         if not events.report(event="ready", address=address):
-            print_text(f"{name} serves on {address}")
+            say(f"{name} serves on {address}")
 
     return tell
 

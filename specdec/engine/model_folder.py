@@ -23,7 +23,16 @@ from specdec.engine.architectures import check_supported
 from specdec.engine.chat_model import chat_model
 from specdec.engine.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
 from specdec.errors import ModelRefused, one_line, refusing
-from specdec.folders import CHAT_MODEL, TOKENIZER_BYTES_MAX, has_file, local_folder, read_json, read_text, refuse
+from specdec.folders import (
+    CHAT_MODEL,
+    TOKENIZER_BYTES_MAX,
+    expanded,
+    has_file,
+    local_folder,
+    read_json,
+    read_text,
+    refuse,
+)
 from specdec.protocol.fingerprint import check_tokens, tokenizer_fingerprint, vocabulary_size
 from specdec.terminal import make_console
 
@@ -190,7 +199,7 @@ def open_with_bar(path_or_hub_id: str) -> ModelFolder:
 def shown_name(path_or_hub_id: str) -> str:
     """Returns what a model is called on the terminal: the last part of the path of a folder here; any other name, such
     as a hub id, as it is, since its folder has the name of a commit."""
-    path = Path(path_or_hub_id).expanduser()
+    path = expanded(path_or_hub_id)
     return Path(os.path.abspath(path)).name if path.is_dir() else path_or_hub_id
 
 

@@ -107,9 +107,9 @@ def _source_digest(file: str | None) -> str:
 
 
 def _read() -> dict[str, Any]:
-    """The entries of the file, oldest first; none if there is no such file or it holds something else."""
-    file = cache_folder() / FILE_NAME
+    """The entries of the file, oldest first; none if there is no such file or folder, or it holds something else."""
     try:
+        file = cache_folder() / FILE_NAME
         if file.stat().st_size > FILE_BYTES_MAX:
             return {}
         entries = json.loads(file.read_text(encoding="utf-8"))
@@ -137,9 +137,9 @@ def _checked(entry: object) -> StableTiles | None:
 
 def _write(entries: dict[str, Any]) -> None:
     """Replaces the file in one step; without permission or space the entries are forgotten."""
-    folder = cache_folder()
     kept = dict(list(entries.items())[-ENTRIES_MAX:])
     try:
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
             json.dump(kept, file)

@@ -17,12 +17,12 @@ import ray.util
 from grpc_health.v1 import health_pb2
 
 from specdec.cli.processes import KILL_GRACE_S, Child, arguments_of
+from specdec.cli.streams import warn
 from specdec.errors import ConfigError, SpecdecError
 from specdec.ray import cluster
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan, reached_at, settings_on
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.settings import ServiceSettings, TlsSettings
-from specdec.terminal import print_error
 
 POLL_S = 0.05
 FAILED_PAUSE_S = 5.0  # before a service that failed to start is restarted; until then `report` has the reason
@@ -85,7 +85,7 @@ class ServiceActor:
             code, reason = -1, str(error)
         if self._is_stopping:
             return
-        print_error(f"{self._plan.role} ended with code {code}. {reason}")
+        warn(f"{self._plan.role} ended with code {code}. {reason}")
         if code in EXPLAINED_CODES and reason:
             self._failure = reason
             time.sleep(FAILED_PAUSE_S)
@@ -123,7 +123,7 @@ class ServiceActor:
         try:
             draft = cluster.actors_of(self._plan.deployment.name).get(DRAFT)
         except Exception as error:  # Ray's head node failed: requests do not depend on it
-            print_error(f"{self._plan.role} cannot find the node of the draft: {error}")
+            warn(f"{self._plan.role} cannot find the node of the draft: {error}")
             return
         if draft is not None and draft.host and draft.host not in self._draft_hosts:
             child.request_stop()

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray._private import state as ray_state  # the only table with restarts without the dashboard
+from ray.job_config import JobConfig
 
 from specdec.errors import ConfigError
 
@@ -30,6 +31,15 @@ class ActorRow:
     pid: int
 
 
+class NodesOwnPath(JobConfig):
+    """A job whose actors import what their node has installed. Ray's own puts the folder that `specdec ray` was started
+    in before it, and files there, such as random.py, would be run."""
+
+    def _get_proto_job_config(self) -> Any:
+        self._py_driver_sys_path.clear()
+        return super()._get_proto_job_config()  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
 def connect(address: str | None) -> None:
     """Connects this process; `address` None: RAY_ADDRESS, or the cluster of this machine.
 
@@ -39,7 +49,13 @@ def connect(address: str | None) -> None:
     if not os.environ.get(AUTH_MODE_VARIABLE):
         raise ConfigError(f"{AUTH_MODE_VARIABLE} is not set; it must be as on the nodes, token or disabled")
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            job_config=NodesOwnPath(),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"no Ray cluster at {address or 'RAY_ADDRESS'}: {first}; is `ray start` running?") from error

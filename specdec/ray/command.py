@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specdec.cli.options import OneLineParser, UsageError
+from specdec.cli.streams import say, warn
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan
-from specdec.terminal import make_console, print_error, print_text
+from specdec.terminal import make_console, print_text
 
 if TYPE_CHECKING:
     from specdec.ray.deployment import Seen
@@ -77,7 +78,7 @@ def up(arguments: Sequence[str]) -> int:
     try:
         seen = wait_until_serving(deployment, actors, lambda actor, found: _tell(began_s, actor, found))
     except BaseException:
-        print_error("removing the started part")
+        warn("removing the started part")
         remove(deployment.name)
         raise
     _tell_serving(deployment, seen, time.monotonic() - began_s)
@@ -92,19 +93,19 @@ def _tell(began_s: float, actor: ActorPlan, found: Seen | None) -> None:
         words = f"serves on {found.report.address}" if found.report else ""
     else:
         words = f"{found.health} on {found.row.host}"
-    print_text(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}")
+    say(f"{time.monotonic() - began_s:7.1f} s  {actor.role:<12} {words}")
 
 
 def _tell_serving(deployment: RaySettings, seen: dict[str, Seen], took_s: float) -> None:
     report = seen[COORDINATOR].report
     assert report is not None
     model = deployment.target.served_model_name or deployment.target.model
-    print_text(f"specdec serves {model} on {report.address} after {took_s:.1f} s")
+    say(f"specdec serves {model} on {report.address} after {took_s:.1f} s")
     if deployment.draft is not None and not (DRAFT in seen and seen[DRAFT].is_serving):
-        print_text("the draft does not serve yet; until then texts go on without its guesses")
+        say("the draft does not serve yet; until then texts go on without its guesses")
     flags = " --ssl-certfile … --ssl-keyfile … --ssl-ca-certs …" if deployment.coordinator.has_tls else " --insecure"
-    print_text(f'next: specdec generate "def main():" --address {report.address}{flags}')
-    print_text(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}")
+    say(f'next: specdec generate "def main():" --address {report.address}{flags}')
+    say(f"      specdec ray status --name {deployment.name}; specdec ray down --name {deployment.name}")
 
 
 def status(arguments: Sequence[str]) -> int:

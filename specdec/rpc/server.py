@@ -147,7 +147,8 @@ class Server:
             else:
                 port = self._server.add_insecure_port(f"{bracketed(host)}:{port}")
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on port {port} of {host}; choose another with --port") from error
+            remedy = "check the TLS files" if certificates else "choose another with --port"
+            raise ConfigError(f"cannot listen on port {port} of {host}; {remedy}") from error
         self._admission.ports.add(port)
         await self._server.start()
         self._ending_silent = asyncio.create_task(end_silent(port))

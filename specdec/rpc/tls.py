@@ -6,6 +6,7 @@ them when it makes a channel. A change that cannot be read yet, half written for
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,8 @@ from specdec.errors import ConfigError
 
 
 def read_files(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
-    """(key, certificate chain, authorities). ConfigError when one cannot be read."""
+    """(key, certificate chain, authorities). ConfigError when one cannot be read, or key and certificate are of
+    different pairs."""
     try:
         key, chain, authorities = (path.read_bytes() for path in _paths(tls))
     except OSError as error:
@@ -23,7 +25,29 @@ def read_files(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
     for path, data in zip(_paths(tls), (key, chain, authorities)):
         if b"-----BEGIN " not in data:
             raise ConfigError(f"TLS file {path} is not PEM: it must hold a -----BEGIN line")
+    _check(tls, authorities)
     return key, chain, authorities
+
+
+def _check(tls: TlsSettings, authorities: bytes) -> None:
+    """Has OpenSSL read the files, since gRPC does not say what it refuses. Raises ConfigError."""
+    assert tls.ssl_keyfile and tls.ssl_certfile
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # which keys are strong enough is left to gRPC
+    names = f"--ssl-keyfile {tls.ssl_keyfile} and --ssl-certfile {tls.ssl_certfile}"
+    try:
+        context.load_cert_chain(tls.ssl_certfile, tls.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        if reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{names} do not match: the key is not that of the certificate") from None
+        words = reason.replace("_", " ").lower()
+        raise ConfigError(f"{names} cannot be used: {words}; the key must have no passphrase") from None
+    try:
+        context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise ConfigError(f"--ssl-ca-certs {tls.ssl_ca_certs} holds no certificate: {reason}") from None
 
 
 def _paths(tls: TlsSettings) -> tuple[Path, Path, Path]:

@@ -60,8 +60,8 @@ class SdkTracing(Tracing):
         self.service = str(self._resource.attributes["service.name"])
         # OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG; without, everything unless a caller that is followed says no
         self._sampler = TracerProvider(resource=Resource.get_empty(), shutdown_on_exit=False).sampler
-        queue_max = None if environment.get(QUEUE_VARIABLE) else QUEUE_SPAN_COUNT_MAX
-        batch_max = None if environment.get(BATCH_VARIABLE) else BATCH_SPAN_COUNT_MAX
+        queue_max = int(environment.get(QUEUE_VARIABLE, QUEUE_SPAN_COUNT_MAX))
+        batch_max = min(int(environment.get(BATCH_VARIABLE, BATCH_SPAN_COUNT_MAX)), queue_max)  # the SDK refuses more
         exporter = LateExporter(endpoint=endpoint)
         self._queue = BatchSpanProcessor(exporter, max_queue_size=queue_max, max_export_batch_size=batch_max)
 

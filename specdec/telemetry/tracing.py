@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, MutableMapping
 
 from specdec.errors import ConfigError
 from specdec.protocol.items import Trace
+from specdec.telemetry.logs import get_logger
 from specdec.telemetry.spans import Span
 
 CLOSE_TIMEOUT_S = 2.0  # for the last batch: a stopping service does not wait for a silent collector
@@ -28,10 +29,11 @@ class Tracing:
     service = ""  # service.name of the spans; empty: none are recorded
 
     @staticmethod
-    def open(service: str, endpoint: str | None = None, environment: Mapping[str, str] = os.environ) -> Tracing:
+    def open(service: str, endpoint: str | None = None, environment: MutableMapping[str, str] = os.environ) -> Tracing:
         """Returns the tracing of this process by `endpoint`, or else by the environment. Raises ConfigError.
 
-        `service` is its name unless OTEL_SERVICE_NAME is set. Does not connect: the exporter does, by itself.
+        `service` is its name unless OTEL_SERVICE_NAME is set. Does not connect: the exporter does, by itself. Variables
+        of the environment that do not parse are removed, with a warning; where the SDK cannot start, spans are dropped.
         """
         is_refused = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
         is_refused |= environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp"
@@ -41,9 +43,16 @@ class Tracing:
         protocol = next((environment[name] for name in PROTOCOL_VARIABLES if environment.get(name)), "grpc")
         if protocol != "grpc":
             raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; traces are sent over grpc, to port 4317")
-        from specdec.telemetry.sdk_spans import SdkTracing
+        from specdec.telemetry.otel_variables import drop_unusable
 
-        return SdkTracing(service, endpoint, environment)
+        drop_unusable(environment)
+        try:
+            from specdec.telemetry.sdk_spans import SdkTracing
+
+            return SdkTracing(service, endpoint, environment)
+        except Exception as error:  # of whatever else the SDK reads in its environment: spans are not worth a service
+            get_logger().warning("traces are off", why=f"{type(error).__name__}: {error}")
+            return Tracing()
 
     def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
         """Whether the trace of a new request is recorded, by OTEL_TRACES_SAMPLER; `caller`: the context to follow."""

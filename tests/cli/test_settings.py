@@ -158,6 +158,20 @@ def test_the_environment_is_checked_too():
     assert read("draft", "--model", "m", environment=shared).model == "m"
 
 
+@pytest.mark.parametrize(("name", "flag"), [("SPECDEC_PORT", "--port"), ("SPECDEC_MASTER_PORT", "--master-port")])
+def test_an_address_that_kubernetes_sets_for_a_number_is_explained(name: str, flag: str) -> None:
+    """Claim: a Service named specdec sets SPECDEC_PORT=tcp://… in every pod; the error says so and what to do, and a
+    flag overrides it. Conclusive: the variables that Kubernetes documents for such a Service, and for specdec-master.
+    """
+    links = {name: "tcp://10.96.0.7:50051", "SPECDEC_SERVICE_HOST": "10.96.0.7", "SPECDEC_SERVICE_PORT": "50051"}
+    links |= {"SPECDEC_PORT_50051_TCP": "tcp://10.96.0.7:50051", "SPECDEC_PORT_50051_TCP_ADDR": "10.96.0.7"}
+    with pytest.raises(UsageError, match=f"{name} is 'tcp://.*valid integer; Kubernetes.*enableServiceLinks.*{flag}$"):
+        read("target", "--model", "m", environment=links)
+    overridden = read("target", "--model", "m", flag, "7", environment=links)
+    assert getattr(overridden, flag.strip("-").replace("-", "_")) == 7
+    assert read("generate", "x", environment=links).prompt == "x"
+
+
 def test_lists_come_from_flags_environment_and_file(tmp_path):
     """Repeated flags, comma-separated ids, JSON in a variable, YAML lists and mappings: one value each way."""
     settings = read("generate", "hi", "--stop", "a,b", "--stop", "c", "--prompt-ids", "1,2", "--logit-bias", "5=-1.5")

@@ -17,11 +17,12 @@ import grpc
 import pytest
 from rich.table import Table
 
+from specdec.cli.streams import warn
 from specdec.distill.plans import records_of
 from specdec.errors import ConfigError
 from specdec.rpc.status import status_from_error
 from specdec.telemetry.progress import loading_bar
-from specdec.terminal import make_console, print_error, print_text, printable, printable_line
+from specdec.terminal import make_console, print_text, printable, printable_line
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.services import MODELS
 
@@ -80,7 +81,7 @@ def test_lines_and_tables_hold_text_only(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("COLUMNS", "200")
     name = HOSTILE + "[link=http://x][/b]{0}:smile:"
     print_text(name)
-    print_error(f"{name}\n\tand")
+    warn(f"{name}\n\tand")
     for console in (make_console(), make_console(is_for_errors=True, has_highlights=False)):
         table = Table(title=name)
         table.add_column(name)

@@ -183,6 +183,7 @@ TABLE = (
             "specdec.rpc.client",
             "specdec.cli.options",
             "specdec.cli.processes",
+            "specdec.cli.streams",
         ),
         MODEL_LIBRARIES,
     ),
@@ -210,7 +211,7 @@ TABLE = (
         )
         for service, more in (
             ("specdec.draft_service", ()),
-            ("specdec.target_service", ("specdec.protocol.rejection",)),
+            ("specdec.target_service", ("specdec.folders", "specdec.protocol.rejection")),
         )
     ),
     Imports(

@@ -41,6 +41,31 @@ def test_nothing_read_is_ever_run() -> None:
     assert not problems, report(problems, "Read data with safetensors, JSON, YAML's safe loader or protobuf instead:")
 
 
+def test_one_place_starts_python() -> None:
+    """Claim: every Python process of specdec is started by `python_command`, so that it imports nothing from the folder
+    it is started in; the renderer of chat templates, whose package is below the commands, has the same flag, and the
+    second process of the watch is isolated by itself.
+
+    Conclusive for processes started by `sys.executable`: no other module names it.
+    """
+    named = {
+        module.path: ast.unparse(node)
+        for module in product_modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.List | ast.Call) and "sys.executable" in {ast.unparse(part) for part in parts_of(node)}
+    }
+    own = {"specdec/cli/processes.py", "specdec/process_watch.py", "specdec/chat/rendering.py"}
+    assert named.keys() == own, named
+    assert named["specdec/chat/rendering.py"] == "[sys.executable, '-P', '-m', 'specdec.chat.renderer']"
+    assert named["specdec/cli/processes.py"] == "[sys.executable, '-P', *arguments]"
+    assert named["specdec/process_watch.py"].startswith("[sys.executable, '-I', '-S', __file__, ")
+
+
+def parts_of(node: ast.List | ast.Call) -> list[ast.expr]:
+    """The entries of a list, the arguments of a call."""
+    return node.elts if isinstance(node, ast.List) else node.args
+
+
 def text_lines() -> Iterator[tuple[str, int, str]]:
     """(path, number, line) of every text file of the project."""
     for path in project_files():
@@ -89,7 +114,9 @@ def test_what_is_printed_is_text() -> None:
         if not module.path.startswith(own)
         for node, what in unchecked_prints(module)
     ]
-    assert not problems, report(problems, "Use print_text, print_error or make_console of specdec.terminal:")
+    assert not problems, report(
+        problems, "Use print_text or make_console of specdec.terminal, or say or warn of specdec.cli.streams:"
+    )
     planted = "print(name)\nprint(f'{x}')\nprint('x', END)\nprint()\nConsole()\nprint(printable(x))\nprint('a' + b)\n"
     found = [node.lineno for node, _ in unchecked_prints(Module("planted.py", planted, ast.parse(planted)))]
     assert found == [1, 2, 5, 7]

@@ -24,9 +24,9 @@ class Cluster:
     address: str
     dashboard: str
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs `specdec ray ARGUMENTS` to its end."""
-        return run(*SPECDEC_RAY, *arguments, "--ray-address", self.address)
+    def command(self, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs `specdec ray ARGUMENTS` to its end, in `folder`."""
+        return run("-P", *SPECDEC_RAY, *arguments, "--ray-address", self.address, folder=folder)
 
     def up(self, folder: Path, deployment: dict) -> subprocess.CompletedProcess[str]:
         """`ray up` of a deployment, by a file in `folder`."""
@@ -46,11 +46,10 @@ def write(folder: Path, deployment: dict) -> Path:
     return file
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs Python with the arguments to its end."""
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
 
 
 @pytest.fixture(scope="module")

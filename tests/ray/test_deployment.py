@@ -17,7 +17,7 @@ import grpc
 import pytest
 import torch
 
-from tests.ray.conftest import Cluster
+from tests.ray.conftest import Cluster, write
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 from tests.support.ports import free_ports
 from tests.support.ranks import Followers
@@ -93,7 +93,7 @@ def processes(command: str, model: Path | str) -> dict[int, list[str]]:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().decode().split("\0") if folder.name.isdigit() else []
-            if words[1:4] == ["-m", "specdec.cli", command] and any(str(model) in word for word in words):
+            if words[2:5] == ["-m", "specdec.cli", command] and any(str(model) in word for word in words):
                 found[int(folder.name)] = words
     return found
 
@@ -230,6 +230,23 @@ def test_what_cannot_start_is_reported_and_removed(cluster: Cluster, tmp_path: P
     done = cluster.up(tmp_path, {"name": "nightly", "insecure": True, "target": target})
     assert done.returncode == 1
     assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
+
+
+def test_actors_run_no_file_of_the_folder_of_the_command(cluster: Cluster, tmp_path: Path):
+    """Claim: an actor and its service import nothing from the folder that `specdec ray up` is started in.
+
+    Source: Ray puts the folder of a job's command first in the path of its actors. Conclusive: the planted modules
+    leave a note and end their process; the actor reports what its own service said, so both were started.
+    """
+    (tmp_path / "start" / "specdec").mkdir(parents=True)
+    for file in ("random.py", "grpc.py", "specdec/__init__.py"):
+        planted = f"open({str(tmp_path / 'ran')!r}, 'a').write({file!r})\nraise SystemExit(9)\n"
+        (tmp_path / "start" / file).write_text(planted)
+    target = {"model": str(tmp_path / "nowhere"), "port": free_ports(1)[0]}
+    file = write(tmp_path, {"name": "nightly", "insecure": True, "start_timeout_s": 60, "target": target})
+    done = cluster.command("up", "--config", str(file), folder=tmp_path / "start")
+    assert re.search(r"specdec: (target-0|coordinator) on \S+ cannot start: .*nowhere", done.stderr), done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_finds_no_node_is_reported_and_removed(cluster: Cluster, tmp_path: Path):

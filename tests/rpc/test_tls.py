@@ -108,3 +108,33 @@ async def test_a_file_that_is_no_certificate_is_named(tmp_path, authority):
     (tmp_path / "cert.pem").write_bytes(b"hello")
     with pytest.raises(ConfigError, match="cert.pem is not PEM"):
         await Echo().server(settings_of(tls)).start()
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+async def test_a_key_of_another_certificate_is_named(tmp_path, authority, side):
+    """Claim: a key and a certificate that do not belong together are named, with their flags, by a server and by a
+    client; while they are renewed one after the other, the last good pair is kept.
+
+    Source: "cannot listen on port 0". Conclusive: both files are sound by themselves; together again they are used.
+    """
+    tls = authority.issue(tmp_path / "own")
+    certificates, key = ServerCertificates(tls), tls.ssl_keyfile.read_bytes()
+    authority.issue(tmp_path / "other")
+    tls.ssl_keyfile.write_bytes((tmp_path / "other" / "key.pem").read_bytes())
+    with pytest.raises(ConfigError, match="--ssl-keyfile .*key.pem and --ssl-certfile .*cert.pem do not match"):
+        if side == "server":
+            await Echo().server(settings_of(tls)).start()
+        else:
+            open_channel("127.0.0.1:1", tls)
+    assert certificates.changed() is None
+    tls.ssl_keyfile.write_bytes(key)
+    assert certificates.changed() is not None
+
+
+@pytest.mark.parametrize("name", ["ssl_keyfile", "ssl_certfile", "ssl_ca_certs"])
+async def test_a_file_that_only_looks_like_pem_is_named(tmp_path, authority, name):
+    """Wrong content between the lines of a PEM file ends the start with one line that names the flag."""
+    tls = authority.issue(tmp_path)
+    getattr(tls, name).write_bytes(b"-----BEGIN CERTIFICATE-----\nbm90aGluZw==\n-----END CERTIFICATE-----\n")
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        await Echo().server(settings_of(tls)).start()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from specdec.cli.processes import python_command
 from specdec.config import CoordinatorSettings
 from specdec.errors import ConfigError
 from specdec.telemetry.tracing import CLOSE_TIMEOUT_S, Tracing
@@ -108,6 +112,67 @@ def test_settings_of_the_environment():
     for wrong in ("127.0.0.1:4317", "http://", "http://127.0.0.1:4318/v1/traces", "ftp://127.0.0.1"):
         with pytest.raises(ValueError, match="http://HOST:PORT"):
             CoordinatorSettings(target="127.0.0.1:1", tokenizer="x", otlp_traces_endpoint=wrong)
+
+
+# One value that does not parse for each variable of a number or a name; the SDK ends a process for most of them.
+UNUSABLE = {
+    **dict.fromkeys(("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"), "10s"),
+    **dict.fromkeys(("OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION"), "zip"),
+    "OTEL_BSP_MAX_QUEUE_SIZE": "many",
+    "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "0",
+    "OTEL_BSP_SCHEDULE_DELAY": "9" * 20,
+    "OTEL_BSP_EXPORT_TIMEOUT": "-1",
+    "OTEL_TRACES_SAMPLER_ARG": "half",
+    "OTEL_ATTRIBUTE_COUNT_LIMIT": "1.5",
+    "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": "-1",
+    "OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT": "many",
+    "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT": "many",
+    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "many",
+    "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT": "many",
+    "OTEL_SPAN_EVENT_COUNT_LIMIT": "many",
+    "OTEL_SPAN_LINK_COUNT_LIMIT": "many",
+}
+OPEN = """
+import os
+from specdec.telemetry.tracing import Tracing
+tracing = Tracing.open("test")
+tracing.close()
+print("tracing is on" if tracing.is_on else "tracing is off")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings", "is_on"),
+    [
+        (UNUSABLE, sorted(UNUSABLE), True),
+        (
+            {"OTEL_EXPORTER_OTLP_TIMEOUT": "5", "OTEL_EXPORTER_OTLP_COMPRESSION": "none", "OTEL_TRACES_SAMPLER": "x"},
+            [],
+            True,
+        ),
+        (
+            {"OTEL_BSP_MAX_QUEUE_SIZE": "100", "OTEL_SPAN_EVENT_COUNT_LIMIT": "", "OTEL_RESOURCE_ATTRIBUTES": "x"},
+            [],
+            True,
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[::1"}, [], False),
+    ],
+    ids=["unusable", "usable", "small queue", "no endpoint"],
+)
+def test_variables_that_do_not_parse_are_ignored(variables: dict[str, str], warnings: list[str], is_on: bool) -> None:
+    """Claim: a variable that does not parse costs its own effect and one warning that names it, as the specification
+    of OpenTelemetry says; an environment that the SDK refuses altogether costs the spans. No process ends.
+
+    Source: `OTEL_EXPORTER_OTLP_TIMEOUT=10s` ended a service with a traceback. Conclusive: a process of its own, since
+    the SDK reads some variables when it is imported; a value that does parse causes no warning.
+    """
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    command, environment = python_command("-c", OPEN), os.environ | endpoint | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"variable is ignored.*?variable=\W*(?:\x1b\[\d+m)*(OTEL_\w+)", done.stdout)) == warnings
+    assert done.stdout.splitlines()[-1] == ("tracing is on" if is_on else "tracing is off")
+    assert ("traces are off" in done.stdout) != is_on
 
 
 def test_a_service_names_itself_unless_the_environment_does(monkeypatch: pytest.MonkeyPatch):

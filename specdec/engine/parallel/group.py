@@ -1,7 +1,8 @@
 """Joining: the ranks meet, compare facts, and connect for commands, pulses and exchanges.
 
 They meet in a file that rank 0 handed to its children, or, started by several parents, in a store that rank 0 serves
-to all who reach its port. Only rank 0 listens, on one address. Messages are numbers and JSON, never pickled objects.
+to all who reach its port. Only rank 0 listens, on one address, and only for ranks of other parents. Messages are
+numbers and JSON, never pickled objects.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import selectors
 import socket
 import stat
 import time
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed
 
 from specdec.engine.parallel.commands import CommandReceiver, CommandSender
+from specdec.engine.parallel.connections import JOIN_TIMEOUT_S, connect
 from specdec.engine.parallel.exchange import (
     FOLDER,
     Exchange,
@@ -36,11 +37,7 @@ from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.watch import OnLost, Watch
 from specdec.errors import ConfigError, Mismatch
 
-JOIN_TIMEOUT_S = 600.0  # machines of one group may start minutes apart
-POLL_S = 0.2
-SECRET_BYTES = 16
 FILE_NAME, FILE_NAME_BYTES = "specdec-", 16  # of the shared file: this, and random hexadecimal digits
-KINDS = ("commands", "pulses")
 Facts = Mapping[str, object]
 
 
@@ -95,7 +92,7 @@ def join(place: RankPlace, facts: Facts, ending: Ending, is_cuda: bool = False) 
     process: see `Watch`.
     """
     store = _open_store(place)
-    connections = _accept_all(place, store) if place.rank == 0 else _connect(place, store)
+    connections = connect(place, store)
     others = range(1, place.rank_count) if place.rank == 0 else (0,)
     pulses = dict(zip(others, connections["pulses"]))
     watch = Watch(pulses, ending.on_lost, ending.exit_grace_s, ending.on_stop_requested)
@@ -131,60 +128,6 @@ def _open_store(place: RankPlace) -> torch.distributed.Store:
         raise ConfigError(f"rank {place.rank} did not meet the others on {place.host}:{place.port}: {reason}") from None
 
 
-def _accept_all(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
-    """Rank 0: accepts one connection of each kind from every other rank; each must send the store's secret."""
-    secret = secrets.token_bytes(SECRET_BYTES)
-    found: dict[tuple[str, int], socket.socket] = {}
-    ranks = range(1, place.rank_count)
-    with listen(place.host) as listener, selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        store.set("star", f"{secret.hex()} {listener.getsockname()[1]}")
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        while len(found) < len(KINDS) * len(ranks):
-            place.check_coming()
-            if time.monotonic() > deadline_s:
-                missing = sorted({rank for rank in ranks} - {rank for _, rank in found})
-                raise ConfigError(f"ranks {missing} did not join within {JOIN_TIMEOUT_S:g} s")
-            if selector.select(POLL_S):
-                connection, _ = listener.accept()
-                connection.settimeout(POLL_S)
-                name = _name_of(connection, secret)
-                if name is None or name[1] not in ranks:
-                    connection.close()
-                else:
-                    found[name] = connection
-    for connection in found.values():
-        connection.settimeout(None)
-    return {kind: [found[kind, rank] for rank in ranks] for kind in KINDS}
-
-
-def _name_of(connection: socket.socket, secret: bytes) -> tuple[str, int] | None:
-    """Returns (kind, rank) from a connection's greeting; None without the secret."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        data = connection.recv(len(secret) + 3, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    if len(data) != len(secret) + 3 or not secrets.compare_digest(data[: len(secret)], secret):
-        return None
-    kind = data[len(secret)]
-    return (KINDS[kind], int.from_bytes(data[-2:], "little")) if kind < len(KINDS) else None
-
-
-def _connect(place: RankPlace, store: torch.distributed.Store) -> dict[str, list[socket.socket]]:
-    """A follower: opens its two connections to rank 0."""
-    stated, port = store.get("star").decode().split()
-    secret = bytes.fromhex(stated)
-    connections: dict[str, list[socket.socket]] = {}
-    for index, kind in enumerate(KINDS):
-        connection = socket.create_connection((place.host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(secret + bytes([index]) + place.rank.to_bytes(2, "little"))
-        connection.settimeout(None)
-        connections[kind] = [connection]
-    return connections
-
-
 def _check_facts(place: RankPlace, store: torch.distributed.Store, facts: Facts, watch: Watch) -> None:
     """Compares facts on rank 0; raises Mismatch there. For the other ranks a mismatch is the end of rank 0."""
     if place.rank:
@@ -215,7 +158,8 @@ def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch)
             store.set("memory", "" if file is None else str(path))
             answers = [_wait(store, f"memory/{rank}", watch) for rank in range(1, place.rank_count)]
         finally:
-            path.unlink(missing_ok=True)
+            if file is not None:
+                path.unlink(missing_ok=True)
         store.set("shared", "1" if all(answer == b"1" for answer in answers) else "0")
     if file is None:
         return None
@@ -227,7 +171,8 @@ def _open_shared(place: RankPlace, store: torch.distributed.Store, watch: Watch)
 
 
 def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
-    """Creates an allocated file with a random name; None without shared memory or enough space in it."""
+    """Creates an allocated file with a random name; none without shared memory that can be written and has the
+    space."""
     path = FOLDER / f"{FILE_NAME}{secrets.token_hex(FILE_NAME_BYTES)}"
     if not is_supported():
         return path, None
@@ -239,6 +184,7 @@ def _make_shared_file(place: RankPlace) -> tuple[Path, int | None]:
         os.posix_fallocate(file, 0, file_bytes(place.rank_count))
     except OSError:  # too little, as in containers with 64 MB
         os.close(file)
+        path.unlink(missing_ok=True)
         return path, None
     return path, file
 

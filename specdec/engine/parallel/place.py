@@ -7,10 +7,14 @@ passes the place to it. The launcher may be a command, a pod template or an acto
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from specdec.errors import ConfigError
+
+KINDS = ("commands", "pulses")  # the connections between rank 0 and each other rank
+Connections: TypeAlias = Mapping[str, Sequence[socket.socket]]  # one rank's, by kind: of rank 0 to the others in order
 
 
 def none_missing() -> None:
@@ -23,6 +27,8 @@ class RankPlace:
 
     `store_file`: an open file in memory that rank 0 handed to all other ranks, its children, when it started them; the
     ranks meet in it, so that no other user of the machine can write there. Absent: they meet at `port`.
+    `connections`: beside `store_file`, this rank's ends of socket pairs, which the others inherited too. Absent: the
+    others connect to rank 0, at a port that it names in the store.
     `listener`: on rank 0, a socket that already listens there, so that this process keeps a free port; absent: it is
     made. `local_rank`: number of the rank on its machine, hence its GPU. `check_coming` raises when a rank has failed
     before it joined. `parent_pid`: rank 0, if it started this rank on the same machine.
@@ -37,6 +43,7 @@ class RankPlace:
     check_coming: Callable[[], None] = none_missing
     parent_pid: int | None = None
     store_file: int | None = None
+    connections: Connections | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.rank_count:
