@@ -178,13 +178,23 @@ def test_names_of_files_and_settings_command_no_terminal(tmp_path: Path) -> None
         assert re.search(r"\\u?(001b|x1b)\]0;owned", screen), screen
 
 
-def test_a_defect_commands_no_terminal() -> None:
-    """Claim: the traceback of an error that no part expects, too, is text only. Conclusive: such an error, raised where
-    the command runs."""
-    raising = f"from specdec.cli import main\ndef run_command(_): raise ValueError({HOSTILE!r})\n"
+DEFECTS = {
+    "of the command": "raise ValueError({words!r})",
+    "of a thread": "import threading; own = threading.Thread(target=int, args=({words!r},)); own.start(); own.join()",
+    "of a task": "import asyncio; asyncio.new_event_loop().call_exception_handler({{'message': {words!r}}})",
+    "told by a library": "import logging; logging.getLogger('library').warning({words!r})",
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_defect_commands_no_terminal(defect: str) -> None:
+    """Claim: the traceback of an error that no part expects, of a thread and of a task too, and a library's own line
+    are text only. Conclusive: such errors, raised where a command runs, with the words of a peer."""
+    words = HOSTILE.replace("\0", "") + "\udce9"
+    raising = f"from specdec.cli import main\ndef run_command(_): {defect.format(words=words)}\n"
     raising += "main.run_command = run_command\nmain.main('generate')"
     screen = screen_of([sys.executable, "-c", raising])
-    assert commands_in(screen) == [] and f"ValueError: {SHOWN}" in screen and "Traceback" in screen
+    assert commands_in(screen) == [] and "]0;owned" in screen and "\\u0007b" in screen or "\\x07b" in screen, screen
 
 
 def test_a_trace_commands_no_terminal(tmp_path: Path) -> None:
