@@ -7,8 +7,10 @@ means the same. Colours and bars are specdec's own, and pass.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from types import TracebackType
@@ -41,9 +43,32 @@ def print_text(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
-def print_exception(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+def print_exception(kind: type[BaseException], error: BaseException | None, place: TracebackType | None) -> None:
     """Prints the traceback of a defect to standard error: a `sys.excepthook`."""
     print(printable("".join(traceback.format_exception(kind, error, place))), end="", file=sys.stderr, flush=True)
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats the lines of libraries, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def print_defects_as_text() -> None:
+    """Has this process print tracebacks that reach its end or that of a thread, and lines of libraries' loggers, as
+    everything else; where these have hooks of others, such as a debugger's, they stay."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = print_exception
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _print_of_thread
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
+
+
+def _print_of_thread(found: threading.ExceptHookArgs) -> None:
+    if found.exc_type is not SystemExit:  # which ends a thread, and is no defect
+        print_exception(found.exc_type, found.exc_value, found.exc_traceback)
 
 
 def make_console(is_for_errors: bool = False, has_highlights: bool = True) -> Console:

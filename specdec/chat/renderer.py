@@ -113,10 +113,12 @@ class Renderer:
 
 
 def bound_memory(more: int) -> None:
-    """Allows this process `more` bytes of address space than it has."""
+    """Allows this process `more` bytes of address space than it has, or fewer, if it has a limit already."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, str]]:

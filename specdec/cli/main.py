@@ -24,7 +24,7 @@ from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
-from specdec.terminal import print_exception, print_text
+from specdec.terminal import print_defects_as_text, print_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def main(command: str | None = None) -> None:
     if os.getpid() == 1:  # of a container: the kernel ignores SIGTERM without a handler
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     events.die_with_parent()
-    sys.excepthook = print_exception
+    print_defects_as_text()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors report the same with more detail
     os.environ["PYTHONSAFEPATH"] = "1"  # of processes that libraries start: see `python_command`
     code: int | str | None

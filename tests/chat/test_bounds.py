@@ -147,6 +147,20 @@ def test_a_template_that_cannot_be_read_is_refused(name: str, tmp_path: Path) ->
         ChatTemplate.read(tmp_path)
 
 
+def test_a_limit_that_is_there_already_stays(tmp_path: Path) -> None:
+    """Claim: where a process may have less memory than the bound would allow, templates are rendered, within it.
+    Conclusive: the limit is the kernel's, inherited; the text needs little, the fault more."""
+    asking = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))\n"
+        "from pathlib import Path; from specdec.chat import rendering; rendering.MEMORY_BYTES_MAX = 1 << 40\n"
+        "own = rendering.RenderingProcess('{{ 9 * x }}{{ x.center(n) | length }}', 'it')\n"
+        "print(own.render({'x': 'a', 'n': 5}, '2026-01-01'))\n"
+        "own.render({'x': 'a', 'n': 3000000000}, '2026-01-01')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", asking], capture_output=True, text=True)
+    assert done.stdout == "aaaaaaaaa5\n" and "ModelRefused: it is at fault: it takes more than" in done.stderr
+
+
 SOMETIMES = "{% if messages[0].content == 'long' %}" + nested(3, "") + "{% endif %}{{ messages[0].content }}"
 LONG = [{"role": "user", "content": "long"}]
 

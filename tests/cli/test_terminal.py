@@ -168,7 +168,6 @@ def test_names_of_files_and_settings_command_no_terminal(tmp_path: Path) -> None
     for command in (
         [*SPECDEC, "generate", "x", "--config", str(keyed)],
         [*SPECDEC, "generate", "x", "--config", str(valued)],
-        [*SPECDEC, "generate", "x", f"--{name}"],
         [*SPECDEC, name],
         [*SPECDEC, "chat", "--model", name],
         [*SPECDEC, "trace", "--file", name],
@@ -179,13 +178,27 @@ def test_names_of_files_and_settings_command_no_terminal(tmp_path: Path) -> None
         assert re.search(r"\\u?(001b|x1b)\]0;owned", screen), screen
 
 
+DEFECTS = """
+import asyncio, logging, threading
+from specdec.cli import main
+def run_command(_):
+    thread = threading.Thread(target=int, args=(words,))
+    thread.start()
+    thread.join()
+    asyncio.new_event_loop().call_exception_handler({"message": words})
+    logging.getLogger("library").warning(words)
+    raise ValueError(words)
+main.run_command = run_command
+main.main("generate")
+"""
+
+
 def test_a_defect_commands_no_terminal() -> None:
-    """Claim: the traceback of an error that no part expects, too, is text only. Conclusive: such an error, raised where
-    the command runs."""
-    raising = f"from specdec.cli import main\ndef run_command(_): raise ValueError({HOSTILE!r})\n"
-    raising += "main.run_command = run_command\nmain.main('generate')"
-    screen = screen_of([sys.executable, "-c", raising])
-    assert commands_in(screen) == [] and f"ValueError: {SHOWN}" in screen and "Traceback" in screen
+    """Claim: the traceback of an error that no part expects, of a thread and of a task too, and a library's own line
+    are text only. Conclusive: such errors, raised where a command runs, with the words of a peer; all four are seen."""
+    words = HOSTILE.replace("\0", "") + "\udce9"
+    screen = screen_of([sys.executable, "-c", f"words = {words!r}{DEFECTS}"])
+    assert commands_in(screen) == [] and len(re.findall(r"a\\(u001b|x1b)\]0;owned", screen)) == 4, screen
 
 
 def test_a_trace_commands_no_terminal(tmp_path: Path) -> None:
