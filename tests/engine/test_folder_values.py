@@ -227,7 +227,9 @@ JSON_FAULTS: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "plant", "cause"), FILE_FAULTS + JSON_FAULTS, ids=lambda part: str(part)[:20])
+@pytest.mark.parametrize(
+    ("fault", "plant", "cause"), FILE_FAULTS + JSON_FAULTS, ids=[own[0] for own in FILE_FAULTS + JSON_FAULTS]
+)
 def test_a_file_that_is_not_what_it_is_named_is_refused_by_its_cause(
     fault: str, plant: Callable[[Path], object], cause: str, folder: Path
 ) -> None:
@@ -267,7 +269,7 @@ TOKEN_FAULTS: list[tuple[Callable[[dict], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edit", "cause"), TOKEN_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("edit", "cause"), TOKEN_FAULTS, ids=[own[1][:40] for own in TOKEN_FAULTS])
 def test_tokens_without_ids_are_refused(edit: Callable[[dict], object], cause: str, folder: Path) -> None:
     """Claim: a tokenizer.json whose tokens are no strings with ids is refused by the entry, on all services.
 
@@ -295,7 +297,7 @@ WEIGHT_FAULTS: list[tuple[Callable[[dict], dict], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edit", "cause"), WEIGHT_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("edit", "cause"), WEIGHT_FAULTS, ids=[own[1][:40] for own in WEIGHT_FAULTS])
 def test_weights_of_another_model_are_refused_by_the_tensor(
     edit: Callable[[dict], dict], cause: str, folder: Path
 ) -> None:
@@ -323,7 +325,7 @@ INDEX_FAULTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("places", "cause"), INDEX_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("places", "cause"), INDEX_FAULTS, ids=[own[1][:40] for own in INDEX_FAULTS])
 def test_an_index_that_names_no_files_of_the_folder_is_refused(places: Any, cause: str, folder: Path) -> None:
     """Claim: an index of weights that is a list, has numbers, or names files elsewhere or missing is refused by it.
 
