@@ -282,6 +282,21 @@ def test_tokens_without_ids_are_refused(edit: Callable[[dict], object], cause: s
         assert str(folder / TOKENIZER) in said and cause in said
 
 
+def test_a_targets_tokenizer_is_checked_for_its_draft(folder: Path, tmp_path: Path) -> None:
+    """Claim: a draft is refused if the tokenizer of its target is missing or wrong, by that file.
+
+    Source: `--target-tokenizer` names a folder of which the draft reads the tokenizer alone. Conclusive: the draft's
+    own folder has no fault.
+    """
+    target = tmp_path / "target"
+    target.mkdir()
+    for content, cause in ((None, "is missing"), ("{}", "model is None"), (LFS_POINTER.decode(), "is a pointer")):
+        if content is not None:
+            (target / TOKENIZER).write_text(content, encoding="utf-8")
+        said = refusal(lambda: load_model(str(folder), has_stable_rows=False, target_tokenizer=str(target)))
+        assert said.startswith(str(target / TOKENIZER)) and cause in said
+
+
 def renamed(prefix: str, suffix: str = "") -> Callable[[dict], dict]:
     return lambda weights: {f"{prefix}{name}{suffix}": weight for name, weight in weights.items()}
 
