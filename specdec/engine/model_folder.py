@@ -139,6 +139,12 @@ class ModelFolder:
                 raise ModelRefused(f"{file} is not the file {MANIFEST_FILE} describes: fetch it again")
         return total.hexdigest()
 
+    def check_manifest(self, digest: Callable[[], object]) -> None:
+        """Calls a function that returns the digest, if the folder states its own: of what is wrong with a folder, a
+        file that is not the published one is the better reason. Raises ModelRefused."""
+        if has_file(self.path / MANIFEST_FILE):
+            digest()
+
     def _stated_digests(self) -> dict[str, str]:
         """Returns file name -> SHA-256 from the folder's SHA256SUMS, in sha256sum's format; empty without one."""
         manifest = self.path / MANIFEST_FILE
@@ -179,7 +185,7 @@ def open_model_folder(path_or_hub_id: str) -> ModelFolder:
         try:
             return replace(folder, tensors=stored_tensors(weight_files))
         except ModelRefused:
-            folder.digest()  # a file that is not the published one is the better reason
+            folder.check_manifest(folder.digest)
             raise
 
 
@@ -228,6 +234,8 @@ def warn_of_unknown_ends(folder: Path, ends: EndTokens, size: int) -> None:
 def tokenizer_facts(file: Path) -> TokenizerFacts:
     """Returns the facts of a tokenizer.json; those of one that is asked for again are remembered. Raises
     ModelRefused."""
+    if not has_file(file):
+        raise ModelRefused(f"{file} is missing")
     state = file.stat()
     return _tokenizer_facts(file, state.st_mtime_ns, state.st_size)
 

@@ -180,7 +180,7 @@ def read_weights(
         if report["missing_keys"]:
             raise ModelRefused(f"{name}: the weights lack {sorted(report['missing_keys'])[0]}")
     except ModelRefused:
-        digest()  # a file that is not the published one is the better reason
+        folder.check_manifest(digest)
         raise
     read: transformers.PreTrainedModel = model
     return read

@@ -227,7 +227,9 @@ JSON_FAULTS: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "plant", "cause"), FILE_FAULTS + JSON_FAULTS, ids=lambda part: str(part)[:20])
+@pytest.mark.parametrize(
+    ("fault", "plant", "cause"), FILE_FAULTS + JSON_FAULTS, ids=[own[0] for own in FILE_FAULTS + JSON_FAULTS]
+)
 def test_a_file_that_is_not_what_it_is_named_is_refused_by_its_cause(
     fault: str, plant: Callable[[Path], object], cause: str, folder: Path
 ) -> None:
@@ -267,7 +269,7 @@ TOKEN_FAULTS: list[tuple[Callable[[dict], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edit", "cause"), TOKEN_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("edit", "cause"), TOKEN_FAULTS, ids=[own[1][:40] for own in TOKEN_FAULTS])
 def test_tokens_without_ids_are_refused(edit: Callable[[dict], object], cause: str, folder: Path) -> None:
     """Claim: a tokenizer.json whose tokens are no strings with ids is refused by the entry, on all services.
 
@@ -278,6 +280,21 @@ def test_tokens_without_ids_are_refused(edit: Callable[[dict], object], cause: s
     (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
     for said in (refusal(opened(folder)), refusal(lambda: Tokenizer(str(folder)))):
         assert str(folder / TOKENIZER) in said and cause in said
+
+
+def test_a_targets_tokenizer_is_checked_for_its_draft(folder: Path, tmp_path: Path) -> None:
+    """Claim: a draft is refused if the tokenizer of its target is missing or wrong, by that file.
+
+    Source: `--target-tokenizer` names a folder of which the draft reads the tokenizer alone. Conclusive: the draft's
+    own folder has no fault.
+    """
+    target = tmp_path / "target"
+    target.mkdir()
+    for content, cause in ((None, "is missing"), ("{}", "model is None"), (LFS_POINTER.decode(), "is a pointer")):
+        if content is not None:
+            (target / TOKENIZER).write_text(content, encoding="utf-8")
+        said = refusal(lambda: load_model(str(folder), has_stable_rows=False, target_tokenizer=str(target)))
+        assert said.startswith(str(target / TOKENIZER)) and cause in said
 
 
 def renamed(prefix: str, suffix: str = "") -> Callable[[dict], dict]:
@@ -295,7 +312,7 @@ WEIGHT_FAULTS: list[tuple[Callable[[dict], dict], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edit", "cause"), WEIGHT_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("edit", "cause"), WEIGHT_FAULTS, ids=[own[1][:40] for own in WEIGHT_FAULTS])
 def test_weights_of_another_model_are_refused_by_the_tensor(
     edit: Callable[[dict], dict], cause: str, folder: Path
 ) -> None:
@@ -323,7 +340,7 @@ INDEX_FAULTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("places", "cause"), INDEX_FAULTS, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("places", "cause"), INDEX_FAULTS, ids=[own[1][:40] for own in INDEX_FAULTS])
 def test_an_index_that_names_no_files_of_the_folder_is_refused(places: Any, cause: str, folder: Path) -> None:
     """Claim: an index of weights that is a list, has numbers, or names files elsewhere or missing is refused by it.
 

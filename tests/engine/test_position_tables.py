@@ -1,6 +1,6 @@
 """Tables of positions are as long as a service's texts may be, and have the bits of the model's whole tables there.
 
-A model may state millions of positions that nobody serves: whole tables would take gigabytes, and longer to compute
+A model may state millions of positions that are never served: whole tables would take gigabytes, and longer to compute
 than everything else.
 """
 

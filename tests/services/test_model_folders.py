@@ -40,7 +40,7 @@ def said(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     ]
     found = []
     for process in running:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=300)
         found.append((process.returncode, output, errors))
     return found
 
