@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,20 @@ def test_a_file_is_bounded_and_errors_are_named(tmp_path: Path, capsys: pytest.C
     assert lines == ['{"prompt_ids":[1,2],"output_ids":[5,6],"accepted":"1-","temperature":0.0}'] * 2
     with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
         Recorder(tmp_path, 200)
+
+
+def test_a_disk_that_hangs_delays_no_end(tmp_path: Path) -> None:
+    """Claim: while nothing is written, texts are left out beyond a bound and the recorder and its process end in time.
+    Conclusive: a pipe that is never read takes the place of the file, so the first write that does not fit it hangs."""
+    file = tmp_path / "record.jsonl"
+    os.mkfifo(file)
+    unread = os.open(file, os.O_RDWR | os.O_NONBLOCK)
+    script = (
+        "import sys; from pathlib import Path; from specdec.coordinator.recording import Recorder; "
+        "recorder = Recorder(Path(sys.argv[1]), 1 << 30); "
+        "[recorder.add(range(100_000), 0.0, []) for _ in range(50)]; recorder.close()"
+    )
+    command = [sys.executable, "-c", script, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    os.close(unread)
+    assert done.returncode == 0 and "the disk is slow" in done.stdout, done.stderr
