@@ -239,9 +239,9 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
                 link.cancel()
             await asyncio.gather(*links, following, announcing, return_exceptions=True)
             page.close()
-            if coordinator.recorder is not None:
-                await asyncio.to_thread(coordinator.recorder.close)
-            await asyncio.to_thread(tracing.close)
+            recorder = coordinator.recorder
+            last = (tracing.close,) if recorder is None else (tracing.close, recorder.close)
+            await asyncio.gather(*map(asyncio.to_thread, last))  # together: each may take its whole time
 
 
 async def _follow_health(coordinator: Coordinator, server: Server, changed: asyncio.Event) -> None:

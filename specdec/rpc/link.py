@@ -133,7 +133,10 @@ class Link:
             self.is_up = False
             self._queue.clear()
             self.down_reason = reason
-            self._on_down(reason)
+            try:
+                self._on_down(reason)
+            except Exception:  # it would end `run`
+                get_logger().exception("the loss of a link was not handled", peer=self.peer)
             log = get_logger().info if reason == CLOSED else get_logger().warning
             log("link down", peer=self.peer, reason=reason)
         elif reason not in (CLOSED, self.down_reason):

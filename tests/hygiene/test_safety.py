@@ -114,9 +114,7 @@ def test_what_is_printed_is_text() -> None:
         if not module.path.startswith(own)
         for node, what in unchecked_prints(module)
     ]
-    assert not problems, report(
-        problems, "Use specdec.terminal, or say and warn of specdec.cli.streams:"
-    )
+    assert not problems, report(problems, "Use specdec.terminal, or say and warn of specdec.cli.streams:")
     planted = "print(name)\nprint(f'{x}')\nprint('x', END)\nprint()\nConsole()\nprint(printable(x))\nprint('a' + b)\n"
     found = [node.lineno for node, _ in unchecked_prints(Module("planted.py", planted, ast.parse(planted)))]
     assert found == [1, 2, 5, 7]

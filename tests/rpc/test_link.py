@@ -350,6 +350,19 @@ async def test_a_malformed_answer_drops_the_connection():
     await server.stop(0)
 
 
+async def test_a_bug_of_the_owner_at_a_loss_does_not_end_the_link(processes):
+    """An exception in `on_down` is logged, and the link connects again: it is up a second time."""
+    first = processes()
+    owner = Owner(first.address)
+    owner.link._on_down = lambda reason: [][0]
+    async with owner.running():
+        await until(lambda: owner.link.is_up)
+        first.end()
+        await until(lambda: not owner.link.is_up)
+        processes(first.port)
+        await until(lambda: owner.news == ["up", "up"])
+
+
 async def test_a_bug_of_the_owner_does_not_end_the_link():
     """An exception in a callback is logged and costs the connection; `run` goes on."""
     server = Echo().server(ServiceSettings(port=0))

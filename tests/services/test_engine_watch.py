@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -102,3 +103,26 @@ def test_a_hang_that_holds_the_interpreters_lock_ends_the_replica(target: Plante
     log = target.log.read_text(encoding="utf-8")
     assert f"for {LOCK_HELD_S_MAX:g} s its event loop hung, or a thread held the interpreter's lock" in log
     assert "planted_target.py" in log and "in planted" in log
+
+
+@pytest.mark.lengthy
+def test_a_lost_engine_ends_the_replica_though_its_log_is_blocked(
+    table_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Claim: a replica whose engine is lost ends with its exit code though standard error takes nothing. Conclusive:
+    the pipe is full before the process starts, and stays so; the process has no other way to end."""
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    unread = os.open(log, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(unread, bytes(4096))
+    target = PlantedTarget(table_models[0], log)
+    try:
+        target.verify(PLAIN)
+        target.check_answered()
+        target.verify(DIES)
+        assert target.process.wait(TIMEOUT_S) == ENGINE_LOST_EXIT_CODE
+    finally:
+        target.stop()
+        os.close(unread)

@@ -49,7 +49,8 @@ def health(client: Client) -> int:
 def test_readers_of_log_lines_that_stop_reading_cost_lines_only(table_models: tuple[Path, Path]) -> None:
     """Claim: with standard error without a reader, unread or on a full disk, at the default level, texts are generated
     as with a reader; a target killed after that ends a text with UNAVAILABLE and health is NOT_SERVING; restarted, it
-    is connected again; SIGTERM ends each service with exit code 0; the lines that are lost are counted on the page.
+    is connected again; SIGTERM ends each service with exit code 0; the lines that are lost are counted on the page. Nor
+    do stacks, which SIGUSR1 asks for, stop a service.
 
     Source: each generation ended UNKNOWN with the log's exception, an unread pipe stopped the event loop after nine
     texts, and a link whose line could not be written was never up again. Conclusive: real processes on such
@@ -77,6 +78,8 @@ def test_readers_of_log_lines_that_stop_reading_cost_lines_only(table_models: tu
             outcomes = client.generate_all([{"prompt": PROMPT, **ASKED}] * TEXTS, width=4)
             assert [outcome.comparable for outcome in outcomes] == [expected] * TEXTS
 
+        for child in (target, coordinators["unread"]):
+            child.signal(signal.SIGUSR1)  # the stacks of all threads, from a signal handler
         running = {
             name: iter(client.stub.Generate(client.request(PROMPT, **LONG), timeout=60))
             for name, client in clients.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -166,3 +167,19 @@ def test_two_coordinators_keep_lines_whole(tmp_path: Path) -> None:
     ]
     assert [process.wait(60) for process in own] == [0, 0]
     assert file.read_text() == LINE * 300
+
+
+def test_a_disk_that_hangs_delays_no_end(tmp_path: Path) -> None:
+    """Claim: while nothing is written, texts are left out beyond a bound and the recorder and its process end in time.
+    Conclusive: another process holds the lock of the file, so the first write waits without end."""
+    file = tmp_path / "record.jsonl"
+    script = (
+        "import sys; from pathlib import Path; from specdec.coordinator.recording import Recorder; "
+        "recorder = Recorder(Path(sys.argv[1]), 1 << 30); "
+        "[recorder.add(range(100_000), 0.0, []) for _ in range(50)]; recorder.close()"
+    )
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", script, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "the disk is slow" in done.stdout and file.stat().st_size == 0, done.stderr
