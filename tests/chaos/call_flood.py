@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.call_flood ADDRESS KIND CONNECTIONS PER_S SECONDS [reopen]`: calls of a kind, PER_S a second of
-each connection; with `reopen` one that is closed is opened again. Prints the calls sent and the connections that were closed. The
-address may be that of `python -m tests.chaos.call_flood sink`, which reads and answers nothing.
+"""`python -m tests.chaos.call_flood ADDRESS KIND CONNECTIONS PER_S SECONDS [reopen]`: PER_S calls a second of each
+connection; with `reopen` one that is closed is opened again. Prints the calls sent and the connections that were
+closed. The address may be that of `python -m tests.chaos.call_flood sink`, which reads and answers nothing.
 """
 
 from __future__ import annotations
