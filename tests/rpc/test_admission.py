@@ -30,7 +30,6 @@ from tests.support.raw_calls import DATA, RST_STREAM, RawConnection
 INSECURE = TlsSettings()
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 SOON_S = 30.0  # for what takes milliseconds, or a second where thousands of calls come first
-GENERATE = "/specdec.v1.CoordinatorService/Generate"
 
 
 @asynccontextmanager

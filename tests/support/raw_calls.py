@@ -53,14 +53,16 @@ class RawConnection:
         self.ended.cancel()
 
     def call(self, count: int) -> None:
-        """Sends calls, as fast as the connection takes them."""
-        for _ in range(count):
+        """Sends calls, as fast as the connection takes them; none if it has ended."""
+        frames: list[bytes] = []
+        for _ in range(0 if self.ended.done() else count):
             block = self._first if self._stream == 1 else self._later
-            self._writer.write(frame(HEADERS, END_HEADERS, self._stream, block))
+            frames.append(frame(HEADERS, END_HEADERS, self._stream, block))
             for kind in self._tail:
                 payload = {DATA: EMPTY_MESSAGE, RST_STREAM: CANCEL}[kind]
-                self._writer.write(frame(kind, END_STREAM if kind == DATA else 0, self._stream, payload))
+                frames.append(frame(kind, END_STREAM if kind == DATA else 0, self._stream, payload))
             self._stream += 2
+        self._writer.write(b"".join(frames))
 
     async def _read(self) -> None:
         """Reads to the end of the connection, and answers pings."""
