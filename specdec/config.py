@@ -228,7 +228,11 @@ class SpeculationSettings(Settings):
         16384, SPECULATION, "Last tokens of a prompt that are searched for such matches.", ge=1, le=1 << 20
     )
     suffix_store_mb: int = setting(
-        64, SPECULATION, "Megabytes of generated text kept for guesses, by cache salt; 0: none.", ge=0, le=1 << 16
+        64,
+        SPECULATION,
+        "Megabytes of generated text kept for guesses, in shares by cache salt; 0: none.",
+        ge=0,
+        le=1 << 16,
     )
     draft_link_mbit: float | None = setting(
         None,

@@ -8,18 +8,20 @@ Draft tokens before a position count as output. Rows without any edit pass throu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
 
 from specdec.decoding.host_copy import is_far, sent
-from specdec.decoding.paths import TokenCounts, TokenPath
+from specdec.decoding.paths import Counted, TokenCounts, TokenPath
 from specdec.protocol.types import ResolvedSamplingParams
+
+Edit: TypeAlias = Callable[[Tensor, ResolvedSamplingParams, Tensor], Tensor]
 
 PENALISED_AT_ONCE = 1 << 16  # numbers on a CPU, whose temporaries stay in its cache
 
@@ -164,27 +166,44 @@ def penalise(values: Tensor, params: ResolvedSamplingParams, counts: TokenCounts
     width, device = values.shape[1], values.device
     later_ids = sorted({token_id for path in paths for token_id in path.token_ids if token_id < width})
     later_columns = sent(later_ids, device, torch.int64)
-    before = values[:, later_columns]
-    columns, output, every = counts.below(width, device)
-    if isinstance(columns, Tensor):
-        values[:, columns] = penalised(values[:, columns], params, output, every)
-    else:
-        size = width if is_far(device) else max(1, PENALISED_AT_ONCE // len(values))
-        for start in range(0, len(output), size):
-            part = slice(start, min(start + size, len(output)))
-            values[:, part] = penalised(values[:, part], params, output[part], every[part])
-    if later_ids:
-        committed = sent(torch.from_numpy(counts.times(later_ids)), device)
-        output, every = (committed[:, None] + sent(draft_counts_before(paths, later_ids), device)).unbind()
-        values[:, later_columns] = penalised(before, params, output, every)
-
-
-def penalised(chosen: Tensor, params: ResolvedSamplingParams, output: Tensor, every: Tensor) -> Tensor:
-    """Returns values after all penalties; may change the argument. The counts: of each column's token in the output
-    before the row, and in all that is penalised.  # [rows, columns] float64, the counts so or [columns]"""
+    chosen = values[:, later_columns]
     if params.repetition_penalty != 1:
-        repeated = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
-        chosen = torch.where(every > 0, repeated, chosen)
+        edit_columns(values, repeated, params, counts.in_all(width, device))
+    if params.presence_penalty or params.frequency_penalty:
+        edit_columns(values, recurring, params, counts.in_output(width, device))
+    if later_ids:
+        committed = sent(torch.from_numpy(counts.of(later_ids)), device)
+        output, every = (committed[:, None] + sent(draft_counts_before(paths, later_ids), device)).unbind()
+        values[:, later_columns] = recurring(repeated(chosen, params, every), params, output)
+
+
+def edit_columns(values: Tensor, edit: Edit, params: ResolvedSamplingParams, counted: Counted) -> None:
+    """Edits the columns of counted tokens in place."""
+    columns, times = counted
+    if isinstance(columns, Tensor):
+        values[:, columns] = edit(values[:, columns], params, times)
+    else:
+        size = values.shape[1] if is_far(values.device) else max(1, PENALISED_AT_ONCE // len(values))
+        for start in range(0, len(times), size):
+            part = slice(start, min(start + size, len(times)))
+            values[:, part] = edit(values[:, part], params, times[part])
+
+
+def repeated(chosen: Tensor, params: ResolvedSamplingParams, every: Tensor) -> Tensor:
+    """Returns values after the repetition penalty: of tokens that occur, positive ones divided, others multiplied. Of
+    quotient and product that is the smaller one for a penalty above 1, else the larger, also when rounded.
+
+    `every`: how often each column's token occurs before the row.  # [rows, columns] float64; [rows or 1, columns]
+    """
+    penalty = params.repetition_penalty
+    factors = torch.ones_like(every, dtype=chosen.dtype).masked_fill_(every > 0, penalty)
+    both = chosen / factors, chosen * factors
+    return torch.minimum(*both) if penalty > 1 else torch.maximum(*both)
+
+
+def recurring(chosen: Tensor, params: ResolvedSamplingParams, output: Tensor) -> Tensor:
+    """Returns values after presence and frequency penalties; may change the argument. `output`: how often each column's
+    token occurs in the output before the row.  # [rows, columns] float64; [rows or 1, columns]"""
     if params.presence_penalty:
         chosen -= params.presence_penalty * (output > 0).to(chosen.dtype)
     if params.frequency_penalty:

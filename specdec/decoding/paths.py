@@ -19,14 +19,10 @@ SPARSE_SHARE = 8  # a CPU edits the columns of less than one token in eight; of 
 
 
 class Counted(NamedTuple):
-    """How often tokens occur: in the output, and in prompt and output together if repetition is penalised.
-
-    `columns`: the ids of these tokens, each once, or a slice of all ids.  # counts each [tokens] int32
-    """
+    """How often tokens occur. `columns`: their ids, each once, or a slice of all ids.  # times: [tokens] int32"""
 
     columns: Tensor | slice
-    output: Tensor
-    every: Tensor
+    times: Tensor
 
 
 class TokenCounts:
@@ -64,7 +60,7 @@ class TokenCounts:
                 self._moved.append(passed)
         self.length = length
 
-    def times(self, token_ids: Sequence[int]) -> numpy.ndarray:
+    def of(self, token_ids: Sequence[int]) -> numpy.ndarray:
         """Returns how often these tokens occur: in the output, and in all.  # [2, tokens] int32"""
         asked = numpy.array(token_ids, numpy.int64)
         found = numpy.zeros((2, len(asked)), numpy.int32)
@@ -72,16 +68,23 @@ class TokenCounts:
         found[:, known] = self._times[:, asked[known]]
         return found
 
-    def below(self, width: int, device: torch.device) -> Counted:
-        """Returns the counts of tokens below `width` on a device, valid until the next move; those of other tokens are
-        0. Nothing is read from the device."""
-        own = self._times[:, :width]
+    def in_output(self, width: int, device: torch.device) -> Counted:
+        """Returns how often tokens below `width` occur in the output, on a device, valid until the next move; others do
+        not. Nothing is read from the device."""
+        return self._counted(0, width, device)
+
+    def in_all(self, width: int, device: torch.device) -> Counted:
+        """Returns the same for prompt and output together."""
+        return self._counted(1, width, device)
+
+    def _counted(self, place: int, width: int, device: torch.device) -> Counted:
+        own = self._times[place, :width]
         if is_far(device):
-            return Counted(slice(0, own.shape[1]), *self._sent(device)[:, :width])
-        if SPARSE_SHARE * numpy.count_nonzero(own[1]) >= own.shape[1]:
-            return Counted(slice(0, own.shape[1]), *torch.from_numpy(own))
-        token_ids = numpy.flatnonzero(own[1] > 0)
-        return Counted(torch.from_numpy(token_ids), *torch.from_numpy(own[:, token_ids]))
+            return Counted(slice(0, len(own)), self._sent(device)[place, :width])
+        if SPARSE_SHARE * numpy.count_nonzero(own) >= len(own):
+            return Counted(slice(0, len(own)), torch.from_numpy(own))
+        token_ids = numpy.flatnonzero(own > 0)
+        return Counted(torch.from_numpy(token_ids), torch.from_numpy(own[token_ids]))
 
     def _sent(self, device: torch.device) -> Tensor:
         """Returns the counts on a device: there already, but for those that changed since the call before."""

@@ -66,9 +66,9 @@ class SuffixStore:
     """Text generated before, by cache salt, bounded in bytes. A salt's texts are found by that salt only.
 
     A salt has a share of its own once a text of it was found or generated again, all other salts have one in common.
-    Room is made in the largest share, where the least recently used text goes first. So while n salts have shares, a
-    share of less than 1/(n + 1) of the store loses nothing, whatever the others generate; n is at most
-    SHARE_COUNT_MAX: beyond, the salt that was least recently used returns to the common share.
+    Space is made in the largest share, where the least recently used text goes first. So while n shares hold texts, one
+    of less than 1/n of the store, less the new text, loses nothing, whatever the others generate. Salts with shares are
+    at most SHARE_COUNT_MAX: beyond, the one that was least recently used returns to the common share.
     """
 
     def __init__(self, bytes_max: int) -> None:

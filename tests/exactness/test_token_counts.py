@@ -168,9 +168,10 @@ def test_counts_on_a_device_follow_those_of_the_host(moves: list[tuple[int, list
             if steps:
                 path = TokenPath(kept.tokens, len(kept.tokens), counts=kept.counts)
                 counts = path.kept_counts()
-                columns, output, every = counts.below(width, FAR)
-                ids = range(columns.start, columns.stop)
-                assert output.tolist() == [kept.tokens[2:].count(token_id) for token_id in ids]
-                assert every.tolist() == [kept.tokens.count(token_id) for token_id in ids]
+                for (columns, times), text in (
+                    (counts.in_output(width, FAR), kept.tokens[2:]),
+                    (counts.in_all(width, FAR), kept.tokens),
+                ):
+                    assert times.tolist() == [text.count(token_id) for token_id in range(columns.start, columns.stop)]
     finally:
         paths_module.sent = original
