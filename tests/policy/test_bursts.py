@@ -47,7 +47,7 @@ def test_bursts_of_odd_requests_hold_ordinary_ones_back_for_less_than_a_minute(n
     with seconds of trouble in target, draft and network, the rate is near that of the best fixed plan within a minute.
 
     Source: in a real service plans stayed off for over six minutes after hostile bursts. Conclusive: the world without
-    bursts is the same; with any of the first three seeds the rate had not come near after three minutes where
+    bursts is the same; with any of the first three seeds the rate had not come near after two minutes where
     explorations may owe without bound and what was measured stays until it is measured again.
     """
     world = replace(WORLDS[name], text_tokens=400 if seed % 2 else 1_000_000)
