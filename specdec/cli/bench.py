@@ -26,6 +26,7 @@ BENCHMARKS = {
     "coverage": ("coverage", "How often the intervals of specdec advise hold on new prompts."),
     "goals": ("goals", "Each bar beside what the last runs reached."),
     "policy-cells": ("policy_cells", "The policy in a simulated service, against off and the best fixed plan."),
+    "policy-bursts": ("policy_bursts", "How long odd requests hold the policy back, in a simulated service."),
     "rounds": ("rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("engine", "The engine's step by rows, sequences and context, its streams and its sampler."),
     "tensor-parallel": ("tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),

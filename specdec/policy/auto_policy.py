@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from specdec.policy.policy import Plan, Prediction
-from specdec.policy.table import CREDIT_LEAST_S, Line, Table, probability
+from specdec.policy.table import Line, Table, probability
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import Proposer
 
@@ -25,6 +25,7 @@ WORTH_GAIN, START_GAIN = 1.02, 1.05  # least ratio to plain decoding, of a measu
 STARTING_ROUNDS = 8.0  # measured rounds that make a plan eligible
 EXPLORATION_ROUNDS, BASELINE_ROUNDS = 12, 6
 EXPLORATION_MOST_S = 10.0  # others wait for it, also for that of a session that has ended
+WARM_MOST_S = 3.0  # a change of plan in rounds of seconds must not keep those of milliseconds after them from counting
 BASELINE_SHARE, BASELINE_FIRST_S, BASELINE_MOST_S = 0.003, 1.0, 60.0  # baseline probes: share of time lost, intervals
 REST_PROBE_S = 3.0  # without the draft, before an exploration that promises nothing: it may have become faster
 LEVEL_MAX = 4.0
@@ -186,8 +187,8 @@ class AutoPolicy:
     def _warm_s(self, line: Line) -> float:
         """Seconds from a change of plan to the first round that counts."""
         if not line.plan.window or line.plan.wait_length:
-            return 0.5 * line.round_s
-        return line.round_s + self._table.trip_s(line.plan)
+            return min(0.5 * line.round_s, WARM_MOST_S)
+        return min(line.round_s + self._table.trip_s(line.plan), WARM_MOST_S)
 
     def _review(self, record: RoundRecord) -> None:
         """Keeps or changes the plan by the table's estimates."""
@@ -213,7 +214,8 @@ class AutoPolicy:
             self._exploration, table.exploration_ends_s = None, now_s
             rate = self._worth(current) if table.use == 1 else self._explored_tokens / self._explored_s
             lost_s = self._loss_s(current, rate, exploration.otherwise, self._worth(best), self._explored_s)
-            self._charge(lost_s - exploration.charged_s)
+            table.charge(lost_s - exploration.charged_s)
+            self._exploration_loss_s += lost_s - exploration.charged_s
         elif self._sure(best) < CHANGE_GAIN * self._sure(current):
             best = current
         if best is not current:
@@ -232,10 +234,6 @@ class AutoPolicy:
         if not (line.plan.window and otherwise.plan.window):
             lost_s += self._warm_s(otherwise if otherwise.plan.window else line) * (1 - self._worth(rest) / best)
         return max(0.0, lost_s)
-
-    def _charge(self, lost_s: float) -> None:
-        self._exploration_loss_s += lost_s
-        self._table.credit_s = max(self._table.credit_s - lost_s, CREDIT_LEAST_S)
 
     def _consider_exploration(self, best: Line, now_s: float) -> None:
         """Begins an exploration if one is promising and the credit covers it; from time to time a baseline probe."""
@@ -270,8 +268,9 @@ class AutoPolicy:
 
     def _try(self, line: Line, best: Line, rounds: int, lost_s: float, now_s: float) -> None:
         ends_s = now_s + min(2 * (self._warm_s(line) + rounds * line.round_s), EXPLORATION_MOST_S)
-        self._exploration = Exploration(ends_s, rounds, lost_s, best)
+        charged_s = self._table.charge(lost_s)
+        self._exploration_loss_s += charged_s
+        self._exploration = Exploration(ends_s, rounds, charged_s, best)
         self._explored_tokens, self._explored_s = 0, 0.0
         self._table.exploration_ends_s = ends_s
-        self._charge(lost_s)
         self._put_in_force(line, now_s)

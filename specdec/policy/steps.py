@@ -34,7 +34,7 @@ ALIKE = 0.2  # turns depend on waiting: learned while at most this share of the 
 STEP_S_GUESS = 0.02
 PATH_SHARE_GUESS, PATH_ERROR_MAX = 0.015, 0.1  # a further path of a tree, and the error of a step, over one of one row
 PATH_WEIGHT, PATH_BACK = 0.05, 0.001  # per step, and back to the guess per step without further paths
-FADE_EVERY_S, FADE_S = 5.0, 20.0  # what was not measured in the first of these times fades, by 1 / e in the second
+FADE_EVERY_S, FADE_S = 5.0, 15.0  # what was not measured in the first of these times fades, by 1 / e in the second
 FADE_SHARE = 1 - math.exp(-FADE_EVERY_S / FADE_S)
 
 
@@ -103,13 +103,14 @@ class StepCurve:
         return points
 
     def fade(self) -> None:
-        """Moves the buckets without a step since the last call towards the times at start, times the present slowdown
-        of those with steps; they weigh less against their next steps."""
+        """Moves the buckets without a step since the last call towards the times at start, times the least slowdown of
+        those with steps, which is the machine's: of some rows it may be their requests'. They weigh less against their
+        next steps."""
         measured, self._measured = self._measured, set()
         if not self._start or len(measured) == len(self._buckets):
             return
         ratios = [own[2] / interpolated(self._start, own[1]) for own in map(self._buckets.__getitem__, measured)]
-        slowdown = sum(ratios) / len(ratios) if ratios else 1.0
+        slowdown = min(ratios, default=1.0)
         for index, bucket in self._buckets.items():
             if index not in measured:
                 bucket[0] = max(1.0, (1 - FADE_SHARE) * bucket[0])

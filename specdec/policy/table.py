@@ -16,7 +16,8 @@ from specdec.policy.policy import Plan
 from specdec.policy.steps import Steps
 from specdec.protocol.report import RoundRecord
 
-ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 60.0  # decay: rounds of a running plan, seconds of another
+ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 20.0  # decay: rounds of a running plan, seconds of another
+PROMISE_KEPT_S = 60.0  # the same of what the formulas promised: it is of the draft, whichever plan runs
 NETWORK_NOISE, NETWORK_SHARE = 0.25, 0.1  # shares of the network time and of a round below which it has not changed
 PRIOR_ROUNDS, ROUND_SPREAD = 16.0, 0.6  # weight of a closed formula, in rounds; relative spread of a round's tokens
 FORMULA_TOKENS = 16.0  # accepted tokens as which the formulas of all plans count, beside the measured ones
@@ -27,7 +28,10 @@ OVERHEAD_GUESS_S, OVERHEAD_WEIGHT = 0.0015, 0.05
 REMAINDER_FACTOR, REMAINDER_SLACK_S = 3.0, 0.005  # limits of a round's time beside its step
 REFRESH_S = 0.05
 EXPLORATION_SHARE = 0.01  # of all time, that exploration may lose
-CREDIT_ROUNDS, CREDIT_LEAST_S, CREDIT_MAX_S = 4.0, -0.3, 1.0  # its credit at first, at least, and at most
+CREDIT_ROUNDS, CREDIT_MAX_S = 4.0, 1.0  # its credit at first, and at most
+# The most that it may owe: what one session earns in a quarter of a minute. An exploration that others' requests make
+# long may lose more, which says nothing of the next.
+DEBT_MAX_S = 0.15
 # After a jump of the target's steps all sessions decode plainly, whatever the credit.
 JUMP_PROBE_ROUNDS, JUMP_PROBE_MOST_S = 6.0, 10.0
 CONTENTION_SLACK = 1.1  # up to this slowdown of the others' steps is noise
@@ -80,14 +84,15 @@ class Line:
     formula_gain: float = 0.0
     spread: float = 0.0
 
-    def keep(self, share: float) -> None:
-        """Scales all sums by `share`."""
+    def keep(self, share: float, promise_share: float | None = None) -> None:
+        """Scales all sums by `share`; what was promised and what came of it by `promise_share`, if given."""
+        promise_share = share if promise_share is None else promise_share
         self.rounds *= share
         self.remainder_s *= share
         self.waited_s *= share
         self.paths *= share
-        self.promised *= share
-        self.model_accepted *= share
+        self.promised *= promise_share
+        self.model_accepted *= promise_share
         self.arrivals *= share
         self.offered *= share
         self.accepted *= share
@@ -95,7 +100,8 @@ class Line:
     def age(self, now_s: float) -> None:
         """Decays the sums by the time since its last round."""
         if now_s > self.updated_s:
-            self.keep(math.exp((self.updated_s - now_s) / IDLE_KEPT_S))
+            idle_s = now_s - self.updated_s
+            self.keep(math.exp(-idle_s / IDLE_KEPT_S), math.exp(-idle_s / PROMISE_KEPT_S))
             self.updated_s = now_s
 
     def alike(self, network_s: float) -> float:
@@ -193,6 +199,13 @@ class Table:
             self.refresh(record.end_s)
             probe_s = min(JUMP_PROBE_ROUNDS * record.step_s, JUMP_PROBE_MOST_S)
             self.baseline_ends_s = self.exploration_ends_s = record.end_s + probe_s
+
+    def charge(self, lost_s: float) -> float:
+        """Takes the loss of an exploration from the credit, as far as it may fall, and returns what it took; a loss
+        below 0 gives back."""
+        taken_s = max(min(lost_s, self.credit_s + DEBT_MAX_S), self.credit_s - CREDIT_MAX_S)
+        self.credit_s -= taken_s
+        return taken_s
 
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""

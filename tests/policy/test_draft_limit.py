@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.bench.policy_cells import many, one, steps_of
+from specdec.bench.policy_cells import TARGET_S, many, one, steps_of
 from specdec.bench.policy_world import Service, Simulated, World
 from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.policy import OFF_PLAN, FixedPolicy, Plan, Policy
@@ -85,3 +85,27 @@ def test_when_the_others_are_gone_it_is_as_asked_again() -> None:
         policy.on_round(record._replace(round_index=index, step_sessions=1, active_sessions=1, step_rows=1))
     assert policy.plan(100) == WIDE and policy.is_speculating
     assert policy.prediction.reason == "fixed: 16 tokens"
+
+
+def test_slow_steps_of_others_are_forgotten_within_a_minute() -> None:
+    """Claim: of two sessions each has its plan again a minute after requests whose steps of 8 rows and more took two
+    seconds, though no step of theirs had as many rows since; a second after them it has one draft token at most.
+
+    Conclusive: all the rounds between are equal, so that only the time since the slow steps differs.
+    """
+    load = Load()
+    load.steps.prime(tuple((rows, steps_of(FLAT)(rows)) for rows in (1, 2, 4, 8, 16)))
+    policy = FixedPolicy(16, 32, 8, 0.0, DraftLimit(load, 16, 2))
+    run(many(2, 0.9, (0.0, 0.0), slope=FLAT), service := Fixed(FLAT, streams=2))
+    record = service.records[-1]._replace(
+        offered_count=16, accepted_count=3, path_count=1, step_sessions=2, active_sessions=2
+    )
+    for rows in (8, 16, 32) * 100:
+        load.steps.add(rows, 2.0)
+    lengths = []
+    for index in range(1, 60 * 50):
+        now_s, plan = index / 50, policy.plan(100)
+        own = record._replace(round_index=index, plan=plan, step_rows=2, forward_s=TARGET_S)
+        policy.on_round(own._replace(start_s=now_s - 0.02, end_s=now_s))
+        lengths.append(policy.plan(100).draft_length_max)
+    assert lengths[50] <= 1 and lengths[-1] == 16

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.policy.policy import Plan
-from specdec.policy.steps import PATH_SHARE_GUESS, StepCurve, Steps
+from specdec.policy.steps import FADE_EVERY_S, PATH_SHARE_GUESS, SHAPE_WEIGHT, StepCurve, Steps
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 
@@ -46,6 +46,29 @@ def test_a_step_curve_follows_a_machine_that_changes() -> None:
     for seconds in [0.01] * 1000 + [0.02] * 100:
         curve.add(1, seconds)
     assert curve.seconds(1) == pytest.approx(0.02, rel=0.02)
+
+
+def test_times_that_no_step_measures_return_to_those_at_start() -> None:
+    """Claim: after steps of 4 to 16 rows that took ten times as long as at start, and then a minute of steps of one
+    row, twice as long as at start, the estimate of any number of rows is within 10 % of twice its time at start; while
+    rows are measured their time stays, and without a start so does all.
+
+    Conclusive: the only steps after the slow ones have one row; before the fading the estimate was ten times the start.
+    """
+    curve, bare = StepCurve(SHAPE_WEIGHT), StepCurve(SHAPE_WEIGHT)
+    curve.prime(tuple((rows, step_s(rows)) for rows in (1, 2, 4, 8, 16)))
+    for own in (curve, bare):
+        for rows in (4, 6, 8, 12, 16) * 400:
+            own.add(rows, 10 * step_s(rows))
+    assert curve.seconds(12) == pytest.approx(10 * step_s(12), rel=0.05)
+    for _ in range(round(60 / FADE_EVERY_S)):
+        for own in (curve, bare):
+            for _ in range(250):
+                own.add(1, 2 * step_s(1))
+            own.fade()
+    for rows in (1, 2, 4, 6, 8, 12, 16):
+        assert curve.seconds(rows) == pytest.approx(2 * step_s(rows), rel=0.1), rows
+    assert bare.seconds(12) == pytest.approx(10 * step_s(12), rel=0.05)
 
 
 TREE = Plan(8, 12, 4, siblings=2)

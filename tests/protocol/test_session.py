@@ -361,7 +361,8 @@ def test_a_draft_failure_pauses_drafting_until_another_draft_comes():
     (closed,) = session.on_draft_failure(Failure(1, session.draft_incarnation, 8, "CACHE_EXHAUSTED", "full"))
     assert session.draft_state is DraftState.PAUSED and isinstance(closed.item, Close)
     assert session.on_draft_missing(MissingTokens(1, session.draft_incarnation, 0, unknown=True)) == []
-    _, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    record, actions = session.on_verdict(Verdict((), 9, TokenKind.BONUS), output_for(begun, 9), 1, ends=False)
+    assert record.is_refused
     assert not any(isinstance(action, ToDraft) for action in actions)
     session.on_draft_down()
     assert any(isinstance(action, ToDraft) for action in session.on_draft_up())
