@@ -174,21 +174,24 @@ def test_a_template_goes_on_after_its_process_was_ended(tmp_path: Path, monkeypa
     with pytest.raises(ModelRefused, match="it takes more than 1 s"):
         found.render(LONG)
     assert found.render(HELLO) == "hello"
+    monkeypatch.setattr(rendering, "SECONDS_MAX", 60.0)
+    others = set(renderers_of(os.getpid()))  # of templates that are not collected yet, and the one above
+    found = ChatTemplate(tmp_path, SOMETIMES, {})
     previous = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             found.render(LONG)
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert found.render(HELLO) == "hello"
-    (child,) = renderers_of(os.getpid())
+    (child,) = set(renderers_of(os.getpid())) - others
     os.kill(child, signal.SIGKILL)
     with pytest.raises(ModelRefused, match="it ends its process, with code -9"):
         found.render(HELLO)
     assert found.render(HELLO) == "hello"
     del found
-    assert renderers_of(os.getpid()) == []
+    assert set(renderers_of(os.getpid())) <= others
 
 
 OWNER = """
