@@ -38,7 +38,7 @@ class RotaryTable(nn.Module):
         self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer_type in _layer_types(rotary):
             cosines, sines = _angles(rotary, positions_max, dtype, layer_type)
-            if not (cosines.isfinite().all() and sines.isfinite().all()):
+            if not (cosines.is_meta or cosines.isfinite().all() and sines.isfinite().all()):
                 raise ModelRefused("config.json: its rotary parameters give angles that are no numbers")
             if is_for_stand_ins:
                 first, second = sines.chunk(2, -1)
