@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 
 from specdec.errors import DeliveryStalled, InvalidRequest, SpecdecError
+from specdec.rpc.connections import close_connections
 from specdec.rpc.delivery import Delivery
 from specdec.rpc.limits import READER_STALL_S_MAX
-from specdec.rpc.ports import close_connections
 from specdec.rpc.rates import CallRates, Rate
 from specdec.rpc.status import abort
 from specdec.telemetry.logs import get_logger

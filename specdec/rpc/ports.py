@@ -1,18 +1,14 @@
-"""Ports to listen on: a check that one is free, the end of a connection to one, and the second, plain port that answers
-health checks only.
+"""Ports to listen on: a check that one is free, and the second, plain port that answers health checks only.
 
 A kubelet's probe speaks no TLS, so beside a port with mutual TLS it needs another, without any other method.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import ipaddress
 import os
 import socket
-from collections.abc import Collection, Iterator, Sequence
-from urllib.parse import unquote
+from collections.abc import Sequence
 
 import grpc
 
@@ -51,42 +47,6 @@ def check_port(host: str, port: int, flag: str = "--port", host_flag: str = "--h
             raise ConfigError(f"port {port} needs privileges; choose one above 1023 with {flag}") from error
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(f"{host_flag} {host} is not an address of this machine ({reason})") from error
-
-
-def close_connections(peer: str, ports: Collection[int]) -> None:
-    """Shuts down the connections of `peer`, named as by gRPC, to these ports of this process.
-
-    gRPC owns the sockets and does not tell their numbers: all descriptors are looked through, as copies, so that none
-    can become another file's meanwhile. gRPC reads the end of such a connection, as if the peer had closed it.
-    """
-    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
-    if not port.isdigit():
-        return  # gRPC's "unknown"
-    other_end = _end(host.strip("[]"), int(port))
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError), _copied(int(name)) as one:  # closed meanwhile, or another file
-            own = one.getsockname()
-            if isinstance(own, tuple) and own[1] in ports and _end(*one.getpeername()[:2]) == other_end:
-                one.shutdown(socket.SHUT_RDWR)
-
-
-def _end(host: str, port: int) -> tuple[object, int]:
-    """The end of a connection, in one form for IPv4 on sockets of both kinds."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return getattr(address, "ipv4_mapped", None) or address, port
-
-
-@contextlib.contextmanager
-def _copied(number: int) -> Iterator[socket.socket]:
-    """A second descriptor of the socket with this one. Raises OSError if it is none."""
-    copy = os.dup(number)
-    try:
-        connection = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with connection:
-        yield connection
 
 
 class HealthPort:

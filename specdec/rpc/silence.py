@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
+from specdec.rpc.connections import accepted
 from specdec.telemetry.logs import get_logger
 
 SILENT_S = 2.5  # a peer that stalls for a second, a second after its last ping, is not silent
 TICK_S = 0.25
 LATE_S = 0.5  # a tick that is so late: this process was paused, and silence is counted anew
-_FILES = "/proc/self/fd"
 _ESTABLISHED = 1  # the state of a connection
 _TIMES = struct.Struct("=B43x3I")  # of the kernel's tcp_info: state; ms since data were sent, an ACK was, data came
 
@@ -29,40 +27,19 @@ _TIMES = struct.Struct("=B43x3I")  # of the kernel's tcp_info: state; ms since d
 async def end_silent(port: int) -> None:
     """Ends connections accepted on `port` once nothing has come over them for SILENT_S. Runs until cancelled."""
     on_time_s = 0.0
-    while os.path.isdir(_FILES):
+    while True:
         due_s = time.monotonic() + TICK_S
         await asyncio.sleep(TICK_S)
         on_time_s = on_time_s + TICK_S if time.monotonic() < due_s + LATE_S else 0.0
         if on_time_s >= SILENT_S:
-            with contextlib.suppress(OSError):  # no descriptor is left to read the folder with
-                for descriptor in [*_silent(port)]:
-                    _end(descriptor, port)
+            for connection in accepted({port}):
+                with contextlib.suppress(OSError):  # it has ended since
+                    if _is_silent(connection):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        get_logger().warning("a silent connection is ended", silence_s=SILENT_S)
 
 
-def _silent(port: int) -> Iterator[int]:
-    """Yields the descriptors of silent connections."""
-    for name in os.listdir(_FILES):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            if _is_silent(int(name), port):
-                yield int(name)
-
-
-def _is_silent(descriptor: int, port: int) -> bool:
-    """Whether a descriptor is a connection to `port` that is silent. Raises OSError."""
-    one = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
-    try:
-        name = one.getsockname()
-        if not isinstance(name, tuple) or name[1] != port:
-            return False
-        state, sent_ms, _, received_ms = _TIMES.unpack_from(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192))
-    finally:
-        one.detach()
+def _is_silent(connection: socket.socket) -> bool:
+    """Whether nothing answered what was sent. Raises OSError."""
+    state, sent_ms, _, received_ms = _TIMES.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192))
     return bool(state == _ESTABLISHED and sent_ms < received_ms >= 1000 * SILENT_S)
-
-
-def _end(descriptor: int, port: int) -> None:
-    """Ends a connection whose descriptor gRPC owns: by a duplicate, as it may have closed it and opened another."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
-        if _is_silent(own.fileno(), port):
-            own.shutdown(socket.SHUT_RDWR)
-            get_logger().warning("a silent connection is ended", silence_s=SILENT_S)

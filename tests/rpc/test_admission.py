@@ -18,8 +18,8 @@ from specdec.config import ServiceSettings, TlsSettings
 from specdec.errors import CacheExhausted
 from specdec.rpc import admission, ports, rates
 from specdec.rpc.client import HEALTH_CHECK_METHOD, open_channel
+from specdec.rpc.connections import close_connections
 from specdec.rpc.limits import WASTED_CALLS_PER_S_MAX
-from specdec.rpc.ports import close_connections
 from specdec.rpc.rates import CallRates
 from specdec.rpc.status import error_from_rpc
 from tests.support.certificates import Authority
@@ -139,15 +139,17 @@ async def test_a_connection_that_wastes_calls_is_closed(monkeypatch: pytest.Monk
 
 
 async def test_a_connection_with_tls_is_closed_too(tmp_path: Path) -> None:
-    """Claim: of 1,000 calls of no method over one connection with TLS some are UNIMPLEMENTED and the last fail with
-    their connection; the next connection of this host is served. Conclusive: a library reports both."""
+    """Claim: of 1,000 calls of no method over one connection with TLS the last fail with their connection, those before
+    are UNIMPLEMENTED unless their answer was under way; the next connection of this host is served. Conclusive: a
+    library reports both."""
     files = dict(Authority("specdec test authority").issue(tmp_path))
     tls = TlsSettings(**files)
     async with listening(ServiceSettings(port=0, **files)) as address:
         async with open_channel(address, tls) as channel:
             calls = [channel.unary_unary("/no.such.Service/Method")(b"") for _ in range(1000)]
             codes = await asyncio.gather(*map(code_of, calls))
-        assert set(codes) == {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE}
+        assert grpc.StatusCode.UNAVAILABLE in codes
+        assert set(codes) <= {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE}
         async with open_channel(address, tls) as channel:
             assert await code_of(channel.unary_unary(HEALTH_CHECK_METHOD)(b"")) is grpc.StatusCode.OK
 
