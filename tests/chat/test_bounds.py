@@ -170,6 +170,7 @@ def test_a_template_goes_on_after_its_process_was_ended(tmp_path: Path, monkeypa
     only: the next messages are rendered, with their own text. Conclusive: the ends are real ones, and the answer of the
     rendering that was left is none of a later one."""
     monkeypatch.setattr(rendering, "SECONDS_MAX", 1.0)
+    others = set(renderers_of(os.getpid()))  # of templates that are not collected yet
     found = ChatTemplate(tmp_path, SOMETIMES, {})
     with pytest.raises(ModelRefused, match="it takes more than 1 s"):
         found.render(LONG)
@@ -199,8 +200,8 @@ import sys, time
 from pathlib import Path
 from specdec.chat.template import ChatTemplate
 found = ChatTemplate(Path("."), sys.argv[1], {})
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print(found.render([{"content": "after"}]), flush=True)
