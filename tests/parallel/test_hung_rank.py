@@ -48,7 +48,7 @@ def test_a_rank_that_hangs_in_a_step_ends_all(tiny_folder: Callable[..., Path]) 
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as follower, ExitStack() as ending_all:
         ending_all.callback(follower.kill)
         folder = str(tiny_folder("llama"))
-        print(json.dumps([folder, "float32", 1, 2, place.port]), file=follower.stdin, flush=True)
+        print(json.dumps([folder, "float32", 1, 2, place.port, None]), file=follower.stdin, flush=True)
         ending = Ending(lost.append, Bounds(SILENCE_S, EXCHANGE_S), exit_grace_s=None)
         driver = Driver(load_leader(ModelSource(folder, "float32"), place, ending, lambda what, share: None))
         table, token_ids = driver.open(20), random_tokens(20, 3)
