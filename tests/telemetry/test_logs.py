@@ -205,8 +205,8 @@ def test_a_reader_that_has_gone_and_a_full_disk_cost_lines_only():
 @pytest.mark.parametrize("is_blocking", [True, False])
 def test_a_pipe_without_reading_costs_lines_only_and_the_rest_is_read_later(is_blocking):
     """Claim: with a pipe that is not read, a caller goes on at once, at most WAITING_BYTES_MAX wait, and the process
-    ends within LAST_WORDS_S of its end; once the pipe is read, the first lines come in order, and a line says how many
-    were lost. The same on a descriptor that a neighbour has set to fail instead of blocking.
+    ends within LAST_WORDS_S of its end; once the pipe is read, the first lines and all that fitted come in order, and lines
+    say how many were lost. The same on a descriptor that a neighbour has set to fail instead of blocking.
 
     Conclusive: the lines are three times what may wait, so a caller that waited for the pipe would never end.
     """
@@ -233,8 +233,11 @@ def test_a_pipe_without_reading_costs_lines_only_and_the_rest_is_read_later(is_b
     os.close(reading)
     found = [json.loads(line) for line in b"".join(pieces).splitlines()]
     numbers = [line["number"] for line in found if "number" in line]
-    assert numbers == list(range(len(numbers))) and len(numbers) + lost_count == count and lost_count > count // 3
-    assert [line["lines"] for line in found if line["event"] == "log lines were lost"] == [lost_count]
+    first_count = WAITING_BYTES_MAX // 2000  # those after them may fit again, as the pipe itself takes some
+    assert numbers[:first_count] == list(range(first_count)) and numbers == sorted(set(numbers))
+    reports = [line for line in found if line["event"] == "log lines were lost"]
+    assert count // 3 < count - len(numbers) <= lost_count < count - len(numbers) + 100  # a report can be lost too
+    assert reports[-1]["total"] == lost_count
     assert found[-1]["event"] == "last"
 
 
