@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -23,23 +22,13 @@ from specdec.rpc.limits import WASTED_CALLS_PER_S_MAX
 from specdec.rpc.rates import CallRates
 from specdec.rpc.status import error_from_rpc
 from tests.support.certificates import Authority
-from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, Echo
+from tests.support.echo_service import DESCRIBE, SERVICE, VERIFY, listening
 from tests.support.pages import free_address
 from tests.support.raw_calls import DATA, RST_STREAM, RawConnection
 
 INSECURE = TlsSettings()
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 SOON_S = 30.0  # for what takes milliseconds, or a second where thousands of calls come first
-
-
-@asynccontextmanager
-async def listening(settings: ServiceSettings | None = None) -> AsyncIterator[str]:
-    server = Echo().server(settings)
-    address = await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(0)
 
 
 async def code_of(call) -> grpc.StatusCode:

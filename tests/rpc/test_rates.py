@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -25,22 +25,12 @@ from specdec.rpc.link import Link
 from specdec.rpc.rates import CallRates, Rate
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
-from tests.support.echo_service import DESCRIBE, VERIFY, Echo
+from tests.support.echo_service import DESCRIBE, VERIFY, Echo, listening
 from tests.support.pages import free_address
 
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 SOON_S = 10.0  # for what takes milliseconds
 CHECK = health_pb2.HealthCheckRequest().SerializeToString()
-
-
-@asynccontextmanager
-async def listening(settings: ServiceSettings | None = None) -> AsyncIterator[str]:
-    server = Echo().server(settings)
-    address = await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(0)
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:

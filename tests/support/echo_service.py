@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from specdec.config import ServiceSettings
 from specdec.rpc.parsing import parse
@@ -57,6 +58,17 @@ async def main(port: int, echo: Echo) -> None:
     server = echo.server(ServiceSettings(port=port))
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def listening(settings: ServiceSettings | None = None) -> AsyncIterator[str]:
+    """The address of an echo service, stopped at the end."""
+    server = Echo().server(settings)
+    address = await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)
 
 
 if __name__ == "__main__":
