@@ -1,0 +1,150 @@
+// The boundary of the native kernels of a CPU step: everything that Python calls, and nothing else.
+//
+// Every number of a row is computed in one order that depends on the row alone: see docs/exactness.md. All functions
+// take sizes that were checked by their caller, allocate nothing but the scratch of the pool, and may run on any number
+// of threads without a change of a bit.
+#ifndef SPECDEC_KERNELS_H
+#define SPECDEC_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SD_PUBLIC __attribute__((visibility("default")))
+#else
+#define SD_PUBLIC
+#endif
+
+enum { SD_FLOAT32 = 0, SD_BFLOAT16 = 1, SD_FLOAT16 = 2 };                     // types of numbers
+enum { SD_SILU = 0, SD_GELU_TANH = 1, SD_GELU_ERF = 2, SD_RELU = 3 };         // activations
+enum { SD_ROUND_ONCE = 0, SD_ROUND_FIRST = 1 };  // of a norm: round(n * gain), or round(round(n) * gain)
+
+// A weight [out, in] in panels of 16 outputs; outputs beyond out_size are zero.
+typedef struct {
+    const void *panels;  // sd_pack's result
+    const float *bias;   // [out_size]; NULL: none
+    int64_t out_size, in_size;
+    int32_t type;  // of the panels
+} sd_weight;
+
+// A root-mean-square norm (is_centered 0) or a layer norm (1, Ba et al. 2016).
+typedef struct {
+    const float *gain, *bias;  // [size]; bias NULL: none
+    float epsilon;
+    int32_t rounding;     // SD_ROUND_*
+    int32_t is_centered;  // subtracts the mean first
+} sd_norm;
+
+// The cache of one layer, in blocks. A slot is block * block_size + offset.
+typedef struct {
+    void *keys;    // [blocks][kv_heads][head_size][block_size]: 16 positions of one element lie side by side
+    void *values;  // [blocks][kv_heads][block_size][head_size]
+    int64_t block_count, block_size;  // block_size: 8, or a multiple of 16
+    int32_t kv_heads, head_size, type;
+} sd_cache;
+
+// The rows of a step. Row r attends to positions [0, base[r]) through its sequence's block table, then to the slots
+// path[path_start[r]] .. path[path_start[r + 1] - 1], whose positions are base[r], base[r] + 1, ...; the last key is
+// its own, at position[r]. A row of a chain has base = position + 1 and no path; a node of a tree has its ancestors
+// below the base and itself on its path. Rows come after the rows that they see.
+typedef struct {
+    int64_t count;
+    const int32_t *sequence;     // [count] index of the block table
+    const int32_t *position;     // [count]
+    const int32_t *slot;         // [count] where the row's key and value are written
+    const int32_t *base;         // [count]
+    const int64_t *path_start;   // [count + 1]
+    const int32_t *path;         // [path_start[count]]
+    int64_t sequence_count;
+    const int64_t *table_start;  // [sequence_count + 1]
+    const int32_t *table;        // [table_start[sequence_count]] block ids
+    int64_t copy_count;          // further slots to which a row's key and value are written
+    const int32_t *copy_row, *copy_slot;  // [copy_count]
+} sd_rows;
+
+// Rule of a layer's attention: softmax(softcap * tanh(scaling * q k / softcap)) within `window` positions.
+typedef struct {
+    float scaling, softcap;  // softcap 0: none
+    int64_t window;          // 0: all positions; else the last `window`, the row's own included
+} sd_rule;
+
+// One decoder layer of the Llama family; the order of operations is that of `transformers`. A norm whose gain is NULL
+// is left out.
+typedef struct {
+    sd_norm before_attention, after_attention, before_mlp, after_mlp;  // after_*: on the output, before the residual
+    sd_norm query, key;                                                // of each head, before the rotation
+    sd_weight qkv;      // queries of all heads, keys, values
+    sd_weight out;      // [hidden, heads * head_size]
+    sd_weight gate, up; // [intermediate, hidden]
+    sd_weight down;     // [hidden, intermediate]
+    const float *cosines, *sines;  // [positions, rotated_size], rounded to the model's type; NULL: no rotation
+    sd_rule rule;
+    sd_cache cache;
+} sd_layer;
+
+typedef struct {
+    const sd_layer *layers;
+    int32_t layer_count, hidden_size, intermediate_size, heads, kv_heads, head_size, rotated_size;
+    int32_t activation;  // SD_SILU ...
+    int32_t type;        // of activations and cache: results of every operation are rounded to it
+    const void *embedding;  // [vocabulary, hidden] of `type`
+    float embedding_scale;  // 1: none; rounded to the type
+    float residual_scale;   // 1: none
+    sd_norm last;
+    sd_weight output;       // [vocabulary, hidden]; logits are float32, not rounded
+    float logit_scale, logit_softcap;  // 1, 0: none
+    int64_t vocabulary_size, positions_max;
+} sd_model;
+
+// Called on the calling thread, in place of a sum over ranks: x [count] of float32 is replaced by its sum over all
+// ranks, in rank order. Returns 0, or anything else to end the step.
+typedef int32_t (*sd_exchange)(float *x, int64_t count);
+
+typedef struct {
+    const int64_t *ids;         // [rows]
+    const int32_t *logit_rows;  // [logit_count] rows whose logits are asked
+    int64_t logit_count;
+    float *logits;              // [logit_count, vocabulary]
+    void *hidden;               // [logit_count, hidden] of the model's type: inputs of the output layer; NULL: not asked
+    uint8_t *is_finite;         // [rows] 1 where the last hidden state, and the logits if asked, are finite
+    const volatile int32_t *is_abandoned;  // read between layers, before a layer's keys are written; NULL: never
+    sd_exchange exchange;       // NULL: one rank
+} sd_step_arguments;
+
+enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3 };
+
+// Version of the order of sums: increases with each change by which a result has other bits.
+SD_PUBLIC int32_t sd_version(void);
+// The family in force, or "" if this processor can run none: "fma" or "avx512_bf16". `sd_instructions`: the instruction
+// set that computes it ("avx2", "avx512", "neon", "avx512_bf16"). `sd_use` chooses an instruction set by its name before
+// any weight is packed; returns 0 if this processor or library does not have it.
+SD_PUBLIC const char *sd_family(void);
+SD_PUBLIC const char *sd_instructions(void);
+SD_PUBLIC int32_t sd_use(const char *instructions);
+
+SD_PUBLIC int64_t sd_packed_bytes(int32_t type, int64_t out_size, int64_t in_size);
+// weight [out_size, in_size] of `type`, in strides of elements -> panels
+SD_PUBLIC void sd_pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
+                       int64_t in_stride, void *panels);
+
+// All arrays of rows below are [rows][stride] with unit distance of elements; strides count elements.
+SD_PUBLIC void sd_product(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y,
+                          int32_t y_type, int64_t y_stride, int64_t rows, int32_t threads);
+SD_PUBLIC void sd_normalize(const sd_norm *norm, const void *x, int64_t x_stride, void *y, int64_t y_stride,
+                            int32_t type, int64_t rows, int64_t size, int32_t threads);
+SD_PUBLIC void sd_activate(int32_t activation, const void *x, void *y, int32_t type, int64_t count, int32_t threads);
+SD_PUBLIC void sd_tanh(const float *x, float *y, int64_t count, int32_t threads);
+// Writes keys and values [rows][kv_heads * head_size] of the cache's type to the rows' slots and copies.
+SD_PUBLIC void sd_write(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride,
+                        const void *values, int64_t value_stride, int32_t threads);
+// queries [rows][heads * head_size] -> out, both of the cache's type
+SD_PUBLIC void sd_attend(const sd_cache *cache, const sd_rows *rows, const sd_rule *rule, int32_t heads,
+                         const void *queries, int64_t query_stride, void *out, int64_t out_stride, int32_t threads);
+SD_PUBLIC void sd_argmax(const float *x, int64_t stride, int64_t rows, int64_t size, int64_t *best, int32_t threads);
+// Runs one step; returns SD_*.
+SD_PUBLIC int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
+                          int32_t threads);
+// Returns NULL if every index of the rows lies within a cache of these sizes, else what is wrong.
+SD_PUBLIC const char *sd_check_rows(const sd_rows *rows, int64_t block_count, int64_t block_size);
+
+#endif
