@@ -1,4 +1,4 @@
-"""The CPU backend: steps on native kernels, each sum in one order, and the path without them.
+"""Steps on a CPU: native kernels whose sums have one order, the plan that they run, and the path without them.
 
-A module outside imports `backend` and `kernels` only.
+`native` holds the kernels' C sources and `kernels` their boundary; nothing here has sessions or schedules.
 """
