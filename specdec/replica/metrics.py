@@ -56,7 +56,8 @@ def page_metrics(
     metrics: ReplicaMetrics,
     handler: ItemHandler,
 ) -> Iterator[Metric]:
-    """Yields all metrics of the page. `kernels`: see `ModelDescription`. May be called from any thread: each value by itself is correct."""
+    """Yields all metrics of the page. May be called from any thread: each value by itself is correct. `kernels`: see
+    `ModelDescription`."""
     facts = {
         "model": description.model_name,
         "dtype": description.dtype,
