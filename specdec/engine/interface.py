@@ -19,7 +19,7 @@ from specdec.engine.vocabulary_map import VocabularyMap
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
-    `vocabulary`: of a draft that does not have its target's; `kernels`: family and instruction set of its native kernels,
+    `vocabulary`: of a draft that does not have its target's; `kernels`: family and instruction set of native kernels,
     if any."""
 
     model_digest: str

@@ -133,11 +133,11 @@ def test_the_whole_command_on_tiny_shapes(tmp_path: Path, capsys: pytest.Capture
     arguments += f" --vocabularies 4096 --rounds 1 --out {tmp_path}"
     assert main(arguments.split()) == 0
     run = json.loads((tmp_path / "engine.json").read_text())
-    assert {(step["sequences"], step["rows"]) for step in run["steps"]} >= {(1, 1), (1, 4), (2, 1), (2, 5), (8, 5)}
+    assert {(step["sequences"], step["rows"]) for step in run["steps"]} == {(1, 1), (1, 4), (2, 1), (2, 5)}
     assert [one["rows"] for one in run["products"]] in ([], list(PRODUCT_ROWS))  # none without kernels
     assert [stream["streams"] for stream in run["streams"]] == [1, 2]
     assert all(step["step_ms"] > 0 and step["limit_ms"] > 0 for step in run["steps"])
     assert len(run["sampler"]) == 2 * len(ALL_PARAMS)
     printed = capsys.readouterr().out
-    for title in ("One sequence", "Neighbour-independence", "Plain decoding", "SamplerOutput, of which noise", "bars"):
+    for title in ("One sequence", "Products of a step", "Plain decoding", "SamplerOutput, of which noise", "bars"):
         assert title in printed
