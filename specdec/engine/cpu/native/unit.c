@@ -1,0 +1,29 @@
+// All kernels of one instruction set: compiled once for each, with -DUNIT=avx2, avx512, avx512_bf16 or neon.
+#include "internal.h"
+#include "parallel.h"
+#include "products.h"
+
+#if __has_include("rows.h") && __has_include("attention.h") && __has_include("step.h")
+#include "rows.h"
+#include "attention.h"
+#include "step.h"
+#endif
+
+#define JOINED(a, b) a##b
+#define TABLE_OF(unit) JOINED(sd_kernels_, unit)
+#define TEXT(x) #x
+#define NAME_OF(unit) TEXT(unit)
+
+#if defined(__AVX512BF16__)
+#define FAMILY "avx512_bf16"
+#else
+#define FAMILY "fma"
+#endif
+
+const sd_kernels TABLE_OF(UNIT) = {
+    .family = FAMILY,
+    .instructions = NAME_OF(UNIT),
+    .packed_bytes = packed_bytes,
+    .pack = pack,
+    .product = product,
+};
