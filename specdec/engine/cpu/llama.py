@@ -30,6 +30,7 @@ TRIED_TOKENS = 4
 TRIED_BLOCK = 16
 SumOverRanks = Callable[[Tensor], Tensor]  # a rank's part [count] float32 -> the sum of all ranks' parts, in rank order
 
+
 @dataclass(frozen=True, slots=True)
 class LlamaStep:
     """The result of a call. `is_finite` [rows] bool: whether a row's last hidden state, and its logits, are finite."""
@@ -178,8 +179,9 @@ class Trial:
 
     def _new_caches(self) -> list[LayerCache]:
         shape = self._shape
-        sizes = (1, shape.kv_head_count, shape.head_size, TRIED_BLOCK), (1, shape.kv_head_count, TRIED_BLOCK, shape.head_size)
+        sizes = (
+            (1, shape.kv_head_count, shape.head_size, TRIED_BLOCK),
+            (1, shape.kv_head_count, TRIED_BLOCK, shape.head_size),
+        )
         pairs = [[torch.zeros(size, dtype=self._dtype) for size in sizes] for _ in range(shape.layer_count)]
         return [LayerCache(*pair) for pair in pairs]
-
-

@@ -102,12 +102,13 @@ def model_parts(
         positions_max=positions_max,
         vocabulary_size=ids_end,
     )
-    parts = ModelParts(struct, layers, [base, output])
-    is_typed = None not in getattr(its.rotary_emb, "tables", {None: None})  # whether each type of layer has angles
+    angles = angles_of(its.rotary_emb, struct)
+    parts = ModelParts(struct, layers, [base, output, angles])
     for index, (module, rule) in enumerate(zip(modules, rules)):
         fill_layer(parts, index, module, rule)
         if getattr(module.self_attn, "use_rope", True):
-            fill_angles(parts, layers[index], its.rotary_emb, its.config.layer_types[index] if is_typed else None)
+            pair = angles[None if None in angles else its.config.layer_types[index]]
+            layers[index].cosines, layers[index].sines = (each.data_ptr() for each in pair)
     fill_output(struct, output)
     fill_embedding(parts, base, output, dtype)
     return parts
@@ -180,22 +181,24 @@ def join(products: Sequence[nn.Module]) -> PackedWeight:
     return PackedWeight(sum(sizes), first.in_size, first.dtype, panels, bias)
 
 
-def fill_angles(parts: ModelParts, layer: structs.LayerStruct, table: nn.Module, layer_type: str | None) -> None:
-    """Sets the addresses of a layer's angles: the first half of the cosines and the second of the sines are read."""
+def angles_of(table: nn.Module, struct: structs.ModelStruct) -> dict[str | None, list[Tensor]]:
+    """Returns cosines and sines by type of layer, each [positions, size], and sets the size. Raises UnknownPart."""
     if not isinstance(table, RotaryTable):
         raise UnknownPart("its angles are in no table")
-    cosines, sines = table.tables[layer_type]
-    size = cosines.shape[-1]
-    half = size // 2
-    rows = [angles.view(-1, size) for angles in (cosines, sines)]
-    is_twice = torch.equal(rows[0][:, :half], rows[0][:, half:]) and torch.equal(rows[1][:, :half].abs(), rows[1][:, half:].abs())
-    if not is_twice or TYPES[cosines.dtype] != parts.struct.type or len(rows[0]) < parts.struct.positions_max:
-        raise UnknownPart("its angles are no halves that repeat, of the model's type")
-    if parts.struct.rotated_size not in (0, size):
-        raise UnknownPart("its layers rotate different numbers of elements")
-    parts.struct.rotated_size = size
-    parts.kept.append(rows)
-    layer.cosines, layer.sines = (angles.data_ptr() for angles in rows)
+    found = {}
+    for layer_type, pair in table.tables.items():
+        size = pair[0].shape[-1]
+        cosines, sines = (angles.view(-1, size) for angles in pair)
+        halves = [(angles[:, : size // 2], angles[:, size // 2 :]) for angles in (cosines, sines)]
+        if not torch.equal(*halves[0]) or not torch.equal(*(half.abs() for half in halves[1])):
+            raise UnknownPart("its angles do not repeat in the second half")
+        if TYPES[cosines.dtype] != struct.type or len(cosines) < struct.positions_max:
+            raise UnknownPart(f"its angles are {cosines.dtype}, of {len(cosines)} positions")
+        if struct.rotated_size not in (0, size):
+            raise UnknownPart("its layers rotate different numbers of elements")
+        struct.rotated_size = size
+        found[layer_type] = [cosines, sines]
+    return found
 
 
 def fill_mlp(parts: ModelParts, layer: structs.LayerStruct, mlp: Any) -> None:

@@ -406,6 +406,8 @@ static void step_program(void *argument, sd_thread thread) {
 
 // Whether every id, position and row that is asked for exists.
 static int32_t is_within(const sd_model *model, const sd_rows *rows, const sd_step_arguments *asked) {
+    int32_t has_table = model->embedding || (model->output.panels && model->vocabulary_size <= model->output.out_size);
+    if (!asked->inputs && !has_table) return 0;
     for (int64_t r = 0; r < rows->count; r++) {
         if (rows->position[r] < 0 || rows->position[r] >= model->positions_max) return 0;
         if (!asked->inputs && (asked->ids[r] < 0 || asked->ids[r] >= model->vocabulary_size)) return 0;
