@@ -26,7 +26,7 @@ from specdec.engine.cuda.ways import (
     tried_batch,
 )
 from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.storage import DeviceStorage
+from specdec.engine.cuda.storage import DeviceStorage
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")

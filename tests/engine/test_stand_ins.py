@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from specdec.engine.tiled_modules import FusedRMSNorm, replace_modules, treats_rows_alone
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.engine.attention import NAME, CallRecorder, ScoreRule, measure_shape, paged_attention
 from specdec.engine.rotary_attention import fits, has_projections, rotary_size
-from specdec.engine.tiled_modules import FusedRMSNorm, replace_modules, treats_rows_alone
 from specdec.errors import ModelRefused
 from tests.support.engine_models import WINDOW, model_class
 

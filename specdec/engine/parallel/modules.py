@@ -13,14 +13,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.cpu.products import Product
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
-from specdec.engine.tile_memory import StableTiles
-from specdec.engine.tile_sizes import ALONE, TileSizes
-from specdec.engine.tiled_modules import TiledLinear
 from specdec.errors import ModelRefused
-
-QUERY_TILE_MAX = 1024  # larger than any query tile: stable tile sizes are sent as flags by width
 
 
 def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -43,8 +39,7 @@ class RankSum(nn.Module):
         elif bias is not None:
             linear.bias = None  # type: ignore[assignment]  # not every module has one
         self.linear = linear
-        # A TiledLinear gives its product in the type of the computation.
-        self._product = linear.product if isinstance(linear, TiledLinear) else linear
+        self._product = linear.product if isinstance(linear, Product) else linear
         self._exchange = exchange
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +130,7 @@ class JoinedShare:
             parent_path, _, attribute = path.rpartition(".")
             parent = base.get_submodule(parent_path)
             linear = getattr(parent, attribute, None)
-            if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
+            if not isinstance(linear, (Product, nn.Linear, Conv1D)):
                 raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
             setattr(parent, attribute, RankSum(linear, self._exchange))
         its: Any = base  # the method is of the architecture's class
@@ -146,12 +141,3 @@ class JoinedShare:
     def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
         """Returns the output layer of all ranks together, made from this rank's part."""
         return SplitOutput(output, vocabulary_size, self._exchange)
-
-    def agree(self, stable_tiles: StableTiles) -> StableTiles:
-        """Returns the stable tile sizes common to all ranks; width 1 if there are none."""
-        widths, tiles = stable_tiles
-        flags = torch.zeros(2, QUERY_TILE_MAX)
-        flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
-        common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
-        found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
-        return TileSizes(found[0], widths.row_multiple), found[1]
