@@ -7,7 +7,7 @@ they are: a structure holds addresses, and whoever holds it keeps the modules. N
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -164,21 +164,22 @@ def fill_attention(parts: ModelParts, layer: structs.LayerStruct, attention: Any
 
 def join(products: Sequence[nn.Module]) -> PackedWeight:
     """Returns one weight with the outputs of several, which become views of it."""
-    weights = [product.weight for product in products if isinstance(product, Product)]
+    parts = [product for product in products if isinstance(product, Product)]
+    weights = [part.weight for part in parts]
     sizes = [weight.out_size for weight in weights]
-    if len(weights) < len(products) or any(size % PANEL for size in sizes[:-1]):
+    if len(parts) < len(products) or any(size % PANEL for size in sizes[:-1]):
         raise UnknownPart(f"its projections have {sizes} outputs, which are no multiples of {PANEL}")
     biases = [weight.bias for weight in weights]
     if len({bias is None for bias in biases}) > 1:
         raise UnknownPart("some of its projections have a bias")
     panels = torch.cat([weight.panels for weight in weights])
     bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-    first = weights[0]
-    ends = torch.tensor([weight.panels.numel() for weight in weights]).cumsum(0).tolist()
-    for product, weight, end in zip(products, weights, ends):
-        view = panels[end - weight.panels.numel() : end]
-        product.weight = PackedWeight(weight.out_size, weight.in_size, weight.dtype, view, weight.bias)
-    return PackedWeight(sum(sizes), first.in_size, first.dtype, panels, bias)
+    start = 0
+    for part, weight in zip(parts, weights):
+        end = start + weight.panels.numel()
+        part.weight = replace(weight, panels=panels[start:end])
+        start = end
+    return PackedWeight(sum(sizes), weights[0].in_size, weights[0].dtype, panels, bias)
 
 
 def angles_of(table: nn.Module, struct: structs.ModelStruct) -> dict[str | None, list[Tensor]]:
