@@ -264,9 +264,12 @@ def describe(
 
 
 def numerics_of(device: torch.device) -> str:
-    """Names what decides the bits of a model's results on a device, beside its libraries. With kernels the number of
-    threads does not."""
-    own = kernels() if device.type == "cpu" else None
-    if own is not None:
-        return f"engine {NUMERICS_VERSION}, kernels {own.version} {own.family} {own.fingerprint}"
-    return f"engine {NUMERICS_VERSION}, no kernels, {torch.get_num_threads()} threads"
+    """Names what decides the bits of a model's results on a device, beside its libraries: on a CPU the kernels, without
+    them the number of threads."""
+    engine = f"engine {NUMERICS_VERSION}"
+    if device.type != "cpu":
+        return engine
+    own = kernels()
+    if own is None:
+        return f"{engine}, no kernels, {torch.get_num_threads()} threads"
+    return f"{engine}, kernels {own.version} {own.family} {own.fingerprint}"

@@ -48,7 +48,8 @@ class KernelAttention:
 
 
 class CpuBackend:
-    """A `Backend`. `dtype`: of the model, its activations and its cache."""
+    """A `Backend`. `dtype`: of the model, its activations and its cache. `product_shapes`: [out, in] of the weights of
+    all matrix products."""
 
     def __init__(self, dtype: torch.dtype, positions_max: int):
         self.device = torch.device("cpu")
@@ -72,11 +73,16 @@ class CpuBackend:
         return PlainOutput(weight, bias, scale, softcap)
 
     def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
-        self.product_bytes = sum(map(product_bytes, (*base.modules(), output)))
+        shapes = map(product_of, (*base.modules(), output))
+        self.product_shapes = [own for own in shapes if own is not None]
         self._shape = shape
         self._rules = {
             rule: native.ScoreRule(rule.scaling, rule.softcap or 0, rule.window or 0) for rule in shape.rules
         }
+
+    @property
+    def product_bytes(self) -> int:
+        return self._dtype.itemsize * sum(rows * columns for rows, columns in self.product_shapes)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -107,9 +113,7 @@ class CpuBackend:
         """Runs a planned step, on the kernels module by module."""
         if self._kernels is None:
             return run_rows(plan, storage, should_abandon, compute)
-        rows = self._kernels.rows(
-            block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict()
-        )
+        rows = self._kernels.rows(block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict())
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 
@@ -122,8 +126,11 @@ class CpuBackend:
         return {}
 
 
-def product_bytes(module: nn.Module) -> int:
-    """Returns the bytes of the weight of a matrix product; 0 for other modules."""
+def product_of(module: nn.Module) -> tuple[int, int] | None:
+    """Returns the shape [out, in] of the weight of a matrix product; None for other modules."""
     if isinstance(module, Product):
-        return module.weight.byte_count
-    return module.weight.nbytes if isinstance(module, (nn.Linear, Conv1D, PlainOutput)) else 0
+        return module.weight.out_size, module.weight.in_size
+    if isinstance(module, (nn.Linear, Conv1D, PlainOutput)):
+        rows, columns = module.weight.shape
+        return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+    return None

@@ -6,6 +6,7 @@ compute exactly stay as they are; a module of another kind is refused, since it 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,6 +32,12 @@ class Product(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], of the same type."""
         return self._kernels.product(self.weight, x)
+
+    def take_bias(self) -> torch.Tensor | None:
+        """Returns the bias [out] float32, if any; the product no longer adds it."""
+        bias = self.weight.bias
+        self.weight = replace(self.weight, bias=None)
+        return bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out] float32, not rounded."""

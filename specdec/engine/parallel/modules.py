@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.cpu.kernels import kernels
 from specdec.engine.cpu.products import Product
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
@@ -32,11 +33,11 @@ class RankSum(nn.Module):
 
     def __init__(self, linear: nn.Module, exchange: Exchange) -> None:
         super().__init__()
-        bias = getattr(linear, "bias", None)
+        bias = linear.take_bias() if isinstance(linear, Product) else getattr(linear, "bias", None)
         self.bias = None if bias is None else bias.detach().float()
         if isinstance(linear, Conv1D):
             linear.bias = nn.Parameter(torch.zeros_like(linear.bias), requires_grad=False)
-        elif bias is not None:
+        elif bias is not None and not isinstance(linear, Product):
             linear.bias = None  # type: ignore[assignment]  # not every module has one
         self.linear = linear
         self._product = linear.product if isinstance(linear, Product) else linear
@@ -62,12 +63,20 @@ class SplitNorm(nn.Module):
         self._epsilon = epsilon
         self._count = len(weight) * exchange.rank_count  # heads held by several ranks count for each
         self._exchange = exchange
+        self._kernels = kernels() if weight.device.type == "cpu" else None
+        self._ones = self._kernels.pack(torch.ones(1, len(weight))) if self._kernels else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, heads of this rank * head size] -> the same shape and type."""
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        total = add_in_rank_order(self._exchange.gather(squares))
+        total = add_in_rank_order(self._exchange.gather(self._sum_of_squares(x)))
         return torch.mul(x, total.div_(self._count).add_(self._epsilon).rsqrt_()).mul_(self.weight).to(x.dtype)
+
+    def _sum_of_squares(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads of this rank * head size] -> [..., 1] float32. By kernels, whose sums have one order."""
+        if self._kernels and self._ones:
+            return self._kernels.product(self._ones, x.float().square())
+        lengths: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return lengths.square_()
 
 
 class SplitEmbedding(nn.Module):
