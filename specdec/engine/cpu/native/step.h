@@ -69,14 +69,6 @@ static int64_t place_buffers(step_state *step, char *arena, int32_t threads) {
     return used;
 }
 
-// Rounded to a type and back.
-INLINE v16 v16_round_as(v16 x, int32_t type) {
-    if (type == SD_FLOAT32) return x;
-    uint16_t rounded[LANES];
-    v16_store_as(rounded, 0, type, x);
-    return v16_load_as(rounded, 0, type);
-}
-
 // x = round(x + y), or round(x + round(scale * y)).
 INLINE void add_as(void *x, const void *y, float scale, int64_t count, int32_t type) {
     int64_t i = 0;
