@@ -258,7 +258,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)
-        progress("measuring tile sizes", 1.0)  # in the warm-up step
+        progress("warming up", 1.0)
         engine.start(service.next_step)
         progress("timing steps", 1.0)
         sample = self._kind.sample_piece

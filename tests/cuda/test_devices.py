@@ -10,7 +10,7 @@ import torch
 from specdec.config import DraftSettings
 from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
 from specdec.engine.model import load_model
-from specdec.engine.transformers_model import ModelTypes, backend_for, dtype_of
+from specdec.engine.transformers_model import backend_for, dtype_of
 from specdec.errors import ConfigError
 from tests.support.engine_models import Driver, make_tiny_model
 
@@ -55,7 +55,7 @@ def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dtype_of({"dtype": "float16"}, "auto") == torch.float32
     assert dtype_of({"dtype": "bfloat16"}, "auto", CUDA) == dtype_of({}, "bfloat16") == torch.bfloat16
     for enforce_eager in (False, True):
-        backend = backend_for(CUDA, ModelTypes(torch.bfloat16), 512, enforce_eager, has_stable_rows=True)
+        backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager, has_stable_rows=True)
         assert backend.with_graphs != enforce_eager
     assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").block_size == 0
 
