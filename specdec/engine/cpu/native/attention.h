@@ -340,12 +340,15 @@ static void attend_part(const sd_cache *cache, const sd_rows *rows, const sd_rul
                         const void *queries, int64_t query_stride, void *out, int64_t out_stride, sd_thread thread) {
     attention_work work;
     const int32_t group = heads / cache->kv_heads;
-    // Few rows: the heads that share a key head share a tile. Many: rows do, a head at a time. Fewer tiles than threads
-    // can divide: each head by itself.
+    // Many rows: eight of them share a tile, a head at a time. Few: the heads that share a key head do, and smaller
+    // tiles where there would be too few for all threads to end together.
     const int is_few = rows->count < 2 * QUERIES_MAX;
-    int64_t row_max = is_few ? 1 : QUERIES_MAX, heads_max = is_few ? lower(group, QUERIES_MAX) : 1;
-    if (is_few && rows->count * cache->kv_heads < UNITS_A_THREAD * thread.count) heads_max = 1;
-    if (is_few && heads_max == 1 && group == 1) row_max = QUERIES_MAX;
+    int64_t heads_max = is_few ? lower(group, QUERIES_MAX) : 1, row_max = QUERIES_MAX / heads_max;
+    while (thread.count > 1 && row_max * heads_max > 1 &&
+           rows->count / row_max * cache->kv_heads * group / heads_max < UNITS_A_THREAD * thread.count) {
+        if (row_max > 1) row_max = (row_max + 1) / 2;
+        else heads_max = (heads_max + 1) / 2;
+    }
     int64_t unit = 0;
     for (int64_t first = 0, end; first < rows->count; first = end) {
         end = tile_end(rows, first, row_max);

@@ -41,6 +41,22 @@ INLINE float tanh_of(float x) {
     return size < 0.625f ? near : far;
 }
 
+// The same in all lanes.
+INLINE v16 v16_tanh(v16 x) {
+    float lanes[LANES];
+    v16_store(lanes, x);
+    for (int i = 0; i < LANES; i++) lanes[i] = tanh_of(lanes[i]);
+    return v16_load(lanes);
+}
+
+INLINE v16 v16_div(v16 a, v16 b) {
+    float dividends[LANES], divisors[LANES];
+    v16_store(dividends, a);
+    v16_store(divisors, b);
+    for (int i = 0; i < LANES; i++) dividends[i] /= divisors[i];
+    return v16_load(dividends);
+}
+
 // c[0] + c[1] x + c[2] x^2 + ...
 INLINE float polynomial(const float *c, int count, float x) {
     float sum = c[count - 1];
