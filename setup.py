@@ -19,7 +19,7 @@ class BuildKernels(build_ext):
     """The one extension is compiled by compile_kernels.py, as everywhere else."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(FOLDER / "_kernels.so")
+        return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, extension: Extension) -> None:
         library = Path(self.get_ext_fullpath(extension.name))

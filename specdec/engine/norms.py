@@ -29,11 +29,15 @@ def norm_like(module: nn.Module, kinds: Iterable[MakeNorm]) -> nn.Module | None:
     for gain in (weight.detach(), 1 + weight.detach().float()):  # in 16 bits the sum would round the weight away
         for kind in kinds:
             norm = kind(gain, None if bias is None else bias.detach(), epsilon)
-            found = norm(rows.to(weight))
-            differing = int((found != expected).sum())
-            if is_near(found, expected) and differing < least:
+            differing = difference(norm(rows.to(weight)), expected)
+            if differing is not None and differing < least:
                 least, best = differing, norm
     return best
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> int | None:
+    """Returns how many of two results' elements differ; None if they differ by more than roundings."""
+    return int((ours != theirs).sum()) if is_near(ours, theirs) else None
 
 
 def is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -243,6 +243,7 @@ def describe(
 ) -> ModelDescription:
     """Describes a model in a folder; reads only the configuration and shapes of the model. Warns of end tokens that it
     does not have."""
+    native = kernels() if device.type == "cpu" else None
     output_width = vocabulary.size if vocabulary else _output_width(model)
     string_count = vocabulary.size if vocabulary else folder.token_string_count
     ends = folder.ends if vocabulary else folder.ends.below(output_width)
@@ -260,6 +261,7 @@ def describe(
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
         libraries=f"{numerics_of(device)}, torch {torch.__version__}, transformers {transformers.__version__}",
         vocabulary=vocabulary,
+        kernels=f"{native.family} {native.instructions}" if native else "",
     )
 
 

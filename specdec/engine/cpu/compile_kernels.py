@@ -1,8 +1,8 @@
-"""Compiles the native kernels into one plain shared library: `python compile_kernels.py`, also without specdec installed.
+"""Compiles the native kernels into one plain shared library; a command that needs nothing but Python and a compiler.
 
 Each instruction set is a unit of its own, compiled from the same sources with its flags; the library chooses among its
-units when it is loaded. A unit that the compiler cannot make is left out. CC in the environment names the compiler, with
-flags if need be; else it is the first of cc, gcc and clang.
+units when it is loaded. A unit that the compiler cannot make is left out. CC in the environment names the compiler,
+with flags if need be; else it is the first of cc, gcc and clang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCES = Path(__file__).with_name("native")
 LIBRARY = Path(__file__).with_name("_kernels.so")
 FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden", "-fPIC", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
-UNITS = {  # by the first part of the compiler's target
+UNITS: dict[str, dict[str, tuple[str, ...]]] = {  # by the first part of the compiler's target
     "x86_64": {
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": AVX512,
@@ -54,7 +54,8 @@ class Compiler:
         if done.returncode == 0:
             return done.stdout
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        told = next((line for line in lines if "error" in line), lines[0] if lines else f"code {done.returncode}")
+        lines = lines or [f"ended with code {done.returncode}"]
+        told = next((line for line in lines if "error" in line), lines[0])
         raise NotCompiled(f"{self.command[0]}: {told}")
 
     def compile(self, source: Path, object_file: Path, flags: Sequence[str]) -> Path:
@@ -79,7 +80,8 @@ def compile_kernels(library: Path = LIBRARY, flags: Sequence[str] = (), sources:
     target = compiler.run("-dumpmachine").split("-")[0].strip()
     units = UNITS.get(target, {})
     if not units:
-        raise NotCompiled(f"{compiler.command[0]} compiles for {target or 'an unknown processor'}, which has no kernels")
+        target = target or "an unknown processor"
+        raise NotCompiled(f"{compiler.command[0]} compiles for {target}, which has no kernels")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def compile_unit(name: str) -> str:

@@ -20,9 +20,15 @@ static void look(void) {
     int is_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     int is_avx512 = is_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(HAVE_avx2)
     if (is_avx2) usable[usable_count++] = &sd_kernels_avx2;
+#endif
+#if defined(HAVE_avx512)
     if (is_avx512) usable[usable_count++] = &sd_kernels_avx512;
+#endif
+#if defined(HAVE_avx512_bf16)
     if (is_avx512 && __builtin_cpu_supports("avx512bf16")) usable[usable_count++] = &sd_kernels_avx512_bf16;
+#endif
 #elif defined(__aarch64__)
     usable[usable_count++] = &sd_kernels_neon;
 #endif
