@@ -19,7 +19,8 @@ from specdec.engine.vocabulary_map import VocabularyMap
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
-    `vocabulary`: of a draft that does not have its target's."""
+    `vocabulary`: of a draft that does not have its target's; `kernels`: family and instruction set of its native kernels,
+    if any."""
 
     model_digest: str
     model_name: str
@@ -31,6 +32,7 @@ class ModelDescription:
     libraries: str
     tensor_parallel_size: int = 1
     vocabulary: VocabularyMap | None = None
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps on a CPU: native kernels whose sums have one order, and the plan that they run.
+"""Steps on a CPU: native kernels whose sums have one order, the plan that they run, and the path without them.
 
-`native` holds their C sources and `kernels` their boundary; nothing here has sessions or schedules.
+`native` holds the kernels' C sources and `kernels` their boundary; nothing here has sessions or schedules.
 """

@@ -258,7 +258,8 @@ class StepModel:
             refuse("heads", model.heads, f"a multiple of {model.kv_heads} kv_heads")
         if model.rotated_size % 2 or not 0 <= model.rotated_size <= model.head_size:
             refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
-        self._check_weight("output", model.output, model.vocabulary_size, model.hidden_size)
+        if model.output.panels:
+            self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
         for index in range(model.layer_count):
             self._check_layer(index)
 
@@ -306,6 +307,7 @@ class StepArguments:
         keeps_hidden: bool = False,
         is_abandoned: ctypes.c_int32 | None = None,
         exchange: Callable[[object, int], int] | None = None,
+        inputs: Tensor | None = None,
     ) -> None:
         """`ids` of int64, a row each, in any shape; `logit_rows` of any integers."""
         if ids.dtype is not torch.int64:
@@ -316,7 +318,10 @@ class StepArguments:
         _check_range("ids", self.ids, model.struct.vocabulary_size)
         _check_range("logit_rows", self.logit_rows, rows)
         asked = len(self.logit_rows)
-        self.logits = torch.empty(asked, model.struct.vocabulary_size)
+        self.logits = torch.empty(asked, model.struct.output.out_size)
+        self.inputs = None if inputs is None else inputs.reshape(rows, -1).contiguous()
+        if self.inputs is not None:
+            check_tensor("inputs", self.inputs, DTYPES[model.struct.type], (rows, model.struct.hidden_size))
         size, dtype = model.struct.hidden_size, DTYPES[model.struct.type]
         self.hidden = torch.empty(asked, size, dtype=dtype) if keeps_hidden else None
         self.is_finite = torch.zeros(rows, dtype=torch.bool)
@@ -324,6 +329,7 @@ class StepArguments:
         self._exchange = Exchange(exchange) if exchange is not None else Exchange()
         self.struct = StepStruct(
             self.ids.data_ptr(),
+            None if self.inputs is None else self.inputs.data_ptr(),
             self.logit_rows.data_ptr(),
             asked,
             self.logits.data_ptr(),

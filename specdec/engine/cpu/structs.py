@@ -10,7 +10,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 SILU, GELU_TANH, GELU_ERF, RELU = range(4)  # SD_SILU ...
 ROUND_ONCE, ROUND_FIRST = range(2)  # SD_ROUND_*
-DONE, ABANDONED, EXCHANGE_FAILED, NO_MEMORY = range(4)  # what sd_step returns
+DONE, ABANDONED, EXCHANGE_FAILED, NO_MEMORY, OUT_OF_RANGE = range(5)  # what sd_step returns
 
 # sd_exchange: the sum over all ranks in place of these floats; called on the calling thread.
 Exchange = ctypes.CFUNCTYPE(c_int32, POINTER(c_float), c_int64)
@@ -133,6 +133,7 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         ("ids", c_void_p),
+        ("inputs", c_void_p),
         ("logit_rows", c_void_p),
         ("logit_count", c_int64),
         ("logits", c_void_p),

@@ -213,16 +213,6 @@ static void expand(int kind, const char *panels, int64_t panel_bytes, int64_t pa
     }
 }
 
-INLINE void v16_store_as(void *p, int64_t index, int32_t type, v16 x) {
-    if (type == SD_FLOAT32) {
-        v16_store((float *)p + index, x);
-        return;
-    }
-    float lanes[LANES];
-    v16_store(lanes, x);
-    for (int i = 0; i < LANES; i++) store_as(p, index + i, type, lanes[i]);
-}
-
 // y = sums + bias, rounded once to the type of y.
 INLINE void finish(const sd_weight *w, const float *sums, int64_t sums_stride, void *y, const int32_t y_type,
                    int64_t y_stride, int64_t rows, int64_t first_panel, int64_t panels) {

@@ -26,4 +26,7 @@ const sd_kernels TABLE_OF(UNIT) = {
     .packed_bytes = packed_bytes,
     .pack = pack,
     .product = product,
+#if defined(SPECDEC_STEP_H)
+    .step = step_on,
+#endif
 };
