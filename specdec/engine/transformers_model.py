@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
-from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
 from specdec.engine.config_check import served_positions
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
@@ -65,7 +66,8 @@ class TransformersModel:
         if share:
             share.join(self._base)
             self._output = share.whole_output(output, description.vocabulary_size)
-        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device))
+        ids_end = int(vocabulary.own_ids.max()) + 1 if vocabulary else description.vocabulary_size
+        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device), ids_end)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -91,6 +93,13 @@ class TransformersModel:
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
+        if isinstance(step.attention, WholeStep):
+            result = step.attention.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        else:
+            result = self._by_modules(input_ids, step)
+        return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
+
+    def _by_modules(self, input_ids: torch.Tensor, step: StepInput) -> StepResult:
         hidden = self._base(
             input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
         ).last_hidden_state[0]  # [rows, hidden]
@@ -102,7 +111,6 @@ class TransformersModel:
             width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
             logits = hidden.new_empty(0, width, dtype=torch.float32)
         is_finite = self.backend.finite(hidden, logits)
-        logits = self._vocabulary.spread(logits) if self._vocabulary else logits
         return StepResult(logits, is_finite, chosen if self.returns_hidden else None)
 
     def counters(self) -> dict[str, float]:

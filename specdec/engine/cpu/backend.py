@@ -19,11 +19,13 @@ from specdec.engine.backend import Compute, StepInput, StepResult, chunk_flags, 
 from specdec.engine.cpu import kernels as native
 from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
+from specdec.engine.cpu.llama import LlamaModel, llama_model
 from specdec.engine.cpu.plan import StepPlan, plan_step
 from specdec.engine.cpu.products import OutputLayer, Product, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
 from specdec.engine.devices import keep_freed_memory
-from specdec.engine.interface import RaggedBatch, StepAbandoned, StepOutput
+from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
+from specdec.engine.parallel.modules import RankSum
 from specdec.engine.rotary_attention import table_angles
 
 
@@ -47,6 +49,28 @@ class KernelAttention:
         return self.kernels.attend(cache, self.rows, self.rules[rule], queries)
 
 
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """A step in one call: see `WholeStep`. `output`: the output layer that the call computes itself, if it does."""
+
+    call: LlamaModel
+    rows: Rows
+    flag: StepFlag | None
+    output: nn.Module | None
+
+    def run(
+        self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
+    ) -> StepResult:
+        is_whole = output is self.output
+        word = self.flag.word if self.flag else None
+        step = self.call.step(self.rows, input_ids, logit_rows, word, returns_hidden or not is_whole)
+        logits, is_finite = step.logits, step.is_finite[logit_rows]
+        if not is_whole and step.hidden is not None and len(step.hidden):
+            logits = output(step.hidden)
+            is_finite = is_finite & torch.isfinite(logits.sum(-1))
+        return StepResult(logits, torch.cat((step.is_finite, is_finite)), step.hidden if returns_hidden else None)
+
+
 class CpuBackend:
     """A `Backend`. `dtype`: of the model, its activations and its cache. `product_shapes`: [out, in] of the weights of
     all matrix products."""
@@ -58,6 +82,8 @@ class CpuBackend:
         self._kernels = kernels()
         self._storage: CpuStorage | None = None
         self._caches: list[LayerCache] = []  # its layers
+        self._call: LlamaModel | None = None
+        self._output: nn.Module | None = None  # that the call computes itself
 
     def replace_modules(self, base: nn.Module) -> None:
         if self._kernels:
@@ -72,13 +98,18 @@ class CpuBackend:
             return OutputLayer(self._kernels, weight, bias, scale, softcap)
         return PlainOutput(weight, bias, scale, softcap)
 
-    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
         shapes = map(product_of, (*base.modules(), output))
         self.product_shapes = [own for own in shapes if own is not None]
         self._shape = shape
         self._rules = {
             rule: native.ScoreRule(rule.scaling, rule.softcap or 0, rule.window or 0) for rule in shape.rules
         }
+        if self._kernels:
+            split = next((module for module in base.modules() if isinstance(module, RankSum)), None)
+            self._output = None if split else output
+            sizes = shape, self._dtype, self._positions_max, ids_end
+            self._call = llama_model(self._kernels, base, self._output, *sizes, split.total_of if split else None)
 
     @property
     def product_bytes(self) -> int:
@@ -97,6 +128,8 @@ class CpuBackend:
         )
         if self._kernels:
             self._caches = [LayerCache(*layer) for layer in zip(storage.keys, storage.values)]
+        if self._call:
+            self._call.attach(self._caches)
         return storage
 
     def run(self, batch: RaggedBatch, compute: Compute) -> StepOutput:
@@ -110,10 +143,13 @@ class CpuBackend:
     def _compute(
         self, storage: CpuStorage, plan: StepPlan, should_abandon: Callable[[], bool] | None, compute: Compute
     ) -> StepResult:
-        """Runs a planned step, on the kernels module by module."""
+        """Runs a planned step: on the kernels in one call, or module by module."""
         if self._kernels is None:
             return run_rows(plan, storage, should_abandon, compute)
         rows = self._kernels.rows(block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict())
+        if self._call and (should_abandon is None or isinstance(should_abandon, StepFlag)):
+            call = NativeStep(self._call, rows, should_abandon, self._output)
+            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, call))
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 

@@ -102,7 +102,7 @@ class DeviceBackend:
         with self._current():
             return DeviceOutput(weight, bias, scale, softcap)
 
-    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
         products = [module for module in base.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = [product.weight for product in products] + [output.get_buffer("weight")]
         self.product_bytes = sum(weight.numel() * weight.element_size() for weight in weights)

@@ -43,6 +43,10 @@ class RankSum(nn.Module):
         self._product = linear.product if isinstance(linear, Product) else linear
         self._exchange = exchange
 
+    def total_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' parts, in float32."""
+        return add_in_rank_order(self._exchange.gather(part))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, in / ranks] -> [..., rows, out], the same on every rank."""
         parts = self._exchange.gather(self._product(x))

@@ -34,18 +34,12 @@ typedef struct {
     int32_t result;  // SD_*; thread 0 writes it, the others read it after the next meeting
 } step_state;
 
-INLINE char *item_at(const void *array, int64_t index, int32_t type) {
-    return (char *)array + index * (type == SD_FLOAT32 ? 4 : 2);
-}
-
 // A part of an arena, or of no arena while its size is counted.
 INLINE char *take_bytes(char *arena, int64_t *used, int64_t bytes) {
     char *found = arena ? arena + *used : NULL;
     *used += (bytes + STEP_ALIGNMENT - 1) / STEP_ALIGNMENT * STEP_ALIGNMENT;
     return found;
 }
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Places the buffers of a step in an arena; returns its bytes.
 static int64_t place_buffers(step_state *step, char *arena, int32_t threads) {
@@ -64,7 +58,7 @@ static int64_t place_buffers(step_state *step, char *arena, int32_t threads) {
     step->chosen = take_bytes(arena, &used, step->asked->logit_count * model->hidden_size * item);
     step->partial = (float *)take_bytes(arena, &used, step->asked->exchange ? rows * model->hidden_size * 4 : 0);
     step->own_bytes = 0;
-    take_bytes(NULL, &step->own_bytes, most(most(ALONE_MAX, model->hidden_size), model->head_size) * item);
+    take_bytes(NULL, &step->own_bytes, higher(higher(ALONE_MAX, model->hidden_size), model->head_size) * item);
     step->own = take_bytes(arena, &used, threads * step->own_bytes);
     return used;
 }
@@ -180,7 +174,7 @@ static panel_share own_panels(const sd_weight *weight, sd_thread thread) {
     sd_part((weight->out_size + LANES - 1) / LANES, thread, &own.first_panel, &own.end_panel);
     int64_t end = own.end_panel * LANES < weight->out_size ? own.end_panel * LANES : weight->out_size;
     own.first = own.first_panel * LANES;
-    own.count = most(end - own.first, 0);
+    own.count = higher(end - own.first, 0);
     return own;
 }
 
@@ -207,13 +201,13 @@ static void embed_rows(step_state *step, sd_thread thread) {
     size_t bytes = (size_t)size * (type == SD_FLOAT32 ? 4 : 2);
     sd_part(step->rows->count, thread, &first, &end);
     for (int64_t r = first; r < end; r++) {
-        char *x = item_at(step->x, r * size, type);
+        char *x = item_of(step->x, r * size, type);
         if (step->asked->inputs) {
-            memcpy(x, item_at(step->asked->inputs, r * size, type), bytes);
+            memcpy(x, item_of(step->asked->inputs, r * size, type), bytes);
             continue;
         }
         if (model->embedding) {
-            memcpy(x, item_at(model->embedding, step->asked->ids[r] * size, type), bytes);
+            memcpy(x, item_of(model->embedding, step->asked->ids[r] * size, type), bytes);
         } else {
             unpack_output(&model->output, step->asked->ids[r], x);
         }
@@ -230,7 +224,7 @@ static const char *normalize_all(step_state *step, const sd_norm *norm, sd_threa
     char *normed = is_alone ? step->own + thread.index * step->own_bytes : step->normed;
     if (!is_alone) sd_part(rows, thread, &first, &end);
     for (int64_t r = first; r < end; r++)
-        normalize_row(norm, item_at(step->x, r * size, type), item_at(normed, r * size, type), type, size);
+        normalize_row(norm, item_of(step->x, r * size, type), item_of(normed, r * size, type), type, size);
     if (!is_alone) sd_meet(thread);
     return normed;
 }
@@ -254,7 +248,7 @@ static int32_t add_product(step_state *step, const sd_weight *weight, const sd_n
         if (step->result != SD_DONE) return 0;
         const float *bias = weight->bias ? weight->bias + own.first : NULL;
         for (int64_t r = 0; r < rows; r++)
-            round_sum_row(step->partial + r * size + own.first, bias, item_at(step->sums, r * size + own.first, type),
+            round_sum_row(step->partial + r * size + own.first, bias, item_of(step->sums, r * size + own.first, type),
                           own.count, type);
     } else {
         product_part(weight, x, type, weight->in_size, step->sums, type, size, rows, own.first_panel, own.end_panel);
@@ -266,11 +260,11 @@ static int32_t add_product(step_state *step, const sd_weight *weight, const sd_n
         own.first = 0;
         own.count = size;
         for (int64_t r = first; r < end; r++)
-            normalize_row(norm, item_at(step->sums, r * size, type), item_at(step->normed, r * size, type), type, size);
+            normalize_row(norm, item_of(step->sums, r * size, type), item_of(step->normed, r * size, type), type, size);
         sums = step->normed;
     }
     for (int64_t r = first; r < end; r++)
-        add_row(item_at(step->x, r * size + own.first, type), item_at(sums, r * size + own.first, type), model->residual_scale,
+        add_row(item_of(step->x, r * size + own.first, type), item_of(sums, r * size + own.first, type), model->residual_scale,
                 own.count, type);
     sd_meet(thread);
     return 1;
@@ -282,11 +276,11 @@ static void turn_heads(step_state *step, const sd_layer *layer, const sd_norm *n
     const sd_model *model = step->model;
     int64_t size = model->head_size, half = model->rotated_size / 2;
     int64_t angles = (int64_t)step->rows->position[row] * model->rotated_size;
-    const char *cosines = layer->cosines ? item_at(layer->cosines, angles, model->type) : NULL;
-    const char *sines = layer->cosines ? item_at(layer->sines, angles + half, model->type) : NULL;
+    const char *cosines = layer->cosines ? item_of(layer->cosines, angles, model->type) : NULL;
+    const char *sines = layer->cosines ? item_of(layer->sines, angles + half, model->type) : NULL;
     char *normed = step->own + thread.index * step->own_bytes;
     for (int32_t h = 0; h < count; h++) {
-        char *head = item_at(heads, h * size, model->type);
+        char *head = item_of(heads, h * size, model->type);
         if (norm->gain) {
             normalize_row(norm, head, normed, model->type, size);
             memcpy(head, normed, (size_t)size * (model->type == SD_FLOAT32 ? 4 : 2));
@@ -303,23 +297,23 @@ static void write_keys(step_state *step, const sd_layer *layer, sd_thread thread
     int64_t key = step->attended_size, value = key + (int64_t)model->kv_heads * model->head_size, first, end;
     sd_part(rows->count, thread, &first, &end);
     for (int64_t r = first; r < end; r++) {
-        char *row = item_at(step->qkv, r * step->qkv_size, model->type);
+        char *row = item_of(step->qkv, r * step->qkv_size, model->type);
         turn_heads(step, layer, &layer->query, row, model->heads, r, thread);
-        turn_heads(step, layer, &layer->key, item_at(row, key, model->type), model->kv_heads, r, thread);
+        turn_heads(step, layer, &layer->key, item_of(row, key, model->type), model->kv_heads, r, thread);
     }
     sd_rows own = *rows;
     own.count = end - first;
     own.slot = rows->slot + first;
     own.copy_count = 0;
-    char *row = item_at(step->qkv, first * step->qkv_size, model->type);
-    write_part(&layer->cache, &own, item_at(row, key, model->type), step->qkv_size, item_at(row, value, model->type),
+    char *row = item_of(step->qkv, first * step->qkv_size, model->type);
+    write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size, item_of(row, value, model->type),
                step->qkv_size, single);
     own.count = 1;
     for (int64_t c = 0; c < rows->copy_count; c++) {
         if (rows->copy_row[c] < first || rows->copy_row[c] >= end) continue;
         own.slot = rows->copy_slot + c;
-        row = item_at(step->qkv, rows->copy_row[c] * step->qkv_size, model->type);
-        write_part(&layer->cache, &own, item_at(row, key, model->type), step->qkv_size, item_at(row, value, model->type),
+        row = item_of(step->qkv, rows->copy_row[c] * step->qkv_size, model->type);
+        write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size, item_of(row, value, model->type),
                    step->qkv_size, single);
     }
 }
@@ -348,9 +342,9 @@ static int32_t run_layer(step_state *step, const sd_layer *layer, sd_thread thre
     product_part(&layer->gate, normed, type, size, step->gate, type, wide, rows, own.first_panel, own.end_panel);
     product_part(&layer->up, normed, type, size, step->up, type, wide, rows, own.first_panel, own.end_panel);
     for (int64_t r = 0; r < rows; r++) {
-        char *gate = item_at(step->gate, r * wide + own.first, type);
+        char *gate = item_of(step->gate, r * wide + own.first, type);
         activate_row(model->activation, gate, gate, type, own.count);
-        multiply_row(gate, item_at(step->up, r * wide + own.first, type), 1, own.count, type);
+        multiply_row(gate, item_of(step->up, r * wide + own.first, type), 1, own.count, type);
     }
     sd_meet(thread);
     return add_product(step, &layer->down, &layer->after_mlp, step->gate, thread);
@@ -366,12 +360,12 @@ static void finish_step(step_state *step, sd_thread thread) {
     char *chosen = asked->hidden ? asked->hidden : step->chosen;
     sd_part(step->rows->count, thread, &first, &end);
     for (int64_t r = first; r < end; r++) {
-        normalize_row(&model->last, item_at(step->x, r * size, type), normed, type, size);
+        normalize_row(&model->last, item_of(step->x, r * size, type), normed, type, size);
         asked->is_finite[r] = (uint8_t)finite_row(normed, size, type);
     }
     sd_part(asked->logit_count, thread, &first, &end);
     for (int64_t i = first; i < end; i++)
-        normalize_row(&model->last, item_at(step->x, asked->logit_rows[i] * size, type), item_at(chosen, i * size, type), type,
+        normalize_row(&model->last, item_of(step->x, asked->logit_rows[i] * size, type), item_of(chosen, i * size, type), type,
                       size);
     sd_meet(thread);
     if (!model->output.panels) return;

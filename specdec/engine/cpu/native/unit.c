@@ -3,11 +3,9 @@
 #include "parallel.h"
 #include "products.h"
 
-#if __has_include("rows.h") && __has_include("attention.h") && __has_include("step.h")
 #include "rows.h"
 #include "attention.h"
 #include "step.h"
-#endif
 
 #define JOINED(a, b) a##b
 #define TABLE_OF(unit) JOINED(sd_kernels_, unit)
@@ -26,7 +24,11 @@ const sd_kernels TABLE_OF(UNIT) = {
     .packed_bytes = packed_bytes,
     .pack = pack,
     .product = product,
-#if defined(SPECDEC_STEP_H)
+    .normalize = normalize,
+    .activate = activate,
+    .tanh_of = tanh_all,
+    .write = write,
+    .attend = attend,
+    .argmax = argmax,
     .step = step_on,
-#endif
 };
