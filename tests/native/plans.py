@@ -100,7 +100,9 @@ def sound_plan(seed: int) -> Plan:
     for slot in chance.sample(free, min(len(free), chance.choice((0, 0, 1, 3)))):  # of blocks that no row writes
         plan.copy_row.append(chance.randrange(rows))
         plan.copy_slot.append(slot)
-    plan.ids = [chance.choice((0, plan.sizes.vocabulary - 1, chance.randrange(plan.sizes.vocabulary))) for _ in range(rows)]
+    plan.ids = [
+        chance.choice((0, plan.sizes.vocabulary - 1, chance.randrange(plan.sizes.vocabulary))) for _ in range(rows)
+    ]
     plan.logit_rows = sorted(chance.sample(range(rows), chance.randint(0, rows)))
     return plan
 
@@ -110,7 +112,9 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
     head_size = chance.choice((2, 4, 6, 8, 10, 16, 18, 32, 40, 64, 66, 80, 96))
     kind = chance.choice(MODEL_TYPES)
     block_size = chance.choice((8, 8, 16, 16, 32, 64))
-    flags = sum(flag for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN) if chance.random() < 0.3)
+    flags = sum(
+        flag for flag in (INPUTS, HEAD_NORMS, AFTER_NORMS, CENTERED, BIASES, NANS, HIDDEN) if chance.random() < 0.3
+    )
     flags |= chance.choice((0, 0, 0, 0, EXCHANGE, EXCHANGE, EXCHANGE | FAILING, ABANDONED))
     weight_type = chance.choice((kind, kind, *MODEL_TYPES))
     if weight_type == kind and chance.random() < 0.5:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("native")
 LIBRARY = Path(__file__).with_name("_kernels.so")
-FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread")
+EXACT = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno")  # the last: a root is an instruction, not a call
+FLAGS = ("-O3", "-std=c11", *EXACT, "-fvisibility=hidden", "-fPIC", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
 UNITS: dict[str, dict[str, tuple[str, ...]]] = {  # by the first part of the compiler's target
     "x86_64": {

@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from specdec.engine.cpu import kernels as binding
-from specdec.engine.cpu.arguments import ROW_ARRAYS, LayerCache, Norm, PackedWeight, Rows, ScoreRule
+from specdec.engine.cpu.arguments import (
+    ROW_ARRAYS,
+    LayerCache,
+    Norm,
+    PackedWeight,
+    Rows,
+    ScoreRule,
+    StepArguments,
+    StepModel,
+)
 from specdec.engine.cpu.compile_kernels import SOURCES, NotCompiled, find_compiler
 from specdec.engine.cpu.kernels import Kernels
-from specdec.engine.cpu.structs import STRUCTS
+from specdec.engine.cpu.structs import DONE, STRUCTS, LayerStruct, ModelStruct, WeightStruct
 from specdec.errors import ConfigError
 
 HEADER = (SOURCES / "kernels.h").read_text(encoding="utf-8")
@@ -96,6 +105,10 @@ WRONG: dict[str, tuple[Callable[[Kernels, PackedWeight], object], str]] = {
     "blocks of 12 positions": (
         lambda k, w: LayerCache(torch.zeros(3, 2, 4, 12), torch.zeros(3, 2, 12, 4)),
         "positions of a block, is 12; it must be 8 or a multiple of 16",
+    ),
+    "heads of 513 elements": (
+        lambda k, w: LayerCache(torch.zeros(1, 1, 513, 8), torch.zeros(1, 1, 8, 513)),
+        "the head size, is 513; it must be at most 512",
     ),
     "values laid out like keys": (
         lambda k, w: LayerCache(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)),
@@ -240,6 +253,111 @@ def test_nothing_is_a_result_too(kernels: Kernels) -> None:
     assert kernels.normalize(Norm(torch.ones(5)), empty).shape == (0, 5)
     assert kernels.activate("silu", empty).shape == (0, 5)
     assert kernels.argmax(empty).shape == (0,)
+
+
+def some_model(kernels: Kernels) -> ModelStruct:
+    """A model of one layer: hidden size 6, two heads of 4 elements over two, nine ids, ten positions."""
+    dtype, kept = torch.float32, []
+
+    def weight(out_size: int, in_size: int) -> WeightStruct:
+        kept.append(kernels.pack(torch.ones(out_size, in_size)))
+        return kept[-1].struct
+
+    norm, cache = Norm(torch.ones(6)), some_cache(dtype)
+    layer = LayerStruct(before_attention=norm.struct, before_mlp=norm.struct, cache=cache.struct)
+    layer.rule = ScoreRule(1.0).struct
+    layer.qkv, layer.out = weight(24, 6), weight(6, 8)
+    layer.gate, layer.up, layer.down = weight(5, 6), weight(5, 6), weight(6, 5)
+    model = ModelStruct(layer_count=1, hidden_size=6, intermediate_size=5, heads=2, kv_heads=2, head_size=4)
+    model.layers = (LayerStruct * 1)(layer)
+    model.embedding_scale = model.residual_scale = model.logit_scale = 1.0
+    model.last, model.output = norm.struct, weight(9, 6)
+    model.vocabulary_size, model.positions_max = 9, 10
+    model.kept = [*kept, norm, cache, layer]
+    return model
+
+
+IDS = torch.tensor([[0, 8]])
+WRONG_MODELS: dict[str, tuple[Callable[[ModelStruct], object], str]] = {
+    "an unknown type": (lambda m: setattr(m, "type", 3), "type is 3; it must be SD_FLOAT32"),
+    "no layers": (lambda m: setattr(m, "layer_count", 0), "layer_count is 0; it must be 1 or more"),
+    "three heads over two": (lambda m: setattr(m, "heads", 3), "heads is 3; it must be a multiple of 2 kv_heads"),
+    "an odd rotation": (lambda m: setattr(m, "rotated_size", 3), "rotated_size is 3; it must be even"),
+    "a rotation beyond the head": (lambda m: setattr(m, "rotated_size", 6), "rotated_size is 6"),
+    "another hidden size": (lambda m: setattr(m, "hidden_size", 7), r"output is \[9, 6\]; it must be \[9, 7\]"),
+    "another inner size": (
+        lambda m: setattr(m, "intermediate_size", 6),
+        r"gate of layer 0 is \[5, 6\]; it must be \[6, 6\]",
+    ),
+    "no packed weight": (lambda m: setattr(m.layers[0].up, "panels", None), "up of layer 0.panels is None"),
+    "cosines without sines": (lambda m: setattr(m.layers[0], "cosines", 64), "cosines and sines of layer 0"),
+    "a cache of another type": (lambda m: setattr(m.layers[0].cache, "type", 1), "cache of layer 0 is"),
+    "an embedding of another type": (lambda m: setattr(m.output, "type", 1), "output.type, without an embedding, is 1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MODELS)
+def test_a_model_that_does_not_fit_is_refused(what: str, kernels: Kernels) -> None:
+    """Claim: a model whose sizes or types do not fit together is refused once, when it is made."""
+    model = some_model(kernels)
+    StepModel(model, ())
+    change, message = WRONG_MODELS[what]
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        StepModel(model, ())
+
+
+WRONG_STEPS: dict[str, tuple[Callable[[Kernels, StepModel], object], str]] = {
+    "ids of int32": (lambda k, m: StepArguments(m, IDS.int(), IDS[:, :0]), "ids.dtype is torch.int32"),
+    "an id too large": (
+        lambda k, m: StepArguments(m, IDS + 1, IDS[:, :0]),
+        "ids is from 1 to 9; it must be from 0 to 8",
+    ),
+    "a negative id": (lambda k, m: StepArguments(m, IDS - 1, IDS[:, :0]), "ids is from -1 to 7"),
+    "a row of logits too large": (lambda k, m: StepArguments(m, IDS, IDS), "logit_rows is from 0 to 8"),
+    "a row beyond int32": (lambda k, m: StepArguments(m, IDS, IDS[0, :1] + 2**32), "logit_rows is from 4294967296"),
+    "rows of float32": (lambda k, m: StepArguments(m, IDS, torch.zeros(1)), "logit_rows.dtype is torch.float32"),
+    "inputs of another size": (
+        lambda k, m: StepArguments(m, IDS, IDS[:, :0], inputs=torch.zeros(2, 5)),
+        r"inputs.shape is \[2, 5\]; it must be \[2, 6\]",
+    ),
+    "inputs of another type": (
+        lambda k, m: StepArguments(m, IDS, IDS[:, :0], inputs=torch.zeros(2, 6).half()),
+        "inputs.dtype is torch.float16",
+    ),
+    "an id too few": (
+        lambda k, m: k.step(m, some_rows(), StepArguments(m, IDS[:, :1], IDS[:, :0])),
+        "the length of ids is 1; it must be 2",
+    ),
+    "rows for another cache": (
+        lambda k, m: k.step(m, Rows(**row_arrays(), block_count=4, block_size=8), StepArguments(m, IDS, IDS[:, :0])),
+        "the cache is of 3 blocks",
+    ),
+    "a position beyond the tables": (
+        lambda k, m: k.step(
+            m,
+            Rows(**row_arrays(position=numpy.array([0, 10], numpy.int32)), block_count=3, block_size=8),
+            StepArguments(m, IDS, IDS[:, :0]),
+        ),
+        "the last position is 10; it must be below 10, the model's",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_STEPS)
+def test_a_step_that_does_not_fit_is_refused(what: str, kernels: Kernels) -> None:
+    """Claim: ids, rows, positions and inputs that the model does not have are refused before the library is called; a
+    step that fits is run."""
+    model = StepModel(some_model(kernels), ())
+    rows = kernels.rows(**row_arrays(), block_count=3, block_size=8)
+    sound = StepArguments(model, IDS, IDS[:, :1], keeps_hidden=True)
+    assert kernels.step(model, rows, sound) == DONE
+    assert sound.logits.shape == (1, 9) and sound.hidden is not None and sound.is_finite.tolist() == [True, True]
+    refusing = Kernels.__new__(Kernels)
+    refusing._library = Uncalled()  # type: ignore[assignment]  # stands in its place
+    attempt, message = WRONG_STEPS[what]
+    with pytest.raises(ValueError, match=message):
+        attempt(refusing, model)
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, choice: str | None) -> Kernels | None:
