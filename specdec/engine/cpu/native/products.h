@@ -21,12 +21,13 @@ enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_PAIRS };
 // A unit of x is 32 bits: one float, or a pair of bfloat16. Rows of x are prepared in blocks of BLOCK units.
 enum { BLOCK = 256 };
 
-// Rows of a tile and the most panels beside each other: as many sums as fill the registers.
+// Rows of a tile and the most panels beside each other: as many sums as fill the registers; of few rows
+// one panel, since memory is read fastest in one stream.
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 8, WIDE_1 = 4, WIDE_2 = 4, WIDE_3 = 4, WIDE_4 = 4, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
+enum { TILE_ROWS = 8, WIDE_1 = 1, WIDE_2 = 1, WIDE_3 = 1, WIDE_4 = 1, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
 enum { MANY_ROWS = 6 };  // rows of a tile where there are several tiles
 #else
-enum { TILE_ROWS = 6, WIDE_1 = 4, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
+enum { TILE_ROWS = 6, WIDE_1 = 1, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
 enum { MANY_ROWS = 6 };
 #endif
 enum { PANELS_MAX = 4 };
