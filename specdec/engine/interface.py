@@ -92,6 +92,7 @@ class StepFlag:
         self.word = c_int32(0)
 
     def set(self, is_set: bool) -> None:
+        """Sets or clears it, at any time and from any thread."""
         self.word.value = is_set
 
     def __call__(self) -> bool:

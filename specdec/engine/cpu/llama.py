@@ -26,8 +26,8 @@ from specdec.engine.interface import StepAbandoned
 
 logger = logging.getLogger("specdec.engine")
 
-TRIED_TOKENS = 4
-TRIED_BLOCK = 16
+PROBED_TOKENS = 4
+PROBED_BLOCK = 16
 SumOverRanks = Callable[[Tensor], Tensor]  # a rank's part [count] float32 -> the sum of all ranks' parts, in rank order
 
 
@@ -116,11 +116,11 @@ def llama_model(
     that is tied to the output layer is replaced by a lookup in it.
     """
     try:
-        trial = Trial(kernels, shape, dtype, min(TRIED_TOKENS, positions_max, ids_end))
-        expected = trial.run_modules(base)
-        parts = model_parts(base, output, shape, dtype, positions_max, ids_end, trial.rules)
+        probe = Probe(kernels, shape, dtype, min(PROBED_TOKENS, positions_max, ids_end))
+        expected = probe.run_modules(base)
+        parts = model_parts(base, output, shape, dtype, positions_max, ids_end, probe.rules)
         model = LlamaModel(kernels, parts, sum_over_ranks)
-        if not trial.agrees(model, expected):
+        if not probe.agrees(model, expected):
             raise UnknownPart("its hidden states differ from those of the modules")
     except UnknownPart as unknown:
         logger.info("a step of %s runs module by module: %s", type(base).__name__, unknown)
@@ -128,7 +128,7 @@ def llama_model(
     return model
 
 
-class Trial:
+class Probe:
     """A few tokens of one sequence, on which modules and call are compared. In place of a plan it attends for the
     modules, and records the rules of the layers."""
 
@@ -141,7 +141,7 @@ class Trial:
         none = numpy.zeros(0, numpy.int32)
         self.rows = kernels.rows(
             block_count=1,
-            block_size=TRIED_BLOCK,
+            block_size=PROBED_BLOCK,
             sequence=numpy.zeros(count, numpy.int32),
             position=first,
             slot=first.copy(),
@@ -180,8 +180,8 @@ class Trial:
     def _new_caches(self) -> list[LayerCache]:
         shape = self._shape
         sizes = (
-            (1, shape.kv_head_count, shape.head_size, TRIED_BLOCK),
-            (1, shape.kv_head_count, TRIED_BLOCK, shape.head_size),
+            (1, shape.kv_head_count, shape.head_size, PROBED_BLOCK),
+            (1, shape.kv_head_count, PROBED_BLOCK, shape.head_size),
         )
         pairs = [[torch.zeros(size, dtype=self._dtype) for size in sizes] for _ in range(shape.layer_count)]
         return [LayerCache(*pair) for pair in pairs]

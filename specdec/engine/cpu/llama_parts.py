@@ -1,7 +1,7 @@
 """The structures of a model of the Llama family (native/kernels.h), filled from modules that run on kernels.
 
 A model is known by the parts of its modules, never by its architecture's name. Weights, norms and tables are used as
-they are: a structure holds addresses, and whoever holds it keeps the modules. Nothing is computed here.
+they are: a structure holds addresses, and its holder keeps the modules. Nothing is computed here.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def test_an_abandoned_step_writes_no_later_layer(rig_of: Callable[..., Rig], fol
         return part
 
     rig = Rig(load("llama", folder_of), torch.float32, one_rank)
-    calls.clear()  # those of the trial at loading
+    calls.clear()  # those of the probe at loading
     flag.value = 0
     with pytest.raises(StepAbandoned):
         rig.step(chain(RIGHT, 0, OTHER), is_abandoned=flag)
