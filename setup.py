@@ -28,7 +28,7 @@ class BuildKernels(build_ext):
         try:
             print(COMPILING["describe"](COMPILING["compile_kernels"](library)))
         except COMPILING["NotCompiled"] as error:
-            self.warn(f"no native kernels, steps on a CPU will be slow: {error}")
+            print(f"no native kernels, steps on a CPU will be slow: {error}")
 
 
 class WheelOfAPlatform(bdist_wheel):

@@ -32,6 +32,7 @@ from specdec.engine.cpu.structs import (
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SD_FLOAT32 ...
 DTYPES = {number: dtype for dtype, number in TYPES.items()}
 COUNT_MAX = 2**31 - 1  # of rows, slots and positions, which are int32
+HEAD_SIZE_MAX = 512  # of native/attention.h
 
 
 def refuse(name: str, value: object, limit: str) -> NoReturn:
@@ -128,6 +129,8 @@ class LayerCache:
                 "keys.shape", list(self.keys.shape), "[blocks, kv heads, head size, block size], each of at least one"
             )
         blocks, heads, head_size, block_size = self.keys.shape
+        if head_size > HEAD_SIZE_MAX:
+            refuse("keys.shape[2], the head size,", head_size, f"at most {HEAD_SIZE_MAX}")
         if block_size != 8 and block_size % 16:
             refuse("keys.shape[3], positions of a block,", block_size, "8 or a multiple of 16")
         if blocks * block_size > COUNT_MAX:
@@ -260,6 +263,8 @@ class StepModel:
             refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
         if model.output.panels:
             self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
+            if not model.embedding and model.output.type != model.type:
+                refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's")
         for index in range(model.layer_count):
             self._check_layer(index)
 
@@ -314,9 +319,9 @@ class StepArguments:
             refuse("ids.dtype", ids.dtype, "torch.int64")
         self.ids = ids.reshape(-1).contiguous()
         rows = len(self.ids)
-        self.logit_rows = logit_rows.reshape(-1).to(torch.int32).contiguous()
         _check_range("ids", self.ids, model.struct.vocabulary_size)
-        _check_range("logit_rows", self.logit_rows, rows)
+        _check_range("logit_rows", logit_rows, rows)
+        self.logit_rows = logit_rows.reshape(-1).to(torch.int32).contiguous()
         asked = len(self.logit_rows)
         self.logits = torch.empty(asked, model.struct.output.out_size)
         self.inputs = None if inputs is None else inputs.reshape(rows, -1).contiguous()
@@ -341,7 +346,11 @@ class StepArguments:
 
 
 def _check_range(name: str, values: Tensor, count: int) -> None:
-    """Raises ValueError unless each of these integers lies in [0, count)."""
+    """Raises ValueError unless these are integers of a CPU, each in [0, count)."""
+    if values.device.type != "cpu":
+        refuse(f"{name}.device", values.device, "cpu")
+    if values.dtype not in (torch.int32, torch.int64):
+        refuse(f"{name}.dtype", values.dtype, "torch.int32 or torch.int64")
     found = values.numpy()
-    if len(found) and not (0 <= found.min() and found.max() < count):
+    if found.size and not (0 <= found.min() and found.max() < count):
         refuse(name, f"from {found.min()} to {found.max()}", f"from 0 to {count - 1}")

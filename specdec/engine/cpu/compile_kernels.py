@@ -21,7 +21,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("native")
 LIBRARY = Path(__file__).with_name("_kernels.so")
-FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread")
+EXACT = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno")  # the last: a root is an instruction, not a call
+FLAGS = ("-O3", "-std=c11", *EXACT, "-fvisibility=hidden", "-fPIC", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
 UNITS: dict[str, dict[str, tuple[str, ...]]] = {  # by the first part of the compiler's target
     "x86_64": {
@@ -32,7 +33,7 @@ UNITS: dict[str, dict[str, tuple[str, ...]]] = {  # by the first part of the com
     "aarch64": {"neon": ()},
     "arm64": {"neon": ()},
 }
-COMMON = ("kernels.c", "parallel.c", "check.c")  # for every processor of the target
+UNIT = "unit.c"  # compiled for each instruction set; the other sources once, for every processor of the target
 
 
 class NotCompiled(Exception):
@@ -87,7 +88,7 @@ def compile_kernels(library: Path = LIBRARY, flags: Sequence[str] = (), sources:
         def compile_unit(name: str) -> str:
             unit_flags = [*FLAGS, *flags, *units[name], f"-DUNIT={name}"]
             try:
-                compiler.compile(sources / "unit.c", Path(folder, f"unit_{name}.o"), unit_flags)
+                compiler.compile(sources / UNIT, Path(folder, f"unit_{name}.o"), unit_flags)
             except NotCompiled as error:
                 return str(error)
             return ""
@@ -98,7 +99,8 @@ def compile_kernels(library: Path = LIBRARY, flags: Sequence[str] = (), sources:
             raise NotCompiled("; ".join(lacks.values()))
         common_flags = [*FLAGS, *flags, *(f"-DHAVE_{name}" for name in within)]
         objects = [Path(folder, f"unit_{name}.o") for name in within]
-        objects += [compiler.compile(sources / name, Path(folder, f"{name}.o"), common_flags) for name in COMMON]
+        common = [source for source in sorted(sources.glob("*.c")) if source.name != UNIT]
+        objects += [compiler.compile(source, Path(folder, f"{source.stem}.o"), common_flags) for source in common]
         linked = library.with_name(f".{library.name}.{os.getpid()}")
         try:
             compiler.run(*flags, "-shared", "-pthread", "-o", str(linked), *map(str, objects))
