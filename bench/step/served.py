@@ -37,7 +37,7 @@ Contender = Callable[[Sequence[int], int], Timed]  # (prompt ids, tokens)
 class ServedMeasurement:
     """One model and thread count. Medians over prompts; `gain`: our tokens a second over theirs; `long_ratio`: our time
     to the first token of a long prompt over theirs; `equal_texts` of `text_count`: with the same tokens on both sides.
-    Everything of theirs is None without llama.cpp."""
+    Everything of theirs is None without llama.cpp. `seconds`, `long_seconds`: of every prompt, ours first."""
 
     model: str
     threads: int
@@ -49,6 +49,8 @@ class ServedMeasurement:
     long_ratio: Ratio | None
     equal_texts: int
     text_count: int
+    seconds: tuple[tuple[float, ...], ...]
+    long_seconds: tuple[tuple[float, ...], ...]
 
     @property
     def name(self) -> str:
@@ -133,8 +135,11 @@ def measurement_of(
     """Of the requests of every prompt, ours first; ratios are of the same prompt."""
     mine, my_long = [own[0] for own in short], [own[0] for own in long]
     rate, long_ms = median_rate(mine), median_ms(my_long)
+    seconds, long_seconds = seconds_of(short), seconds_of(long)
     if len(short[0]) == 1:
-        return ServedMeasurement(name, threads, rate, None, None, long_ms, None, None, 0, len(short))
+        return ServedMeasurement(
+            name, threads, rate, None, None, long_ms, None, None, 0, len(short), seconds, long_seconds
+        )
     theirs, their_long = [own[1] for own in short], [own[1] for own in long]
     return ServedMeasurement(
         name,
@@ -147,7 +152,14 @@ def measurement_of(
         ratio_of([own.seconds / other.seconds for own, other in zip(my_long, their_long)]),
         sum(own.token_ids == other.token_ids for own, other in zip(mine, theirs)),
         len(short),
+        seconds,
+        long_seconds,
     )
+
+
+def seconds_of(prompts: Sequence[Sequence[Timed]]) -> tuple[tuple[float, ...], ...]:
+    """Of every prompt, by contender."""
+    return tuple(tuple(request.seconds for request in own) for own in prompts)
 
 
 def median_rate(requests: Sequence[Timed]) -> float:

@@ -106,6 +106,7 @@ def test_servers_are_compared_prompt_by_prompt() -> None:
     found = served_of(CHAT, 1, both, both[:1])
     assert found.gain is not None and (found.gain.low, found.gain.high) == (0.5, 2.0)
     assert found.long_ratio is not None and found.long_ratio.median == 0.5
+    assert found.seconds == ((1.0, 2.0), (10.0, 5.0)) and found.long_seconds == ((1.0, 2.0),)
     assert (found.tokens_per_s, found.their_tokens_per_s, found.equal_texts, found.text_count) == (1.1, 0.7, 1, 2)
     alone = served_of(CHAT, 1, [own[:1] for own in both], [own[:1] for own in both])
     assert alone.tokens_per_s == 1.1 and alone.gain is None and alone.long_ratio is None
@@ -120,7 +121,7 @@ def test_bars_are_of_the_worst_thread_count() -> None:
     assert limit.reached == 2.0 and limit.state == "missed" and {bar.state for bar in flat} <= {"stretch", "met"}
     rows8 = {has: row_bars([], has)[2].bound for has in (False, True)}
     assert rows8 == {False: 1.7, True: 1.15}
-    alone = ServedMeasurement(CHAT, 1, 10.0, None, None, 100.0, None, None, 0, 1)
+    alone = ServedMeasurement(CHAT, 1, 10.0, None, None, 100.0, None, None, 0, 1, (), ())
     assert {bar.state for bar in served_bars([alone])} == {"not measured"}
     assert {bar.state for bar in bars_in({})} == {"not measured"}
 
