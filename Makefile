@@ -22,14 +22,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet -c constraints.txt torch
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
-	@touch $@
+	@touch $@ $(VENV)/.kernels
 
-install: $(VENV)/.installed  ## Make .venv and install specdec with its pinned dependencies.
+# A recipe, so that the time of .kernels is read after the installation, which compiles them too.
+install: $(VENV)/.installed  ## Make .venv, install specdec with its pinned dependencies, compile changed kernels.
+	@$(MAKE) --silent $(VENV)/.kernels
+
+$(VENV)/.kernels: $(wildcard specdec/engine/cpu/native/*.[ch]) specdec/engine/cpu/compile_kernels.py
+	@$(BIN)/python specdec/engine/cpu/compile_kernels.py
+	@touch $@
 
 demo: install  ## Start the three services, stream three texts with and without speculation, compare.
 	@$(BIN)/specdec demo
 
-demo-chat: $(VENV)/.chat-installed  ## Ask a real chat model three questions, with and without speculation, compare.
+demo-chat: install $(VENV)/.chat-installed  ## Ask a real chat model three questions, with and without speculation, compare.
 	@$(BIN)/specdec demo --chat
 
 $(VENV)/.chat-installed: $(VENV)/.installed
@@ -60,7 +66,7 @@ test-long: install  ## Run everything: also large samples, sweeps, 1,000 prompts
 	@$(BIN)/python -m pytest -q --timeout 3600 -m 'slow or not slow'
 	@$(BIN)/python -m tests.sameness
 
-bench: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of the services, then every bar beside its result; some five hours.
+bench: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of the services, then every bar beside its result; some five hours.
 	@$(BIN)/python -m bench.draft
 	@$(BIN)/python -m bench.overhead
 	@$(BIN)/python -m bench.peers
@@ -72,7 +78,7 @@ bench: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## All benchmarks of th
 	@$(BIN)/python -m bench.chat_pair
 	@$(BIN)/python -m bench.goals
 
-bench-quick: $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.
+bench-quick: install $(VENV)/.bench-installed  ## The draft's step and the pipeline over a few round trips, in minutes.
 	@$(BIN)/python -m bench.draft --quick
 	@$(BIN)/python -m bench.pipeline --quick
 
@@ -80,7 +86,7 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
+bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.step
 
@@ -96,4 +102,4 @@ digests:  ## Write the digests of the images from outside into deploy/, by docke
 	@$(PYTHON) deploy/digests.py
 
 clean:  ## Remove the files of the commands above.
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) build *.egg-info specdec/engine/cpu/_kernels.so .mypy_cache .pytest_cache .hypothesis .ruff_cache

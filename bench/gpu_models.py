@@ -84,7 +84,7 @@ def engine_model(
     backend = DeviceBackend(
         device, plain.dtype, positions_max, with_graphs=True, graph_sequences_max=graph_sequences_max
     )
-    return TransformersModel(plain, description, plain.dtype, backend=backend)
+    return TransformersModel(plain, description, backend)
 
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype, graph_sequences_max: int) -> TransformersModel:

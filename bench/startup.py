@@ -1,8 +1,8 @@
-"""`python -m bench.startup`: from the start of a replica's process to SERVING, by phase, cold and warm.
+"""`python -m bench.startup`: from the start of a replica's process to SERVING, by phase.
 
-Cold is with an empty cache of tile sizes, warm with the one the cold start left; weights are in the page cache in both.
-Beside the phases a replica logs stands the time of a process that only imports torch and reads the same weights: the
-rest is specdec's and the libraries'. The 135M-parameter model has the sizes of SmolLM-135M and random weights.
+Weights are in the page cache. Beside the phases a replica logs stands the time of a process that only imports torch and
+reads the same weights: the rest is specdec's and the libraries'. The 135M-parameter model has the sizes of SmolLM-135M
+and random weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.cli.processes import Child, python_command
 
 LARGE_NAME = "135M"
-BEYOND_S_MAX = {"cold": 15.0, "warm": 5.0}
+BEYOND_S_MAX = 5.0
 READY_TIMEOUT_S = 600.0
 # Prints the seconds of importing torch and of reading weights, in a process of its own.
 BASELINE = """
@@ -50,7 +50,6 @@ class StartupMeasurement:
 
     service: str
     model: str
-    cache: str  # cold or warm
     seconds: dict[str, float]
     total_s: float  # process start to ready, as its parent sees it
     torch_s: float
@@ -76,12 +75,12 @@ def make_large_model(folder: Path) -> Path:
     return folder
 
 
-def start_once(service: str, model: Path, cache: Path) -> tuple[dict[str, float], float]:
+def start_once(service: str, model: Path) -> tuple[dict[str, float], float]:
     """Starts and stops a replica; returns its logged phases and the seconds until it was ready."""
     arguments = ["--model", str(model), "--port", "0", "--log-level", "debug", "--drain-grace-s", "1"]
     with tempfile.TemporaryFile("w+") as log:
         began_s = time.perf_counter()
-        with Child(service, arguments, {"XDG_CACHE_HOME": str(cache)}, stderr=log) as child:
+        with Child(service, arguments, stderr=log) as child:
             child.wait_ready(READY_TIMEOUT_S)
             total_s = time.perf_counter() - began_s
         log.seek(0)
@@ -98,54 +97,49 @@ def baseline_s(model: Path) -> tuple[float, float]:
     return torch_s, read_s
 
 
-def measure(service: str, name: str, model: Path, repeats: int) -> Iterable[StartupMeasurement]:
-    """Cold and warm starts in turns; the medians of each."""
-    starts: dict[str, list[tuple[dict[str, float], float]]] = {"cold": [], "warm": []}
+def measure(service: str, name: str, model: Path, repeats: int) -> StartupMeasurement:
+    """Returns the medians of several starts, in turns with those of a process that only imports and reads."""
+    starts: list[tuple[dict[str, float], float]] = []
     baselines = []
     for _ in track(range(repeats), f"{service} {name}", console=Console(stderr=True)):
         baselines.append(baseline_s(model))
-        with tempfile.TemporaryDirectory() as cache:
-            for state in starts:
-                starts[state].append(start_once(service, model, Path(cache)))
+        starts.append(start_once(service, model))
     torch_s, read_s = (statistics.median(column) for column in zip(*baselines))
-    for state, own in starts.items():
-        phases = list(own[0][0])
-        seconds = {phase: statistics.median(one.get(phase, 0.0) for one, _ in own) for phase in phases}
-        total_s = statistics.median(total_s for _, total_s in own)
-        yield StartupMeasurement(service, name, state, seconds, total_s, torch_s, read_s)
+    seconds = {phase: statistics.median(one.get(phase, 0.0) for one, _ in starts) for phase in starts[0][0]}
+    return StartupMeasurement(
+        service, name, seconds, statistics.median(total_s for _, total_s in starts), torch_s, read_s
+    )
 
 
 def table_of(measurements: Iterable[StartupMeasurement]) -> Table:
-    """One line per service, model and state of the cache."""
+    """One line per service and model."""
     shown = list(measurements)
     phases = list(dict.fromkeys(phase for one in shown for phase in one.seconds))
     table = Table(title="from the start of the process to SERVING, seconds (medians)")
-    for name in ("service", "model", "cache", *phases, "total", "torch alone", "weights alone", "beyond both"):
-        table.add_column(name, justify="left" if name in ("service", "model", "cache") else "right")
+    for name in ("service", "model", *phases, "total", "torch alone", "weights alone", "beyond both"):
+        table.add_column(name, justify="left" if name in ("service", "model") else "right")
     for one in shown:
         numbers = [*(one.seconds.get(phase, 0.0) for phase in phases), one.total_s]
         numbers += [one.torch_s, one.read_s, one.beyond_s]
-        table.add_row(one.service, one.model, one.cache, *(f"{number:.2f}" for number in numbers))
+        table.add_row(one.service, one.model, *(f"{number:.2f}" for number in numbers))
     return table
 
 
 def bars_of(measurements: Iterable[StartupMeasurement]) -> list[Bar]:
-    """Seconds beyond torch and weights, with an empty cache and with a filled one."""
-    shown = list(measurements)
+    """Seconds beyond torch and weights."""
     return [
         worst_of(
-            f"start to SERVING beyond importing torch and reading the weights, {state}, s",
-            bound_s,
-            {f"{one.service} {one.model}": one.beyond_s for one in shown if one.cache == state},
+            "start to SERVING beyond importing torch and reading the weights, s",
+            BEYOND_S_MAX,
+            {f"{one.service} {one.model}": one.beyond_s for one in measurements},
             is_limit=True,
         )
-        for state, bound_s in BEYOND_S_MAX.items()
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.startup", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="cold and warm starts of each (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="starts of each (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="the embedded pair only, one start of each")
     parser.add_argument("--json", type=Path, default=Path("out/startup.json"), help="file (%(default)s)")
     add_check_flag(parser)
@@ -159,7 +153,7 @@ def main() -> int:
             cases += [("target", LARGE_NAME, lambda: make_large_model(Path(folder)))]
         measurements: list[StartupMeasurement] = []
         for service, name, model in cases:
-            measurements += measure(service, name, model(), 1 if asked.quick else asked.repeats)
+            measurements.append(measure(service, name, model(), 1 if asked.quick else asked.repeats))
     console = Console(width=170)
     console.print(table_of(measurements))
     bars = bars_of(measurements)

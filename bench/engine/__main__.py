@@ -1,8 +1,8 @@
 """`python -m bench.engine`: the engine's step by rows, sequences and context, its streams and its sampler.
 
 One process, no services. For the shipped pair and the deepened target (bench/deepened.py): time of a step and its ratio
-to the memory limit, the cost of stable rows, plain decoding of many streams with the time outside the forward pass, and
-sampler and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
+to the memory limit, its products beside torch's, plain decoding of many streams with the time outside the forward pass,
+and sampler and noise by vocabulary. Prints tables and the bar, writes JSON and a picture.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.engine import tables
 from specdec.bench.engine.bandwidth import LARGE_BYTES, Reader
 from specdec.bench.engine.picture import picture
+from specdec.bench.engine.products import ProductMeasurement, measure_products
 from specdec.bench.engine.sampler import VOCABULARIES, SamplerMeasurement, measure_sampler
 from specdec.bench.engine.steps import (
     CONTEXTS,
     ROWS,
     SEQUENCES,
     StepMeasurement,
-    independence_shapes,
     measure_steps,
     shapes_of,
 )
 from specdec.bench.engine.streams import STREAMS, StreamMeasurement, measure_streams
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.engine.cpu.backend import CpuBackend
 from specdec.errors import SpecdecError
 
 MODELS = ("deepened", "target", "draft")
@@ -83,40 +84,45 @@ def folders(extra_layers: int) -> Iterator[dict[str, Path]]:
 
 def measure(
     asked: argparse.Namespace, advance: Callable[[str], None]
-) -> tuple[list[StepMeasurement], list[StreamMeasurement], list[SamplerMeasurement]]:
+) -> tuple[list[StepMeasurement], list[ProductMeasurement], list[StreamMeasurement], list[SamplerMeasurement]]:
     """Runs all requested measurements; `advance` is called with the name of each finished part."""
     steps: list[StepMeasurement] = []
+    products: list[ProductMeasurement] = []
     streams: list[StreamMeasurement] = []
     shapes = shapes_of(asked.rows, asked.sequences, asked.contexts)
     with folders(asked.extra_layers) as found:
         for name in asked.models:
             for dtype in asked.dtypes:
                 model = deepened.load(found[name], dtype)
-                unpadded = independence_shapes(asked.contexts)
-                steps += measure_steps(model, name, shapes, unpadded, asked.rounds, lambda: advance("steps"))
+                steps += measure_steps(model, name, shapes, asked.rounds, lambda: advance("steps"))
+                assert isinstance(model.backend, CpuBackend)
+                products += measure_products(
+                    name, model.backend.product_shapes, getattr(torch, dtype), asked.rounds, lambda: advance("products")
+                )
                 streams += measure_streams(
                     model, name, asked.streams, asked.tokens, asked.rounds, lambda: advance("streams")
                 )
-    return steps, streams, measure_sampler(asked.vocabularies, 5 * asked.rounds, lambda: advance("sampler"))
+    return steps, products, streams, measure_sampler(asked.vocabularies, 5 * asked.rounds, lambda: advance("sampler"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = options(arguments)
     torch.set_num_threads(asked.threads)
     console = Console(width=150)
-    piece_count = 2 * asked.rounds * len(asked.models) * len(asked.dtypes) + len(asked.vocabularies)
+    piece_count = 3 * asked.rounds * len(asked.models) * len(asked.dtypes) + len(asked.vocabularies)
     with Progress(console=console, transient=True) as shown:
         task = shown.add_task("engine", total=piece_count)
         try:
-            steps, streams, of_result = measure(asked, lambda what: shown.update(task, advance=1, description=what))
+            found = measure(asked, lambda what: shown.update(task, advance=1, description=what))
         except SpecdecError as error:
             console.print(f"{type(error).__name__}: {error}", style="red")
             return 1
+    steps, products, streams, of_result = found
     large_gb_per_s = Reader(LARGE_BYTES).gb_per_s()
     for table in (
         tables.row_table(steps),
         *(tables.sequence_table(steps, rows) for rows in (1, 5)),
-        tables.independence_table(steps),
+        tables.product_table(products),
         tables.stream_table(streams),
         tables.sampler_table(of_result),
     ):
@@ -127,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"in the same rounds; from a buffer of {LARGE_BYTES >> 20} MiB memory gave {large_gb_per_s:.1f} GB/s."
     )
     bars = bars_of(streams)
-    save(asked, steps, streams, of_result, large_gb_per_s, bars)
+    save(asked, steps, products, streams, of_result, large_gb_per_s, bars)
     return conclude(bars, console, asked.check)
 
 
@@ -143,6 +149,7 @@ def bars_of(streams: Sequence[StreamMeasurement]) -> list[Bar]:
 def save(
     asked: argparse.Namespace,
     steps: Sequence[StepMeasurement],
+    products: Sequence[ProductMeasurement],
     streams: Sequence[StreamMeasurement],
     of_result: Sequence[SamplerMeasurement],
     large_gb_per_s: float,
@@ -159,6 +166,7 @@ def save(
     run = {
         "hardware": hardware,
         "steps": [asdict(step) for step in steps],
+        "products": [asdict(one) for one in products],
         "streams": [asdict(stream) for stream in streams],
         "sampler": [asdict(one) for one in of_result],
         "bars": as_json(bars),

@@ -1,8 +1,6 @@
-"""Time of one forward by sequences, rows and cached tokens, and what neighbour-independence costs.
+"""Time of one forward by sequences, rows and cached tokens.
 
-Shapes take turns, all of them once a round, so that whatever else the machine does falls on all alike. Some are run a
-second time in each round at the widths the library is given, unpadded, where a row's last bits depend on the others:
-the difference is what the promise costs; the code is the same.
+Shapes take turns, all of them once a round, so that whatever else the machine does falls on all alike.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.bench.engine.bandwidth import Reader, limit_ms, step_bytes
-from specdec.engine.cpu_backend import CpuBackend
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.tile_sizes import TileSizes
 from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64
@@ -27,10 +23,7 @@ CONTEXTS = (64, 256, 1024)
 ROWS = (1, 2, 4, 5, 8, 16, 32, 64)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 SEQUENCE_ROWS = (1, 5)  # rows of each sequence where the number of sequences is the question
-INDEPENDENCE = ((1, 1), (1, 5), (1, 8), (8, 5))  # sequences, rows each
 CONTEXT = 256  # where one context stands for all
-UNPADDED = TileSizes(tuple(range(1, 129)), row_multiple=1)
-ANY_TILE = tuple(range(1, 65))
 PREFILL_ROWS = 64
 
 
@@ -44,8 +37,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Medians of one shape. `limit_ms`: in which what the step must read can be read; `unpadded_ms`: None where the
-    step was not run unpadded."""
+    """Medians of one shape. `limit_ms`: in which what the step must read can be read."""
 
     model: str
     dtype: str
@@ -54,7 +46,6 @@ class StepMeasurement:
     context: int
     step_ms: float
     limit_ms: float
-    unpadded_ms: float | None
 
     @property
     def limit_share(self) -> float:
@@ -67,12 +58,6 @@ def shapes_of(rows: Sequence[int], sequences: Sequence[int], contexts: Sequence[
     every = [Shape(1, count, context) for context in contexts for count in rows]
     every += [Shape(count, own, context) for context in contexts for own in SEQUENCE_ROWS for count in sequences]
     return list(dict.fromkeys(every))
-
-
-def independence_shapes(contexts: Sequence[int]) -> list[Shape]:
-    """The shapes that are run unpadded too."""
-    context = CONTEXT if CONTEXT in contexts else max(contexts)
-    return [Shape(sequences, rows, context) for sequences, rows in INDEPENDENCE]
 
 
 class CachedTexts:
@@ -110,45 +95,31 @@ def time_step(model: TransformersModel, batch: RaggedBatch) -> float:
     return (time.perf_counter() - started_s) * 1e3
 
 
-def step_times(
-    model: TransformersModel, shapes: Sequence[Shape], unpadded: Sequence[Shape], rounds: int
-) -> Iterator[tuple[dict[Shape, float], dict[Shape, float]]]:
-    """Milliseconds of every shape once a round, and of `unpadded` ones at the library's own widths too."""
-    every = [*shapes, *unpadded]
-    length = max(shape.context + shape.rows for shape in every)
-    texts = CachedTexts(model, max(shape.sequences for shape in every), length)
-    batches = {shape: texts.batch(shape) for shape in every}
-    backend = model.backend
-    assert isinstance(backend, CpuBackend), "widths are measured on a CPU"
-    measured = backend.stable_tiles
+def step_times(model: TransformersModel, shapes: Sequence[Shape], rounds: int) -> Iterator[dict[Shape, float]]:
+    """Milliseconds of every shape, once a round."""
+    length = max(shape.context + shape.rows for shape in shapes)
+    texts = CachedTexts(model, max(shape.sequences for shape in shapes), length)
+    batches = {shape: texts.batch(shape) for shape in shapes}
     for _ in range(rounds):
-        backend.use_stable_tiles(*measured)
-        model.forward(batches[every[0]])
-        padded_ms = {shape: time_step(model, batches[shape]) for shape in dict.fromkeys(every)}
-        backend.use_stable_tiles(UNPADDED, ANY_TILE)
-        model.forward(batches[every[0]])
-        yield padded_ms, {shape: time_step(model, batches[shape]) for shape in unpadded}
-    backend.use_stable_tiles(*measured)
+        model.forward(batches[shapes[0]])
+        yield {shape: time_step(model, batch) for shape, batch in batches.items()}
 
 
 def measure_steps(
     model: TransformersModel,
     name: str,
     shapes: Sequence[Shape],
-    unpadded: Sequence[Shape],
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[StepMeasurement]:
     """Returns one measurement per shape. Memory is read in every round; `advance` is called after each."""
     reader = Reader(model.product_bytes)
-    padded_ms: dict[Shape, list[float]] = {}
-    unpadded_ms: dict[Shape, list[float]] = {}
+    found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     gb_per_s: list[float] = []
-    for of_padded, of_unpadded in step_times(model, shapes, unpadded, rounds):
+    for times_ms in step_times(model, shapes, rounds):
         gb_per_s.append(reader.gb_per_s())
-        for found, into in ((of_padded, padded_ms), (of_unpadded, unpadded_ms)):
-            for shape, ms in found.items():
-                into.setdefault(shape, []).append(ms)
+        for shape, ms in times_ms.items():
+            found[shape].append(ms)
         advance()
     bandwidth = statistics.median(gb_per_s)
     return [
@@ -158,7 +129,6 @@ def measure_steps(
             *shape,
             statistics.median(times_ms),
             limit_ms(step_bytes(model, shape.sequences, shape.context), bandwidth),
-            statistics.median(unpadded_ms[shape]) if shape in unpadded_ms else None,
         )
-        for shape, times_ms in padded_ms.items()
+        for shape, times_ms in found.items()
     ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from specdec.bench.engine.products import ProductMeasurement
 from specdec.bench.engine.sampler import SamplerMeasurement
 from specdec.bench.engine.steps import StepMeasurement
 from specdec.bench.engine.streams import StreamMeasurement, gain
@@ -50,15 +51,12 @@ def _grid(title: str, steps: Sequence[StepMeasurement], by_rows: bool = True) ->
     return table
 
 
-def independence_table(steps: Sequence[StepMeasurement]) -> Table:
-    """Returns the cost of stable rows, where it was measured."""
-    table = table_of("Neighbour-independence, ms", ("model", "type", "sequences × rows", "step", "unpadded", "costs"))
-    for step in steps:
-        if step.unpadded_ms is not None:
-            shape = f"{step.sequences} × {step.rows}"
-            cost = f"{step.step_ms - step.unpadded_ms:+.2f} (× {step.step_ms / step.unpadded_ms:.2f})"
-            cells = (f"{step.step_ms:.2f}", f"{step.unpadded_ms:.2f}", cost)
-            table.add_row(step.model, step.dtype, shape, *cells)
+def product_table(products: Sequence[ProductMeasurement]) -> Table:
+    """All products of a step by rows: by the kernels, whose rows have the same bits at every count, and by torch."""
+    table = table_of("Products of a step, ms", ("model", "type", "rows", "kernels", "torch", "kernels / torch"))
+    for own in products:
+        cells = (str(own.rows), f"{own.kernels_ms:.2f}", f"{own.torch_ms:.2f}", f"{own.kernels_ms / own.torch_ms:.2f}")
+        table.add_row(own.model, own.dtype, *cells)
     return table
 
 

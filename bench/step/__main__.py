@@ -43,6 +43,7 @@ from specdec.bench.step.picture import picture
 from specdec.bench.step.rows import Reading, measure_rows
 from specdec.bench.step.served import measure_served
 from specdec.engine.chat_model import chat_model
+from specdec.engine.cpu.kernels import kernels
 from specdec.errors import SpecdecError
 from specdec.telemetry.logs import configure_logs
 
@@ -158,7 +159,7 @@ def hardware() -> dict[str, Any]:
     return {
         "cpu": processor_name(),
         "cores": os.cpu_count(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "kernels": repr(kernels()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load": os.getloadavg()[0],

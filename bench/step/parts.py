@@ -1,16 +1,21 @@
 """The step by part: plan, products, attention, norms and the rest of the forward, sampler, and the engine around them.
 
-Plan, products and attention have the share of the forward that torch's profiler gives them; the many small operations
-between products cost more under it, so it understates products. The plan is what passes before the embedding.
+Kernels are timed where Python calls them, module by module; the one call of a step is divided among its parts by the
+times that the same kernels take so. Without kernels products and attention have the share of the forward that torch's
+profiler gives their operations; the many small ones between them cost more under it. The plan is what passes before the
+first kernel, or the embedding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,13 +25,16 @@ from specdec.bench.engine.steps import BLOCK_SIZE, time_step
 from specdec.bench.engine.streams import measure_streams
 from specdec.bench.proposers.steps import verification
 from specdec.bench.step.rows import CONTEXT
+from specdec.engine.cpu.kernels import Kernels, kernels
 from specdec.engine.interface import RaggedBatch, SequenceChunk
 from specdec.engine.transformers_model import TransformersModel
 
-PRODUCTS = ("linear", "addmm", "aten::mm", "aten::mv", "onednn", "product")
-ATTENTION = ("bmm", "softmax", "scaled_dot_product", "index_copy", "index_select", "attend")
+PRODUCTS = ("linear", "addmm", "aten::mm", "aten::mv")
+ATTENTION = ("bmm", "softmax", "scaled_dot_product", "index_copy", "index_select")
 PROFILED_STEPS = 5
 STEP, EMBEDDING = "step", "aten::embedding"
+KERNEL_PARTS = {"product": PRODUCTS, "write": ATTENTION, "attend": ATTENTION}
+KERNELS = (*KERNEL_PARTS, "normalize", "activate", "tanh", STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,14 @@ class PartMeasurement:
         return self.planning_ms + self.products_ms + self.attention_ms + self.rest_ms
 
 
+class Shares(NamedTuple):
+    """Of plan, products and attention in the time of a forward."""
+
+    planning: float
+    products: float
+    attention: float
+
+
 def measure_parts(folder: Path, name: str, threads: int, turns: int, tokens: int) -> PartMeasurement:
     """Of one model. Raises ModelRefused."""
     torch.set_num_threads(threads)
@@ -57,21 +73,69 @@ def measure_parts(folder: Path, name: str, threads: int, turns: int, tokens: int
     batch = verification(1, 1, CONTEXT)
     model.forward(RaggedBatch((SequenceChunk(batch.chunks[0].block_ids, 0, [5] * CONTEXT, 0),)))
     forward_ms = statistics.median(time_step(model, batch) for _ in range(turns))
-    planning, products, attention = profiled_shares(model, batch)
-    return PartMeasurement(
-        name,
-        threads,
-        planning * forward_ms,
-        products * forward_ms,
-        attention * forward_ms,
-        (1 - planning - products - attention) * forward_ms,
-        stream.sampling_ms,
-        stream.outside_ms,
+    shares = kernel_shares(model, batch, turns) if kernels() else profiled_shares(model, batch)
+    planning_ms, products_ms, attention_ms = (share * forward_ms for share in shares)
+    rest_ms = (1 - sum(shares)) * forward_ms
+    inside_ms = planning_ms, products_ms, attention_ms, rest_ms
+    return PartMeasurement(name, threads, *inside_ms, stream.sampling_ms, stream.outside_ms)
+
+
+def kernel_shares(model: TransformersModel, batch: RaggedBatch, turns: int) -> Shares:
+    """Of a forward on the kernels."""
+    by_modules = RaggedBatch(batch.chunks, lambda: False)  # a question between layers: not in one call
+    with kernel_calls() as calls:
+        modules = [seconds_of(model, by_modules, calls) for _ in range(turns)]
+        whole = [seconds_of(model, batch, calls) for _ in range(turns)]
+    before_s, total_s = (
+        statistics.median(own) for own in ([s["before"] for s in whole], [s["forward"] for s in whole])
     )
+    kernel_s = {name: statistics.median(own[name] for own in modules) for name in KERNELS}
+    call_s = statistics.median(own[STEP] for own in whole)
+    scale = call_s / sum(kernel_s.values()) if call_s else 1.0
+
+    def share(part: Sequence[str]) -> float:
+        return scale * sum(kernel_s[name] for name, own in KERNEL_PARTS.items() if own is part) / total_s
+
+    return Shares(before_s / total_s, share(PRODUCTS), share(ATTENTION))
 
 
-def profiled_shares(model: TransformersModel, batch: RaggedBatch) -> tuple[float, float, float]:
-    """The shares of plan, products and attention in the time of a forward."""
+@contextlib.contextmanager
+def kernel_calls() -> Iterator[list[tuple[str, float, float]]]:
+    """Meanwhile each call of a kernel is added to the list: name, beginning and end in seconds."""
+    calls: list[tuple[str, float, float]] = []
+    original: dict[str, Callable[..., Any]] = {name: getattr(Kernels, name) for name in KERNELS}
+
+    def timed(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            began_s = time.perf_counter()
+            result = kernel(*arguments, **named)
+            calls.append((name, began_s, time.perf_counter()))
+            return result
+
+        return call
+
+    try:
+        for name, kernel in original.items():
+            setattr(Kernels, name, timed(name, kernel))
+        yield calls
+    finally:
+        for name, kernel in original.items():
+            setattr(Kernels, name, kernel)
+
+
+def seconds_of(model: TransformersModel, batch: RaggedBatch, calls: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Of one forward: the whole, before its first kernel, and each kernel's."""
+    calls.clear()
+    began_s = time.perf_counter()
+    model.forward(batch)
+    found = dict.fromkeys(KERNELS, 0.0) | {"forward": time.perf_counter() - began_s, "before": calls[0][1] - began_s}
+    for name, call_s, end_s in calls:
+        found[name] += end_s - call_s
+    return found
+
+
+def profiled_shares(model: TransformersModel, batch: RaggedBatch) -> Shares:
+    """Of a forward without kernels."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its lines are of no use here
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(PROFILED_STEPS):
@@ -87,4 +151,4 @@ def profiled_shares(model: TransformersModel, batch: RaggedBatch) -> tuple[float
         own = [event for event in events if any(part in event.name for part in names)]
         return float(sum(event.self_cpu_time_total for event in own) / total_us)
 
-    return float(planning_us / total_us), share(PRODUCTS), share(ATTENTION)
+    return Shares(float(planning_us / total_us), share(PRODUCTS), share(ATTENTION))

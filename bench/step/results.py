@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -12,19 +11,20 @@ from specdec.bench.draft.__main__ import DraftMeasurement
 from specdec.bench.step.parts import PartMeasurement
 from specdec.bench.step.rows import RowMeasurement
 from specdec.bench.step.served import ServedMeasurement
+from specdec.engine.cpu.kernels import kernels
 
 CHAT, DEEPENED = "chat model", "deepened"
 GAINS = {CHAT: (1.3, 1.6), DEEPENED: (1.5, 2.3)}  # plain decoding over llama.cpp's: goal, stretch
 FLAT = {4: (1.2, 1.05), 8: (1.7, 1.25)}  # T(rows) / T(1)
 FLAT_BFLOAT16 = 1.15  # with instructions that multiply bfloat16
 DRAFT = {1: (0.35, 0.25), 8: (0.8, 0.45)}  # by nodes
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo has them
+BFLOAT16_FAMILY = "avx512_bf16"
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for it."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    return not BFLOAT16_FLAGS.isdisjoint(flags)
+    """Whether the kernels here use instructions for it."""
+    used = kernels()
+    return used is not None and used.family == BFLOAT16_FAMILY
 
 
 def row_bars(measurements: Sequence[RowMeasurement], has_bfloat16: bool) -> list[Bar]:

@@ -32,7 +32,7 @@ BENCHMARKS = {
     "step": ("step", "A step beside reading its weights once, plain decoding beside llama.cpp, the step by part."),
     "tensor-parallel": ("tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),
     "prefix": ("prefix", "Time to the first token of prompts that are cached, and of those that are not."),
-    "startup": ("startup", "From the start of a replica to SERVING by phase, with and without remembered tile sizes."),
+    "startup": ("startup", "From the start of a replica to SERVING by phase."),
     "tracing": ("tracing", "What tracing costs at 1 % and 100 %, and the spans of 10 to 2,000 rounds."),
     "ray-restarts": ("ray_restarts", "From `specdec ray up` to the first token, and how long what dies is away."),
 }

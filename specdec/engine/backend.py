@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -40,6 +40,16 @@ class StepResult:
     hidden: torch.Tensor | None = None
 
 
+@runtime_checkable
+class WholeStep(Protocol):
+    """A plan whose backend runs the model's layers in one call, in place of its modules."""
+
+    def run(
+        self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
+    ) -> StepResult:
+        """Runs the step: input_ids [1, rows] int64, logit_rows [logits] int64, `output` the model's output layer."""
+
+
 Compute = Callable[[StepInput], StepResult]
 
 
@@ -56,8 +66,8 @@ class Backend(Protocol):
     ) -> nn.Module:
         """Returns the output layer in float32, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
 
-    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
-        """Takes the finished modules; called once, before the methods below."""
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
+        """Takes the finished modules; called once, before the methods below. All ids are below `ids_end`."""
 
     @property
     def product_bytes(self) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from specdec.errors import ConfigError
 
-# The CPU library keeps code and scratch memory for every shape it has seen, in two caches of 1,024 shapes. Products
-# have some seventy, by the kinds of weights and `tiled_modules.FREE_WIDTHS`; more must not take hundreds of megabytes.
+# torch's CPU library keeps code and scratch memory for every shape it has seen, in two caches of 1,024 shapes, which
+# would take hundreds of megabytes.
 SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}  # of oneDNN, and of torch's use
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
 MAPPED_BYTES_MIN = 32 << 20  # the most it takes; larger allocations are mapped anew

@@ -7,6 +7,7 @@ owns the storage of cached positions, addressed by block ids; it has no sessions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_int32
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +20,8 @@ from specdec.engine.vocabulary_map import VocabularyMap
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A service's description of its model. `vocabulary_size` counts the ids with a string, and the logits of a row;
-    `vocabulary`: of a draft that does not have its target's."""
+    `vocabulary`: of a draft that does not have its target's; `kernels`: family and instruction set of native kernels,
+    if any."""
 
     model_digest: str
     model_name: str
@@ -31,6 +33,7 @@ class ModelDescription:
     libraries: str
     tensor_parallel_size: int = 1
     vocabulary: VocabularyMap | None = None
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,22 @@ class SequenceChunk:
         return TreeRows(own.tolist(), own.tolist(), places[None] <= own[:, None], places)
 
 
+class StepFlag:
+    """A flag that any thread sets while another runs a step; native code reads its `word` between layers."""
+
+    __slots__ = ("word",)
+
+    def __init__(self) -> None:
+        self.word = c_int32(0)
+
+    def set(self, is_set: bool) -> None:
+        """Sets or clears it, at any time and from any thread."""
+        self.word.value = is_set
+
+    def __call__(self) -> bool:
+        return bool(self.word.value)
+
+
 class StepAbandoned(Exception):
     """A forward ended between two layers because `RaggedBatch.should_abandon` said so; its positions are not written
     in all layers."""
@@ -88,7 +107,8 @@ class StepAbandoned(Exception):
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """The chunks of one step; no sequence twice, except one with several paths. `should_abandon` is asked in each
-    layer, before its keys are written, by models on one CPU; others run the step to its end."""
+    layer, before its keys are written, by models on one CPU; others run the step to its end. One that is no `StepFlag`
+    is asked by modules alone, so the step is not one call."""
 
     chunks: tuple[SequenceChunk, ...]
     should_abandon: Callable[[], bool] | None = None

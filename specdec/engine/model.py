@@ -32,11 +32,11 @@ def load_model(
     """Loads and describes a model; calls `progress(what, share)` meanwhile.
 
     Raises ModelRefused for an invalid folder and ConfigError for invalid settings, each in one line. "auto" keeps the
-    weights' own type, except float16, which becomes float32 on a CPU. `device`: see `find_device`; a table model always
-    runs on a CPU. `enforce_eager`: no captured graphs on a GPU. `has_stable_rows`, required of a target: on a CPU a
-    row's bits do not depend on its neighbours; a model without it takes chunks of trees (`TreeRows`).
-    `target_tokenizer`: folder or hub id of the target's, for a draft that may have another. `positions_max`: the most
-    positions of a sequence, for which its tables are made; absent: all of the model's.
+    weights' own type. `device`: see `find_device`; a table model always runs on a CPU. `enforce_eager`: no captured
+    graphs on a GPU. `has_stable_rows`, required of a target: without it a model on a GPU takes chunks of trees
+    (`TreeRows`); on a CPU every model takes them, and a row's bits never depend on its neighbours. `target_tokenizer`:
+    folder or hub id of the target's, for a draft that may have another. `positions_max`: the most positions of a
+    sequence, for which its tables are made; absent: all of the model's.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -80,10 +80,5 @@ def load_model(
 
 
 def load_offline_target(path_or_hub_id: str, device: str = "cpu") -> CausalModel:
-    """Loads a target that writes and reads texts offline, as `load_model` does: in the type it is served in, since its
-    texts should be those of its service, and not in the faster one, which may differ from run to run. Its rows may
-    differ in their last bits with their neighbours, which is faster."""
-    from specdec.engine.transformers_model import dtype_of
-
-    dtype = dtype_of(open_model_folder(path_or_hub_id).config, "auto", find_device(device))
-    return load_model(path_or_hub_id, str(dtype).removeprefix("torch."), device, has_stable_rows=False)
+    """Loads a target that writes and reads texts offline, as `load_model` does. On a GPU it takes chunks of trees."""
+    return load_model(path_or_hub_id, device=device, has_stable_rows=False)

@@ -89,7 +89,6 @@ class RotaryAttention(nn.Module):
         values = heads[:, self.rotated_count :]
         heads = heads[:, : self.rotated_count]  # [rows, query and key heads, head size]
         if self.has_head_norms:
-            # Measured: sums along a head in a view with gaps change with the number of rows.
             queries, keys = heads[:, : self.head_count].contiguous(), heads[:, self.head_count :].contiguous()
             heads = torch.cat((self.q_norm(queries), self.k_norm(keys)), 1)
         swapped = heads.roll(self.head_size // 2, -1)
@@ -100,10 +99,10 @@ class RotaryAttention(nn.Module):
         return self.o_proj(output.view(1, hidden_states.shape[1], -1)), None
 
 
-def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> bool:
+def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype, with_stand_ins: bool = True) -> bool:
     """Replaces a base model's rotary module, if any, by a table of `positions_max` positions; of a learned table keeps
-    as many. Returns whether to replace its attention modules: all or none, because tables have one layout. Raises
-    ModelRefused for angles that are no numbers."""
+    as many. Returns whether to replace its attention modules: all or none, because tables have one layout; none without
+    `with_stand_ins`. Raises ModelRefused for angles that are no numbers."""
     learned = getattr(base, LEARNED_NAME, None)
     if isinstance(learned, nn.Embedding) and learned.num_embeddings > positions_max:
         learned.num_embeddings = positions_max
@@ -113,7 +112,7 @@ def table_angles(base: nn.Module, positions_max: int, dtype: torch.dtype) -> boo
         return False
     size = rotary_size(rotary)
     attentions = [module for module in base.modules() if has_projections(module)]
-    is_fused = bool(attentions) and all(fits(module, size) for module in attentions)
+    is_fused = with_stand_ins and bool(attentions) and all(fits(module, size) for module in attentions)
     setattr(base, ROTARY_NAME, RotaryTable(rotary, positions_max, dtype, is_fused))
     return is_fused
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from specdec.engine.feed import Feed, choose, rows_beside_short
 from specdec.engine.heartbeat import Heartbeat
-from specdec.engine.interface import CausalModel, StepAbandoned
+from specdec.engine.interface import CausalModel, StepAbandoned, StepFlag
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.runner import Answer, HiddenReader, Payload, Piece, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
@@ -112,7 +112,7 @@ class Engine(Generic[Payload, Answer]):
         self._abandons_steps = abandons_steps and prompt_rows_max is not None
         self._small_until_s = 0.0  # no step is made to be abandoned before
         self._small, self._large = PromptSpeed(), PromptSpeed()
-        self._has_urgent_posts = False  # written by those who post, and by the engine thread
+        self._has_urgent_posts = StepFlag()  # set by those who post, and by the engine thread
         self.abandoned_count = 0
         self.heartbeat = Heartbeat()
         self._stepped = stepped
@@ -183,7 +183,7 @@ class Engine(Generic[Payload, Answer]):
             raise ReplicaUnavailable("the engine has stopped")
         self._inbox.put(function)
         if is_urgent:  # a step that begins between these lines is abandoned before its first layer, without gain
-            self._has_urgent_posts = True
+            self._has_urgent_posts.set(True)
 
     def submit(self, feed: Feed[Payload, Answer]) -> None:
         """Queues a feed for the next step with free rows. Engine thread only."""
@@ -233,11 +233,11 @@ class Engine(Generic[Payload, Answer]):
 
     def _drain(self) -> None:
         """Runs the posted functions, POSTS_PER_TURN at most."""
-        self._has_urgent_posts = False
+        self._has_urgent_posts.set(False)
         for _ in range(POSTS_PER_TURN):
             if not self._run_post(timeout_s=0.0):
                 return
-        self._has_urgent_posts = True  # those that are left may be
+        self._has_urgent_posts.set(True)  # those that are left may be
 
     def _run_post(self, timeout_s: float | None) -> bool:
         """Runs the next posted function, after a sleep of `timeout_s` at most (None: no limit); False if none came."""
@@ -265,7 +265,7 @@ class Engine(Generic[Payload, Answer]):
             return
         pieces = [piece for _, piece in chosen]
         try:
-            report, started_s, ended_s = self._timed(pieces, self._is_work_posted if is_large else None)
+            report, started_s, ended_s = self._timed(pieces, self._has_urgent_posts if is_large else None)
         except StepAbandoned:
             return
         small = self._prompt_rows_max or 0
@@ -287,9 +287,6 @@ class Engine(Generic[Payload, Answer]):
                 timing.sampling_s, timing.row_count = report.sampling_s, report.row_count
                 timing.feed_count, timing.started_s, timing.ended_s = len(chosen), started_s, ended_s
                 self._call(feed.done, outcome, timing)
-
-    def _is_work_posted(self) -> bool:
-        return self._has_urgent_posts
 
     def _prompt_rows(self, feeds: Sequence[Feed[Payload, Answer]], is_decoding: bool) -> tuple[int | None, bool]:
         """Returns the most rows of prompts in the next step, None for all, and whether it may be abandoned."""

@@ -1,16 +1,16 @@
 """A `transformers` causal language model behind the engine's interface.
 
-Modules, weights and control flow are those of `transformers`; attention, matrix products and rotary tables are replaced
-(`attention`, `tiled_modules`), so that one forward takes any mix of sequences and a row's logits depend on its own past
-only. The output layer and all later computation is float32; a draft's output layer may multiply bfloat16.
+Weights and control flow are those of `transformers`; attention, rotary tables and most modules are the backend's, so
+that one forward takes any mix of sequences and a row's logits depend on its own past only. The logits and all later
+computation are float32.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -19,14 +19,14 @@ from torch import nn
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
-from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
 from specdec.engine.config_check import served_positions
-from specdec.engine.cpu_backend import CpuBackend, of_any_width
+from specdec.engine.cpu.backend import CpuBackend
+from specdec.engine.cpu.kernels import kernels
 from specdec.engine.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
-from specdec.engine.tiled_modules import Weight, shorten_calls
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
 from specdec.folders import tokenizer_file
@@ -37,34 +37,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specdec.engine")
 
 CPU = torch.device("cpu")
-NUMERICS_VERSION = 2  # increases with each change by which a model's results have other bits
-# For the measurement of the faster type.
-PRODUCT_TYPES = (torch.float32, torch.bfloat16)
-ROW_COUNTS = (1, 8)  # a chain's step, and a tree's
-MANY_ROWS = (64,)  # of several trees
-OUTPUT_COLUMNS_MAX = 8192  # of the output layer; a larger one takes as much longer in either type
-WEIGHT_BYTES_MAX = 64 << 20  # in float32, of the layers in turn: more than the caches hold
-REPEATS = 3
+NUMERICS_VERSION = 3  # increases with each change by which a model's results have other bits
 
 
 class TransformersModel:
     """A CausalModel over a supported `transformers` class, or one rank's share of it. One thread at a time.
 
-    `backend`: of its device; absent: a CPU's.
+    `backend`: of its device.
     """
 
     def __init__(
         self,
         model: transformers.PreTrainedModel,
         description: ModelDescription,
-        dtype: torch.dtype,
+        backend: Backend,
         share: JoinedShare | None = None,
-        backend: Backend | None = None,
     ):
         self.description = description
         self._base = model.base_model
         vocabulary = self._vocabulary = description.vocabulary
-        self.backend = backend or CpuBackend(dtype, description.positions_max, share.agree if share else None)
+        self.backend = backend
         columns = vocabulary.columns if vocabulary else torch.arange(description.vocabulary_size)
         output = output_layer(model, columns[: share.vocabulary_part] if share else columns, self.backend)
         self.hidden_size: int = model.get_output_embeddings().weight.shape[1]
@@ -74,8 +66,8 @@ class TransformersModel:
         if share:
             share.join(self._base)
             self._output = share.whole_output(output, description.vocabulary_size)
-        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device))
-        shorten_calls(self._base)
+        ids_end = int(vocabulary.own_ids.max()) + 1 if vocabulary else description.vocabulary_size
+        self.backend.attach(self._base, output, measure_shape(self._base, self.backend.device), ids_end)
 
     @property
     def cache_bytes_per_position(self) -> int:
@@ -97,10 +89,17 @@ class TransformersModel:
     def return_hidden(self) -> nn.Module:
         """See `HiddenStates`."""
         self.returns_hidden = True
-        return of_any_width(self._output)
+        return self._output
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
+        if isinstance(step.attention, WholeStep):
+            result = step.attention.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        else:
+            result = self._by_modules(input_ids, step)
+        return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
+
+    def _by_modules(self, input_ids: torch.Tensor, step: StepInput) -> StepResult:
         hidden = self._base(
             input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
         ).last_hidden_state[0]  # [rows, hidden]
@@ -112,7 +111,6 @@ class TransformersModel:
             width = self._vocabulary.own_size if self._vocabulary else self.description.vocabulary_size
             logits = hidden.new_empty(0, width, dtype=torch.float32)
         is_finite = self.backend.finite(hidden, logits)
-        logits = self._vocabulary.spread(logits) if self._vocabulary else logits
         return StepResult(logits, is_finite, chosen if self.returns_hidden else None)
 
     def counters(self) -> dict[str, float]:
@@ -137,11 +135,7 @@ def load_transformers_model(
     Raises ModelRefused if the weights do not fit the architecture.
     """
     positions_max = served_positions(name, config_of(folder).max_position_embeddings, positions_max)
-    dtype = dtype_of(folder.config, dtype_name, device)
-    types = ModelTypes(dtype)
-    if dtype_name == "auto" and device.type == "cpu" and not has_stable_rows:
-        types = draft_types(folder.config, dtype)
-        dtype = types.layers
+    dtype = dtype_of(folder.config, dtype_name)
     model = read_weights(name, folder, digest, dtype, attention.NAME)
     with refusing(name):
         model.eval().requires_grad_(False).to(device)
@@ -152,9 +146,9 @@ def load_transformers_model(
         raise ModelRefused(f"{name} has a part of its tokenizer's tokens ({VOCABULARY_FILE}): it can only be a draft")
     vocabulary = vocabulary and vocabulary.to(device)
     description = describe(folder, model, dtype, digest(), positions_max, device, vocabulary)
-    backend = backend_for(device, types, positions_max, enforce_eager, has_stable_rows)
+    backend = backend_for(device, dtype, positions_max, enforce_eager, has_stable_rows)
     with refusing(name):
-        return TransformersModel(model, description, dtype, backend=backend)
+        return TransformersModel(model, description, backend)
 
 
 def read_weights(
@@ -187,78 +181,22 @@ def read_weights(
 
 
 def backend_for(
-    device: torch.device, types: ModelTypes, positions_max: int, enforce_eager: bool, has_stable_rows: bool
+    device: torch.device, dtype: torch.dtype, positions_max: int, enforce_eager: bool, has_stable_rows: bool
 ) -> Backend:
-    """Returns the backend of a device for one model; `enforce_eager`: no captured graphs."""
-    dtype = types.layers
+    """Returns the backend of a device for one model; on a GPU `enforce_eager`: no captured graphs."""
     if device.type == "cpu":
-        return CpuBackend(dtype, positions_max, None, has_stable_rows, types.output, types.many)
+        return CpuBackend(dtype, positions_max)
     from specdec.engine.cuda.backend import DeviceBackend
 
     return DeviceBackend(device, dtype, positions_max, not enforce_eager, has_trees=not has_stable_rows)
 
 
-def dtype_of(config: dict[str, Any], dtype_name: str, device: torch.device = CPU) -> torch.dtype:
-    """Returns the type of a name. "auto" is the weights' own; on a CPU float16, not faster there, becomes float32."""
+def dtype_of(config: dict[str, Any], dtype_name: str) -> torch.dtype:
+    """Returns the type of a name; "auto" is the weights' own, float32 if they have another than these."""
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype_name == "auto":
-        dtype_name = config.get("dtype") or config.get("torch_dtype") or "float32"
-        if dtype_name not in ("bfloat16", "float32") and (dtype_name, device.type) != ("float16", "cuda"):
-            dtype_name = "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype_name]
-
-
-class ModelTypes(NamedTuple):
-    """Types of the layers, of the output layer's product, and of the layers' products of many rows, if another."""
-
-    layers: torch.dtype
-    output: torch.dtype = torch.float32
-    many: torch.dtype | None = None
-
-
-def draft_types(config: dict[str, Any], stored: torch.dtype) -> ModelTypes:
-    """Returns the types of "auto" for a draft on a CPU: the faster ones here if the weights are bfloat16."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-    sizes = [size for size in map(config.get, keys) if isinstance(size, int)]
-    if stored != torch.bfloat16 or len(sizes) < len(keys):
-        return ModelTypes(stored)
-    hidden_size, intermediate_size, layer_count, vocabulary_size = sizes
-    layer = ((intermediate_size, hidden_size), (hidden_size, intermediate_size))
-    layers = faster_type(layer, layer_count)
-    many = faster_type(layer, layer_count, MANY_ROWS) if layers == torch.float32 else None
-    return ModelTypes(layers, faster_type(((min(vocabulary_size, OUTPUT_COLUMNS_MAX), hidden_size),)), many)
-
-
-@torch.inference_mode()
-def faster_type(
-    shapes: Sequence[tuple[int, int]], layer_count: int = 1, row_counts: Sequence[int] = ROW_COUNTS
-) -> torch.dtype:
-    """Returns float32 or bfloat16, by timing `layer_count` layers of products of weights [out, in] in milliseconds.
-
-    A draft's numbers decide no text, so its type is free. Processors differ: with native bfloat16 products a large
-    model is read in half the time, a small one spends more on the setup of each product; without them every weight is
-    unpacked first.
-    """
-    layer_bytes = 4 * sum(out_size * in_size for out_size, in_size in shapes)
-    count = max(1, min(layer_count, WEIGHT_BYTES_MAX // layer_bytes))
-    times_s = {dtype: _products_s(shapes, count, dtype, row_counts) for dtype in PRODUCT_TYPES}
-    return min(PRODUCT_TYPES, key=lambda dtype: times_s[dtype])
-
-
-def _products_s(shapes: Sequence[tuple[int, int]], count: int, dtype: torch.dtype, row_counts: Sequence[int]) -> float:
-    """Returns the seconds of all layers at all row counts, the minimum of REPEATS."""
-    layers = [[Weight(torch.ones(shape, dtype=dtype)) for shape in shapes] for _ in range(count)]
-    rows = [torch.ones(row_count, shapes[0][1], dtype=dtype) for row_count in row_counts]
-    return min(_once_s(layers, rows) for _ in range(REPEATS))
-
-
-def _once_s(layers: Sequence[Sequence[Weight]], rows: Sequence[torch.Tensor]) -> float:
-    started_s = time.perf_counter()
-    for x in rows:
-        for layer in layers:
-            product = x
-            for weight in layer:
-                product = weight.multiply(product)
-    return time.perf_counter() - started_s
+        return types.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    return types[dtype_name]
 
 
 def output_layer(model: transformers.PreTrainedModel, columns: torch.Tensor, backend: Backend) -> nn.Module:
@@ -313,6 +251,7 @@ def describe(
 ) -> ModelDescription:
     """Describes a model in a folder; reads only the configuration and shapes of the model. Warns of end tokens that it
     does not have."""
+    native = kernels() if device.type == "cpu" else None
     output_width = vocabulary.size if vocabulary else _output_width(model)
     string_count = vocabulary.size if vocabulary else folder.token_string_count
     ends = folder.ends if vocabulary else folder.ends.below(output_width)
@@ -328,6 +267,19 @@ def describe(
         end_token_ids=ends.ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}",
-        libraries=f"engine {NUMERICS_VERSION}, torch {torch.__version__}, transformers {transformers.__version__}",
+        libraries=f"{numerics_of(device)}, torch {torch.__version__}, transformers {transformers.__version__}",
         vocabulary=vocabulary,
+        kernels=f"{native.family} {native.instructions}" if native else "",
     )
+
+
+def numerics_of(device: torch.device) -> str:
+    """Names what decides the bits of a model's results on a device, beside its libraries: on a CPU the kernels, without
+    them the number of threads."""
+    engine = f"engine {NUMERICS_VERSION}"
+    if device.type != "cpu":
+        return engine
+    own = kernels()
+    if own is None:
+        return f"{engine}, no kernels, {torch.get_num_threads()} threads"
+    return f"{engine}, kernels {own.version} {own.family} {own.fingerprint}"

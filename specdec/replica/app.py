@@ -181,17 +181,20 @@ class ReplicaApp(Generic[Payload, Answer]):
         name, description = self._kind.name, self._description
         if description is None:
             return common_metrics(name, False, {"model": ""})
-        return page_metrics(name, is_serving, description, self._engine, self._metrics, self._handler)
+        kernels = "" if self._model is None else self._model.description.kernels
+        return page_metrics(name, is_serving, description, kernels, self._engine, self._metrics, self._handler)
 
     def _log_serving(self, address: str) -> None:
         description = self._description
         assert description is not None and description.cache is not None
+        assert self._model is not None
         log, size, positions_max = get_logger(), description.cache, description.positions_max
+        cache, kernels = size.sentence(positions_max), self._model.description.kernels or "none"
         seconds = {phase: round(own_s, 3) for phase, own_s in self._startup.seconds.items()}
         log.debug("startup", seconds=seconds, total_s=round(sum(seconds.values()), 3))
-        log.info("serving", address=address, model=description.model_name, cache=size.sentence(positions_max))
+        log.info("serving", address=address, model=description.model_name, cache=cache, kernels=kernels)
         if size.position_count < positions_max:
-            log.warning("the cache holds less than one session of full length", cache=size.sentence(positions_max))
+            log.warning("the cache holds less than one session of full length", cache=cache)
 
     async def _unless_lost(self, work: Awaitable[None]) -> None:
         """Waits for `work`; raises ReplicaUnavailable as soon as a rank or the engine is lost, whatever the work's
@@ -258,7 +261,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         )
         service = self._kind.make_service(engine, description, settings, self._tracing)
         self._handler = ItemHandler(service, settings.max_num_seqs)
-        progress("measuring tile sizes", 1.0)  # in the warm-up step
+        progress("warming up", 1.0)
         engine.start(service.next_step)
         progress("timing steps", 1.0)
         sample = self._kind.sample_piece

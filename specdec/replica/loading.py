@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from specdec.config import ModelSettings
 from specdec.engine.devices import find_device, free_memory_bytes
 from specdec.engine.interface import CausalModel
@@ -52,7 +50,7 @@ def describe(model: CausalModel, settings: ModelSettings, extra_positions: int =
         end_token_ids=tuple(sorted(set(own.end_token_ids))),
         dtype=own.dtype,
         device=own.device,
-        libraries=f"{own.libraries}, {torch.get_num_threads()} threads, blocks of {settings.block_size}",
+        libraries=f"{own.libraries}, blocks of {settings.block_size}",
         tensor_parallel_size=own.tensor_parallel_size,
         draft_vocabulary_size=vocabulary.own_size if vocabulary else 0,
         draft_vocabulary=kind,

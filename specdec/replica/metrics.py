@@ -51,16 +51,19 @@ def page_metrics(
     name: str,
     is_serving: bool,
     description: Description,
+    kernels: str,
     engine: Engine[Any, Any],
     metrics: ReplicaMetrics,
     handler: ItemHandler,
 ) -> Iterator[Metric]:
-    """Yields all metrics of the page. May be called from any thread: each value by itself is correct."""
+    """Yields all metrics of the page. May be called from any thread: each value by itself is correct. `kernels`: see
+    `ModelDescription`."""
     facts = {
         "model": description.model_name,
         "dtype": description.dtype,
         "device": description.device,
         "ranks": str(description.tensor_parallel_size),
+        "kernels": kernels,
     }
     yield from common_metrics(name, is_serving, facts)
     labels = {"replica": name}

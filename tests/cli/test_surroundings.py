@@ -16,7 +16,6 @@ import pytest
 
 from specdec.cli.processes import python_command
 from specdec.engine.table_model import write_table_model
-from specdec.engine.tile_memory import FILE_NAME, _read, _write
 from specdec.errors import ModelRefused
 from specdec.folders import CHAT_MODEL, cache_folder, local_folder
 from specdec.process_watch import __file__ as watch_program
@@ -165,11 +164,10 @@ def test_a_hung_process_is_ended_without_anyone_told(redirection: str) -> None:
 
 
 def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Claim: without HOME and an entry in the list of users, or with a HOME that is no absolute path, the tile sizes
-    are not remembered, and the name of the chat model is refused in a sentence.
+    """Claim: without HOME and an entry in the list of users, or with a HOME that is no absolute path, the name of the
+    chat model is refused in a sentence.
 
-    Source: a traceback after the model was loaded. Conclusive: the functions themselves; the last lines show that they
-    find the folder where there is one.
+    Conclusive: the function itself; the last lines show that it finds the folder where there is one.
     """
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     monkeypatch.chdir(tmp_path)
@@ -178,15 +176,14 @@ def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPat
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        _write({"key": {}})
-        assert _read() == {}
         for name in (CHAT_MODEL, "~/model")[: 1 if home else 2]:
             with pytest.raises(ModelRefused, match="home"):
                 local_folder(name)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("HOME", str(tmp_path))
-    _write({"key": {}})
-    assert _read() == {"key": {}} and (cache_folder() / FILE_NAME).is_file()
+    assert cache_folder() == tmp_path / ".cache" / "specdec"
+    with pytest.raises(ModelRefused, match=str(cache_folder())):
+        local_folder(CHAT_MODEL)
 
 
 def ready_line(command: list[str], **options: object) -> str:
@@ -204,7 +201,7 @@ def test_a_numbered_user_serves(tmp_path: Path) -> None:
     """Claim: a user with a number only, without HOME, serves a model: containers have such users.
 
     Source: a traceback after 16 s. Conclusive: a namespace in which this user has another number, which is in no list,
-    and a model whose tile sizes are measured.
+    and a model of `transformers`.
     """
     model = make_tiny_model(tmp_path / "model", "llama")
     environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}

@@ -10,9 +10,9 @@ import torch
 from specdec.config import DraftSettings
 from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
 from specdec.engine.model import load_model
-from specdec.engine.transformers_model import ModelTypes, backend_for, dtype_of
+from specdec.engine.transformers_model import backend_for
 from specdec.errors import ConfigError
-from tests.support.engine_models import Driver, make_tiny_model
+from tests.support.engine_models import make_tiny_model
 
 CUDA = torch.device("cuda:1")
 
@@ -45,23 +45,21 @@ def test_loading_refuses_before_it_reads(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own there; the weights' float16 is kept on
-    a GPU and widened on a CPU; --enforce-eager disables graphs.
-    """
+    """Claim: blocks are 64 positions, on a GPU 256; free memory is the GPU's own; --enforce-eager disables graphs."""
     assert default_block_size(torch.device("cpu")) == 64 and default_block_size(CUDA) == 256
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123, 456))
     assert free_memory_bytes(CUDA) == 123 and free_memory_bytes(torch.device("cpu")) > 1 << 20
-    assert dtype_of({"dtype": "float16"}, "auto", CUDA) == torch.float16
-    assert dtype_of({"dtype": "float16"}, "auto") == torch.float32
-    assert dtype_of({"dtype": "bfloat16"}, "auto", CUDA) == dtype_of({}, "bfloat16") == torch.bfloat16
     for enforce_eager in (False, True):
-        backend = backend_for(CUDA, ModelTypes(torch.bfloat16), 512, enforce_eager, has_stable_rows=True)
+        backend = backend_for(CUDA, torch.bfloat16, 512, enforce_eager, has_stable_rows=True)
         assert backend.with_graphs != enforce_eager
     assert DraftSettings(model="m").enforce_eager is False and DraftSettings(model="m").block_size == 0
 
 
-def test_block_sizes_of_a_gpu_are_refused_on_a_cpu(tmp_path: Path) -> None:
-    """Claim: 256 positions a block are for GPUs; on a CPU they are an error that names the limit."""
-    folder = make_tiny_model(tmp_path / "llama", "llama")
-    with pytest.raises(ConfigError, match="on a CPU it must be at most 64"):
-        Driver.load(folder, block_size=256)
+def test_block_sizes_of_a_cpu_are_eight_or_whole_groups_of_sixteen(tmp_path: Path) -> None:
+    """Claim: a CPU's cache takes blocks of 8 positions and of multiples of 16, a GPU's 256 among them; another size is
+    an error that names them."""
+    model = load_model(str(make_tiny_model(tmp_path / "llama", "llama")))
+    for size in (8, 16, 48, 256):
+        model.allocate(3, size)
+    with pytest.raises(ConfigError, match="block size is 24; on a CPU it must be 8, or a multiple of 16"):
+        model.allocate(3, 24)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specdec.engine import attention, rotary_attention
+from specdec.engine import attention, norms, rotary_attention
 from specdec.engine.cuda import backend as backend_module
 from specdec.engine.cuda import modules
 from specdec.engine.cuda.attention import DENSE, Way
@@ -51,7 +51,8 @@ class OnePlace(TorchDispatchMode):
 @pytest.fixture
 def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replaces the decisions that read numbers: stand-ins fit, and nothing drifts."""
-    monkeypatch.setattr(modules, "_is_near", lambda ours, theirs: ours.shape == theirs.shape)
+    monkeypatch.setattr(modules, "is_near", lambda ours, theirs: ours.shape == theirs.shape)
+    monkeypatch.setattr(norms, "difference", lambda ours, theirs: 0 if ours.shape == theirs.shape else None)
     monkeypatch.setattr(rotary_attention, "_is_near", lambda ours, theirs, tolerance: ours.shape == theirs.shape)
     monkeypatch.setattr(backend_module, "measure_drift", lambda *arguments: 0.0)
     yield
@@ -64,7 +65,7 @@ def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -
         model = kind._from_config(kind.config_class(**entries), dtype=dtype, attn_implementation=attention.NAME)
     description = ModelDescription("", "", 288, 512, (), str(dtype), "meta", "")
     backend = DeviceBackend(META, dtype, 512, with_graphs=True, graph_sequences_max=1, has_trees=has_trees)
-    return TransformersModel(model.eval().requires_grad_(False), description, dtype, backend=backend)
+    return TransformersModel(model.eval().requires_grad_(False), description, backend)
 
 
 @pytest.mark.usefixtures("without_numbers")

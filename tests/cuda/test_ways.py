@@ -14,6 +14,7 @@ from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cuda import attention
 from specdec.engine.cuda.attention import DENSE, BlockTables, DevicePlan, Gathered, Way, varlen_parameters
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
+from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.cuda.ways import (
     TOLERANCE,
     TRIED_STEPS,
@@ -26,7 +27,6 @@ from specdec.engine.cuda.ways import (
     tried_batch,
 )
 from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.storage import DeviceStorage
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from deploy.requirements import ENGINE, LOCK, PROJECT, entries, name_of, requirements, sections
-from tests.deploy.images import DOCKERFILE, instructions, stages
+from tests.deploy.images import DOCKERFILE, IMAGE_ROOT, instructions, stages, stages_of
 from tests.deploy.manifests import SERVICES
 from tests.hygiene.sources import ROOT, imported_names, is_within, modules_below
 
+KERNELS = "specdec/engine/cpu/_kernels.so"
+COMPILING = "specdec/engine/cpu/compile_kernels.py"
 PORTS = {"coordinator": "50051", "target": "50052", "draft": "50053"}
 # Distribution -> what is imported of it, where the names differ.
 IMPORTED_AS = {
@@ -123,3 +126,70 @@ def test_nothing_is_installed_without_the_lock() -> None:
         (section,) = re.findall(r"python deploy/requirements\.py ([a-z ]+) >", command)
         assert "--require-hashes" in command or section == "torch"
         assert command.count(" -r ") == command.count(" install ") == 1
+
+
+def problems_of_kernels(text: str) -> list[str]:
+    """What keeps images of a Dockerfile from having the CPU engine's kernels, or the compiler from staying outside."""
+    found = stages_of(text)
+    if "kernels" not in found:
+        return ["no stage compiles the kernels"]
+    problems = []
+    stage = found["kernels"]
+    if not any(re.search(r"install .*\bgcc\b.*\blibc6-dev\b", command) for command in stage.commands):
+        problems.append("the stage installs no compiler")
+    if f"python {COMPILING} --complete" not in stage.commands:
+        problems.append("the stage does not compile all instruction sets")
+    if ("specdec/engine/cpu", "specdec/engine/cpu") not in stage.copies:
+        problems.append("the stage lacks the sources")
+    taken = ("kernels", f"{IMAGE_ROOT}/{KERNELS}", f"{Path(KERNELS).parent}/")
+    problems += [f"{name} lacks the library" for name in ("draft", "target", "ray") if taken not in found[name].taken]
+    problems += [
+        f"{name} has a compiler"
+        for name in (*SERVICES, "service", "replica", "ray")
+        if any("gcc" in command for command in found[name].commands)
+    ]
+    return problems
+
+
+def test_images_that_compute_have_the_kernels() -> None:
+    """Claim: a stage with a compiler makes the library; the images of draft and target and that of Ray take it from
+    there, and no image keeps a compiler; the builder gets the sources, and no library of the checkout.
+
+    Conclusive: whatever line of these is left out is found; `test_the_stage_of_the_kernels_compiles_them` runs them.
+    """
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    assert problems_of_kernels(text) == []
+    ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    assert "!specdec" in ignored and ignored.index("**/_kernels.so") > ignored.index("!specdec")
+    assert not [line for line in ignored if line.rstrip("*").endswith((".c", ".h", "native", "native/"))]
+    planted = {
+        "COPY --from=kernels /opt/specdec/specdec/engine/cpu/_kernels.so specdec/engine/cpu/\n": "lacks the library",
+        "COPY specdec/engine/cpu specdec/engine/cpu\n": "lacks the sources",
+        "RUN python specdec/engine/cpu/compile_kernels.py --complete\n": "does not compile",
+        " --complete": "does not compile",
+        "gcc libc6-dev": "installs no compiler",
+    }
+    for line, problem in planted.items():
+        assert line in text, line
+        assert any(problem in found for found in problems_of_kernels(text.replace(line, ""))), line
+    without_stage = re.sub(r"FROM \S+ AS kernels\n(?:.*\n)*?\n", "", text)
+    assert problems_of_kernels(without_stage) == ["no stage compiles the kernels"]
+    second = text.rpartition("COPY --from=kernels")
+    assert problems_of_kernels(second[0] + second[2].partition("\n")[2]) == ["ray lacks the library"]
+
+
+@pytest.mark.more
+def test_the_stage_of_the_kernels_compiles_them(tmp_path: Path) -> None:
+    """Claim: with what the stage copies, and this machine's compiler, its command makes the library where the images
+    take it from. Conclusive: the command runs in a folder that holds nothing else."""
+    stage = stages()["kernels"]
+    for source, destination in stage.copies:
+        left_out = shutil.ignore_patterns("__pycache__", "_kernels.so")
+        shutil.copytree(ROOT / source, tmp_path / destination, ignore=left_out)
+    (command,) = [command for command in stage.commands if COMPILING in command]
+    words = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for _, source, _ in stages()["target"].taken:
+        if KERNELS in source:
+            assert (tmp_path / Path(source).relative_to(IMAGE_ROOT)).stat().st_size > 10_000

@@ -54,16 +54,21 @@ def of_compose(role: str) -> Command:
 
 
 def lay_out(role: str, folder: Path) -> Path:
-    """A folder with the files that the service's stage copies."""
+    """A folder with the files that the service's stage copies, and the kernels if it takes them and they are here."""
     root = folder / role
+    left_out = shutil.ignore_patterns("__pycache__", "_kernels.so")
     for source, destination in stages()[role].copies:
         if not source.startswith(("pyproject", "constraints", "deploy")):
             path = root / destination / Path(source).name if destination.endswith("/") else root / destination
             path.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, path, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / source, path, symlinks=True, ignore=left_out)
             else:
                 shutil.copy(ROOT / source, path)
+    for stage, source, destination in stages()[role].taken:
+        built = ROOT / Path(source).relative_to(IMAGE_ROOT) if stage == "kernels" else ROOT / "none"
+        if built.is_file():
+            shutil.copy(built, root / destination)
     return root
 
 

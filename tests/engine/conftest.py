@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.engine.model import load_model
 from specdec.engine.table_model import write_table_model
 from tests.support.engine_bench import VOCABULARY_SIZE, Bench
-from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
+from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, without_kernels
 from tests.support.threads import one_thread  # noqa: F401
 
 SHIPPED = Path(__file__).parents[2] / "models"
 # Sizes that fill no vector register: they would show any kernel that treats the end of a run differently.
 ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 75, "num_key_value_heads": 4}
+LONG = {"max_position_embeddings": 1200}  # beyond two splits of attention, of 512 positions
 TINY: dict[str, tuple[str, dict]] = {name: (name, {}) for name in ARCHITECTURES} | {
     "odd": ("llama", ODD),
     "gemma3-wide": ("gemma3", {"sliding_window": 150, "final_logit_softcapping": 8.0}),
+    "llama-long": ("llama", LONG),
+    "gemma2-long": ("gemma2", LONG),
 }
 
 
@@ -41,13 +44,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def driver_of(folder_of: Callable[[str], Path]) -> Callable[..., Driver]:
-    """A driver by (name, dtype), loaded once; tests release the tables they open."""
-    loaded: dict[tuple[str, str, int], Driver] = {}
+    """A driver by name, dtype, and whether its model has the native kernels; loaded once. Tests release the tables they
+    open."""
+    loaded: dict[tuple[str, str, bool], Driver] = {}
 
-    def find(name: str, dtype: str = "float32") -> Driver:
-        key = name, dtype, torch.get_num_threads()  # which a model is loaded for
+    def find(name: str, dtype: str = "float32", with_kernels: bool = True) -> Driver:
+        key = name, dtype, with_kernels
         if key not in loaded:
-            loaded[key] = Driver.load(folder_of(name), dtype, block_count=200)
+            with nullcontext() if with_kernels else without_kernels():
+                loaded[key] = Driver.load(folder_of(name), dtype, block_count=200)
         return loaded[key]
 
     return find

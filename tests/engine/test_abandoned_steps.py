@@ -91,22 +91,23 @@ def test_newer_work_is_in_the_next_step_and_the_abandoned_one_runs_again(large: 
 def test_an_abandoned_step_leaves_zeros(large: Bench) -> None:
     """Claim: positions that an abandoned step wrote in some layers are zero in all of them afterwards.
 
-    Source: a masked position counts with weight zero, and zero times not-a-number is not-a-number, for the next owner
-    of a block. Conclusive: not-a-number is planted at all positions of the step, in every layer, while it runs.
+    Source: a failed or abandoned step leaves nothing for the next owner of a block. Conclusive: not-a-number is planted
+    at all positions of the step, in every layer, while it runs.
     """
-    layers = large.engine.cache._storage.layers
+    storage = large.engine.cache._storage
+    layers = [*storage.keys, *storage.values]
     seen: list[bool] = []
 
     def before_layer(at: int) -> None:
         tables = [feed.table for feed in large.engine._waiting]
         if len(large.model.batches) == 1 and at == LAYER_COUNT - 1:
             for layer in layers:
-                layer[:, [table.block_ids[0] for table in tables]] = torch.nan
+                layer[[table.block_ids[0] for table in tables]] = torch.nan
             large.engine.post(lambda: seen.extend(bool(layer.isfinite().all()) for layer in layers), is_urgent=True)
 
     large.model.before_layer = before_layer
     large.run(lambda: submit_prompts(large), 3)
-    assert seen == [True] * LAYER_COUNT
+    assert seen == [True] * 2 * LAYER_COUNT
 
 
 def test_few_steps_are_abandoned(large: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

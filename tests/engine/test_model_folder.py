@@ -162,14 +162,16 @@ def test_the_digest_covers_config_and_weights(folder: Path, tmp_path: Path) -> N
 
 
 def test_auto_keeps_the_weights_type(folder_of: Callable[[str], Path], folder: Path) -> None:
-    """Claim: "auto" is bfloat16 for the shipped pair, and float32 for float16 weights; "float16" is float16.
+    """Claim: "auto" is bfloat16 for the shipped pair, also as a draft, float16 for float16 weights, and float32 for a
+    type that the engine does not compute in.
 
     Source: `load_model`. Conclusive: the config's own entry is the only difference.
     """
-    assert load_model(str(folder_of("draft"))).description.dtype == "bfloat16"
-    edit_json(folder / "config.json", dtype="float16")
-    assert load_model(str(folder)).description.dtype == "float32"
-    assert load_model(str(folder), "float16").description.dtype == "float16"
+    for is_target in (True, False):
+        assert load_model(str(folder_of("draft")), has_stable_rows=is_target).description.dtype == "bfloat16"
+    for stored, expected in (("float16", "float16"), ("float64", "float32")):
+        edit_json(folder / "config.json", dtype=stored)
+        assert load_model(str(folder)).description.dtype == expected
     assert torch.get_default_dtype() == torch.float32
 
 

@@ -7,6 +7,7 @@ than everything else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from specdec.engine.model import load_model
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 from tests.engine.test_model_folder import edit_json
-from tests.support.engine_models import Driver, make_tiny_model, random_tokens
+from tests.support.engine_models import Driver, make_tiny_model, random_tokens, without_kernels
 
 POSITIONS_MAX = 512  # of the tiny models
 SHORTENED = {"factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
@@ -46,12 +47,12 @@ def tables_of(model: CausalModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("has_stable_rows", [True, False], ids=["target", "draft"])
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "no kernels"])
 def test_tables_end_at_the_served_positions_and_have_the_same_bits(
-    kind: str, has_stable_rows: bool, tmp_path: Path
+    kind: str, with_kernels: bool, tmp_path: Path
 ) -> None:
-    """Claim: of every kind, a target's and a draft's tables have as many rows as positions are served, each with the
-    bits it has in the whole table, whose values follow from the configuration alone.
+    """Claim: of every kind, tables have as many rows as positions are served, each with the bits it has in the whole
+    table, whose values follow from the configuration alone; with kernels and without.
 
     Source: `RotaryTable`; some kinds of angles depend on the model's positions. Conclusive: lengths on both sides of
     vector registers, compared bit by bit.
@@ -60,7 +61,8 @@ def test_tables_end_at_the_served_positions_and_have_the_same_bits(
     folder = make_tiny_model(tmp_path, architecture, **entries)
 
     def load(positions_max: int | None) -> CausalModel:
-        return load_model(str(folder), "bfloat16", has_stable_rows=has_stable_rows, positions_max=positions_max)
+        with nullcontext() if with_kernels else without_kernels():
+            return load_model(str(folder), "bfloat16", positions_max=positions_max)
 
     whole = load(None)
     assert {len(table) for table in tables_of(whole)} == {POSITIONS_MAX} == {whole.description.positions_max}

@@ -11,14 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.attention import NAME, CallRecorder, ScoreRule, measure_shape, paged_attention
+from specdec.engine.cpu.kernels import kernels
+from specdec.engine.cpu.products import Activation, Normalized, OutputLayer, replace_modules
+from specdec.engine.norms import is_near
 from specdec.engine.rotary_attention import fits, has_projections, rotary_size
-from specdec.engine.tiled_modules import FusedRMSNorm, replace_modules, treats_rows_alone
 from specdec.errors import ModelRefused
 from tests.support.engine_models import WINDOW, model_class
+
+NATIVE = kernels()
+needs_kernels = pytest.mark.skipif(NATIVE is None, reason="there are no native kernels here")
 
 
 def load_plain(folder: Path, architecture: str) -> nn.Module:
@@ -52,6 +62,7 @@ def test_a_stand_in_is_used_only_where_it_computes_the_same(
     assert not fits(attentions[0], 4)  # a table for a part of the head only
 
 
+@needs_kernels
 def test_the_rules_of_layers_are_those_the_modules_pass(folder_of: Callable[[str], Path]) -> None:
     """Claim: window, cap and scale of every layer are those the model's own modules pass, before and after replacement.
 
@@ -63,7 +74,7 @@ def test_the_rules_of_layers_are_those_the_modules_pass(folder_of: Callable[[str
     shape = measure_shape(base)
     assert shape.rules == expected and shape.windows == (WINDOW, None)
     assert (shape.layer_count, shape.head_count, shape.kv_head_count, shape.head_size) == (3, 4, 2, 16)
-    replace_modules(base, torch.float32, torch.float32, 512)
+    replace_modules(NATIVE, base, torch.float32, 512)
     assert measure_shape(base) == shape
 
 
@@ -86,6 +97,8 @@ def test_an_argument_that_is_not_honoured_is_refused(argument: str) -> None:
 class WholeNorm(nn.Module):
     """A norm in name only: a row's result depends on the rows beside it."""
 
+    eps = 1e-6
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
@@ -94,31 +107,90 @@ class WholeNorm(nn.Module):
         return x / x.norm() * self.weight
 
 
-def test_a_module_that_mixes_rows_is_refused(folder_of: Callable[[str], Path]) -> None:
-    """Claim: a norm of an unknown kind passes only if its rows are the same bits at every width.
+@needs_kernels
+@pytest.mark.parametrize("kind", [WholeNorm, lambda: nn.BatchNorm1d(16, eps=1e-6).eval(), nn.Tanh])
+def test_a_module_that_may_mix_rows_is_refused(kind: Callable[[], nn.Module], folder_of: Callable[[str], Path]) -> None:
+    """Claim: a module that is neither known nor computed alike by a kernel is refused, with its name.
 
-    Source: `treats_rows_alone`. Conclusive: a norm over all rows, named like one over each, is refused, with its
-    module's name.
+    Source: `products.replace_modules`. Conclusive: a norm over all rows, named like one over each; one that takes its
+    mean and variance from elsewhere; an activation without a kernel. All in the place of a module that passes.
     """
-    assert treats_rows_alone(LlamaRMSNorm(16)) and treats_rows_alone(Gemma2RMSNorm(16))
-    assert not treats_rows_alone(WholeNorm()) and not treats_rows_alone(nn.BatchNorm1d(16))
     base = load_plain(folder_of("llama"), "llama")
-    base.layers[1].mlp.act_fn = WholeNorm()
-    with pytest.raises(ModelRefused, match=r"layers\.1\.mlp\.act_fn of type WholeNorm"):
-        replace_modules(base, torch.float32, torch.float32, 512)
+    base.layers[1].mlp.act_fn = kind()
+    with pytest.raises(ModelRefused, match=r"layers\.1\.mlp\.act_fn of type (WholeNorm|BatchNorm1d|Tanh)"):
+        replace_modules(NATIVE, base, torch.float32, 512)
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
-def test_a_fused_norm_has_the_gain_of_the_one_it_replaces(kind: type[nn.Module]) -> None:
-    """Claim: gains stored as they are and gains stored less one both give the module's own result in one stand-in.
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind, rounds_first, is_centered",
+    [
+        (LlamaRMSNorm, True, False),
+        (Gemma2RMSNorm, False, False),
+        (Olmo2RMSNorm, False, False),
+        (CohereLayerNorm, False, True),
+        (nn.LayerNorm, False, True),
+    ],
+)
+def test_a_norm_has_the_gain_and_the_roundings_of_the_one_it_replaces(
+    kind: type[nn.Module], rounds_first: bool, is_centered: bool, dtype: torch.dtype
+) -> None:
+    """Claim: root-mean-square norms, layer norms, gains stored as they are and less one, and the place of the rounding,
+    are found from a module's results.
 
-    Source: `tiled_modules`. Conclusive: random gains, compared to float32 rounding; the two readings differ by a whole.
+    Source: `norm_like`. Conclusive: random gains and biases, on other rows than it tried, compared by the size of a
+    rounding; the readings of the gain differ by a whole, and the place of the rounding is that in the class's source.
     """
-    norm = kind(32, eps=1e-5).requires_grad_(False)
-    norm.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0)))
-    holder = nn.Sequential(norm)
-    rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
-    expected = norm(rows)
-    replace_modules(holder, torch.float32, torch.float32, 8)
-    assert isinstance(holder[0], FusedRMSNorm)
-    assert torch.allclose(holder(rows), expected, 1e-5, 1e-6)
+    generator = torch.Generator().manual_seed(0)
+    norm = kind(64, eps=1e-5).requires_grad_(False)
+    for parameter in norm.parameters():
+        parameter.copy_(torch.randn(64, generator=generator))
+    holder = nn.Sequential(norm.to(dtype))
+    rows = torch.randn(50, 64, generator=generator).to(dtype)
+    expected = holder(rows)
+    replace_modules(NATIVE, holder, dtype, 8)
+    assert isinstance(holder[0], Normalized) and holder[0].norm.is_centered == is_centered
+    found = holder(rows)
+    assert is_near(found, expected)
+    if dtype != torch.float32:
+        assert holder[0].norm.rounds_first == rounds_first and (found != expected).float().mean() < 0.02
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SUPPORTED_ACTIVATIONS)
+def test_an_activation_is_the_one_it_replaces(name: str) -> None:
+    """Claim: each supported activation is replaced by its kernel. Conclusive: compared with the module itself, over
+    its whole range, in float32."""
+    holder = nn.Sequential(ACT2FN[name])
+    rows = torch.linspace(-12, 12, 4001)
+    expected = holder(rows)
+    replace_modules(NATIVE, holder, torch.float32, 8)
+    assert isinstance(holder[0], Activation) and torch.allclose(holder(rows), expected, 1e-5, 1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_have_their_bias_and_give_it_up(has_bias: bool) -> None:
+    """Claim: linear modules of both layouts become products with their bias, which a rank takes from them, and an
+    output layer scales and caps its logits. Conclusive: against float64, with a bias larger than the products."""
+    generator = torch.Generator().manual_seed(0)
+    linear, turned = nn.Linear(48, 33, bias=has_bias), Conv1D(33, 48)
+    turned.weight = nn.Parameter(linear.weight.t().contiguous())
+    bias = 100 * torch.randn(33, generator=generator) if has_bias else torch.zeros(33)
+    turned.bias = nn.Parameter(bias)
+    if has_bias:
+        linear.bias = nn.Parameter(bias)
+    rows, weight = torch.randn(2, 3, 48, generator=generator), linear.weight.detach().double()
+    holder = nn.Sequential(linear, turned).requires_grad_(False)
+    plain = rows.double() @ weight.t()
+    replace_modules(NATIVE, holder, torch.float32, 8)
+    for product in holder:
+        assert (product(rows) - (plain + bias)).abs().max() < 1e-4
+        taken = product.take_bias()
+        assert (taken is None and not has_bias) or torch.equal(taken, bias)
+        assert (product(rows) - plain).abs().max() < 1e-5
+    output = OutputLayer(NATIVE, weight.float(), None, 0.5, 2.0)
+    expected = 2 * torch.tanh(plain[0] * 0.5 / 2)
+    assert (output(rows[0].bfloat16().float()) - expected).abs().max() < 0.05
+    assert (output(rows[0]) - expected).abs().max() < 1e-5

@@ -7,27 +7,25 @@ of its own, and a row that several paths share is computed once and written to e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy
 import pytest
 import torch
 
-from specdec.engine.attention import TREE_KEYS, AttentionShape, ScoreRule, TreeGroup, probe_query_tiles
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import RaggedBatch
 from specdec.engine.kv_cache import BlockTable, BranchBlocks
 from specdec.engine.runner import BranchRows, Piece
-from specdec.engine.step_plan import StepPlanner
-from specdec.engine.tree_probe import probe_tree_tiles
 from specdec.protocol.shape import branches, path_tokens
 from tests.support.engine_models import Driver, random_tokens
 
 NAMES = ("target", "llama", "gpt2", "odd", "gemma3-wide")
-MODELS = [(name, dtype) for name in NAMES for dtype in ("float32", "bfloat16")]
-# Committed lengths around block and key split borders.
-BASES = (1, 15, 16, 17, 126, 127, 128, 129, 160, 257, 382, 384)
+# Committed lengths around the borders of blocks, and of splits of 512 positions.
+BASES, LONG_BASES, FEW_BASES = (1, 15, 16, 17, 126, 127, 128, 129, 160, 384), (505, 511, 512, 513), (1, 15, 16, 17, 45)
+MODELS = [(name, dtype, BASES, True) for name in NAMES for dtype in ("float32", "bfloat16")]
+MODELS += [
+    (name, dtype, LONG_BASES, True) for name in ("llama-long", "gemma2-long") for dtype in ("float32", "float16")
+]
+MODELS += [(name, dtype, FEW_BASES, False) for name in ("llama", "gpt2", "gemma2") for dtype in ("float32", "bfloat16")]
 # Two branches at the root, one below the first token, one below the last of a branch.
 PARENTS = (0, 1, 2, 2, 1, 0, 6, 7, 6, 0)
 NODE_COUNT = len(PARENTS)
@@ -88,28 +86,25 @@ class Chains:
             assert torch.equal(rows[first : part.end + 1], chain[part.depth + (part.start > 0) :]), part
 
 
-@pytest.mark.parametrize("rows_max", [64, 8, 0], ids=["one-tile", "too-large", "tiles"])
-@pytest.mark.parametrize("name, dtype", MODELS)
+@pytest.mark.parametrize("name, dtype, bases, with_kernels", MODELS, ids=lambda own: str(own).replace(" ", ""))
 def test_each_row_has_the_bits_of_its_path(
-    name: str, dtype: str, rows_max: int, driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, bases: Sequence[int], with_kernels: bool, driver_of: Callable[..., Driver]
 ) -> None:
     """Claim: shape, siblings and committed length change no bit of a row, alone and beside a long neighbour; after
-    the table continues on a branch, the text goes on with the bits of that path; in one tile with all paths, and where
-    no tile holds as many rows, or any, in tiles of their own. Source: design section 10.
+    the table continues on a branch, the text goes on with the bits of that path. Source: design section 10.
     Conclusive: ten nodes on six paths, at committed lengths on both sides of block and split borders, with other tokens
-    each time."""
-    driver = driver_of(name, dtype)
+    each time, with kernels and without."""
+    driver = driver_of(name, dtype, with_kernels)
     size = driver.model.description.vocabulary_size
     longest = driver.open(300)
-    driver.feed(longest, random_tokens(280, 13, size), 1)
-    found = watch_trees(monkeypatch, rows_max)
-    for base in BASES:
+    driver.feed(longest, random_tokens(280 if with_kernels else 40, 13, size), 1)
+    for base in bases:
         text, tokens = random_tokens(base, base, size), random_tokens(NODE_COUNT, 1000 + base, size)
         table = driver.open(base + 40)
         if base > 1:
             driver.feed(table, text[:-1], 1)
         piece, blocks = tree_piece(driver, table, text[-1], tokens)
-        neighbour = [Piece(longest, 280, [1, 2, 3], 3, None)] if base % 2 else []
+        neighbour = [Piece(longest, longest.length, [1, 2, 3], 3, None)] if base % 2 else []
         chains = Chains(driver, text)
         chains.check(run_tree(driver, piece, neighbour), tokens)
         path = path_tokens(branches(PARENTS, NODE_COUNT), tokens)[4]
@@ -122,24 +117,19 @@ def test_each_row_has_the_bits_of_its_path(
         driver.cache.release(table)
         driver.cache.check_integrity()
     driver.cache.release(longest)
-    if rows_max > NODE_COUNT:
-        skip_without_tile(found)
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 @pytest.mark.parametrize("name", ["target", "gemma2"])
-def test_block_sizes_and_windows_change_no_bits(
-    name: str, block_size: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_sizes_and_windows_change_no_bits(name: str, block_size: int, folder_of: Callable[[str], Path]) -> None:
     """Claim: whatever the block size, also where branches begin at a block border and where a window hides keys of the
     past, rows have the bits of their paths, in a step with another tree and a chain behind it. Conclusive: at the
     lengths at which a path begins in a split, and crosses into the next."""
-    found = watch_trees(monkeypatch, 64)
     driver = Driver.load(folder_of(name), "float32", 1 + 8000 // block_size, block_size)
     size = driver.model.description.vocabulary_size
     longest = driver.open(300)
     driver.feed(longest, random_tokens(280, 13, size), 1)
-    for base in (128, 129, 256, 257, 383, 384, 385):
+    for base in (128, 129, 256, 257, 383, 384):
         pieces, checked = [], []
         for number in range(2):
             text, tokens = random_tokens(base, base + number, size), random_tokens(NODE_COUNT, number, size)
@@ -159,56 +149,6 @@ def test_block_sizes_and_windows_change_no_bits(
             for branch in blocks:
                 driver.cache.drop_branch(branch)
             driver.cache.release(table)
-    skip_without_tile(found)
-
-
-def watch_trees(monkeypatch: pytest.MonkeyPatch, rows_max: int) -> list[int]:
-    """The rows of each tree that later steps compute in one tile, as if none held more than `rows_max`; 0 for a chain
-    and for other trees."""
-    found: list[int] = []
-    real = StepPlanner._paths_of_tree
-
-    def watched(self: StepPlanner, chunks: Sequence[SequenceChunk], index: int) -> numpy.ndarray | None:
-        paths = real(self, chunks, index)
-        if paths is not None and len(paths) > rows_max:
-            paths = None
-        found.append(0 if paths is None else len(paths))
-        return paths
-
-    monkeypatch.setattr(StepPlanner, "_paths_of_tree", watched)
-    return found
-
-
-def skip_without_tile(found: list[int]) -> None:
-    """Skips the test, its comparisons made, if this processor's library has no tile in which trees agree."""
-    if NODE_COUNT + 1 not in found:
-        pytest.skip("no tile in which trees agree: they were computed path by path")
-
-
-@pytest.mark.parametrize("head_count, kv_head_count", [(4, 2), (8, 1), (3, 3)])
-def test_the_probe_refuses_sums_in_another_order(
-    head_count: int, kv_head_count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Claim: a tile is taken for trees only where its sums have the order of a chain's, and a window of 4 tokens hides
-    keys of a tree as it hides those of a chain. Conclusive: with the keys of a tree in the reverse order, by which
-    results are the same but for rounding, no tile is left, where some were."""
-    rules = ScoreRule(0.3), ScoreRule(0.3, window=4), ScoreRule(0.3, window=40), ScoreRule(0.3, softcap=20.0)
-    shape = AttentionShape(2, head_count, kv_head_count, 64, rules)
-    tiles = probe_query_tiles(shape.head_count // shape.kv_head_count, 64, rules)
-    found = probe_tree_tiles(shape, tiles)
-    if not found:
-        pytest.skip("no tile in which trees agree")
-    real = StepPlanner._tree_group
-
-    def reversed_keys(self: StepPlanner, *given: Any) -> TreeGroup:
-        group = real(self, *given)
-        cells = group.own.cells.view(-1, TREE_KEYS).flip(1).flatten()
-        own = replace(group.own, cells=cells, mask=group.own.mask.flip(2).contiguous())
-        keys = group.keys.view(len(group.keys), -1, TREE_KEYS).flip(2).flatten(1)
-        return replace(group, own=own, places=TREE_KEYS - 1 - group.places, keys=keys)
-
-    monkeypatch.setattr(StepPlanner, "_tree_group", reversed_keys)
-    assert probe_tree_tiles(shape, tiles) == ()
 
 
 def test_a_shared_row_must_be_written_for_every_path(driver_of: Callable[..., Driver], monkeypatch) -> None:

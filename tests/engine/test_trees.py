@@ -1,28 +1,24 @@
-"""The rows of a tree give the answers of `transformers` on each path, in every architecture, on both devices' code.
+"""The rows of a draft's tree give the answers of `transformers` on each path, in every architecture, on both devices'
+code; on a CPU with the bits of the path as a chain.
 
-A draft's numbers need not be stable, so logits are compared within a tolerance: as in tests/engine, logits have
-standard deviation 3, and sums in another order differ by about 1e-5.
+As in tests/engine, logits have standard deviation 3, and sums in another order differ by about 1e-5.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-from specdec.engine.attention import ScoreRule
 from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.model import load_model
-from specdec.engine.storage import DeviceStorage
-from specdec.engine.tiled_modules import FEW_ROWS, FREE_WIDTHS, TiledLinear, Weight
 from specdec.engine.transformers_model import TransformersModel
-from specdec.engine.tree_attention import SHORT_CELLS_MAX, TreeChunk, TreePlanner
 from tests.support.device_models import load_on_device
-from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
+from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens, without_kernels
 
 TOLERANCE = 2e-4
 BLOCK_SIZE = 16
@@ -32,8 +28,9 @@ TREES = ((-1, -1, 0, 0, 1, 2, 5), (-1, 0, 1, 2, 3, -1))
 
 
 def load(folder: Path, place: str) -> TransformersModel:
-    if place == "cpu":
-        model = load_model(str(folder), "float32", has_stable_rows=False)
+    if place in ("cpu", "no kernels"):
+        with without_kernels() if place == "no kernels" else nullcontext():
+            model = load_model(str(folder), "float32", has_stable_rows=False)
         assert isinstance(model, TransformersModel)
         return model
     return load_on_device(folder, with_graphs=place == "graphs", has_stable_rows=False)
@@ -45,7 +42,15 @@ class Tree:
     def __init__(self, blocks: list[int], prompt: list[int], parents: tuple[int, ...], rng: random.Random) -> None:
         self.blocks, self.prompt, self.parents = blocks, prompt, parents
         self.tokens = random_tokens(len(parents), len(prompt))
-        cells = rng.sample(range(len(blocks) * BLOCK_SIZE), len(prompt) + len(parents))
+        self._place(rng.sample(range(len(blocks) * BLOCK_SIZE), len(prompt) + len(parents)))
+
+    def place_in_order(self) -> None:
+        """Moves the prompt to the first cells, in order, and the nodes behind it, in reverse order."""
+        first, end = len(self.prompt), len(self.prompt) + len(self.parents)
+        self._place([*range(first), *reversed(range(first, end))])
+
+    def _place(self, cells: list[int]) -> None:
+        prompt, parents, blocks = self.prompt, self.parents, self.blocks
         self.cells, self.node_cells = cells[: len(prompt)], cells[len(prompt) :]
         self.positions = numpy.zeros(len(blocks) * BLOCK_SIZE, dtype=numpy.int64)
         self.positions[self.cells] = range(len(prompt))
@@ -74,7 +79,7 @@ class Tree:
         return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
 
 
-@pytest.mark.parametrize("place", ["cpu", "device", "graphs"])
+@pytest.mark.parametrize("place", ["cpu", "no kernels", "device", "graphs"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: str, tmp_path: Path) -> None:
     """Claim: rows in any cells, level by level, of two sequences in one step, see their ancestors and nothing else:
@@ -111,6 +116,30 @@ def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: 
                 assert (next(found) - expected(tree.text(node))).abs().max() < TOLERANCE, (level, node)
 
 
+@pytest.mark.parametrize("place", ["cpu", "no kernels"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_nodes_have_the_bits_of_their_paths_as_chains(architecture: str, place: str, tmp_path: Path) -> None:
+    """Claim: on a CPU a node's logits are bit for bit those of its text fed as a chain on a block table, whatever cells
+    its ancestors lie in, also where the first of them lie in place.
+
+    Source: `plan_step`, keys are read in the order of their positions. Conclusive: every node of two trees, one with
+    its prompt in the first cells, beside each other, against the text alone, in one chunk.
+    """
+    folder, rng = make_tiny_model(tmp_path / "model", architecture), random.Random(3)
+    model = load(folder, place)
+    model.allocate(40, BLOCK_SIZE)
+    trees = [Tree([7, 3, 9, 12], random_tokens(length, 4), TREES[0], rng) for length in (9, 41)]
+    trees[0].place_in_order()
+    trees[1].blocks = [30, 4, 18, 6]
+    model.forward(RaggedBatch(tuple(tree.chunk_of_prompt() for tree in trees)))
+    nodes = list(range(len(TREES[0])))
+    found = model.forward(RaggedBatch(tuple(tree.chunk_of(nodes) for tree in trees))).logits
+    for index, (tree, node) in enumerate((tree, node) for tree in trees for node in nodes):
+        text = tree.text(node)
+        chain = SequenceChunk([20, 21, 22, 23], 0, text, 1)
+        assert torch.equal(model.forward(RaggedBatch((chain,))).logits[0], found[index]), (index, node)
+
+
 def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
     """Claim: a model without stable rows takes sequence chunks without a tree too. Conclusive: against the library at
     every position."""
@@ -125,103 +154,3 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]
     assert (torch.cat(found) - expected).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_sequences_attend_together_as_each_alone(softcap: float | None) -> None:
-    """Claim: rows of a bfloat16 model attend in float32, several sequences in a step with the result of each alone: of
-    other lengths, in blocks that do not follow each other, nodes of trees that do not see every cell, with a window and
-    without; short sequences in one call, a long one in its own. The reference is the plain formula for each."""
-    rng, generator = random.Random(5), torch.Generator().manual_seed(3)
-    heads, kv_heads, size, windows = 6, 2, 32, (None, 7)
-    long_blocks = list(range(40, 42 + SHORT_CELLS_MAX // BLOCK_SIZE))
-    storage = DeviceStorage(1, long_blocks[-1] + 1, BLOCK_SIZE, kv_heads, size, torch.float32, torch.device("cpu"))
-    storage.layers[0].copy_(torch.randn(storage.layers[0].shape, generator=generator))
-    trees = [Tree([9, 3, 20], random_tokens(30, 1), TREES[0], rng), Tree([1, 2], random_tokens(5, 2), TREES[1], rng)]
-    chunks = [SequenceChunk([block, block + 1], length, [7], 1) for block, length in ((4, 1), (22, 17), (30, 29))]
-    chunks.append(SequenceChunk(long_blocks, SHORT_CELLS_MAX, [5, 8], 1))
-    chunks += [trees[0].chunk_of([2, 5]), trees[0].chunk_of([6]), trees[1].chunk_of([4])]
-    rng.shuffle(chunks)
-    plan = TreePlanner(storage, windows).plan(RaggedBatch(tuple(chunks))).attention
-    assert plan.group is not None and len(plan.group.own_rows) == 7 and len(plan.chunks) == 1
-    rows = torch.randn(len(plan.written), heads + 2 * kv_heads, size, generator=generator).bfloat16()
-    queries, keys, values = rows.split([heads, kv_heads, kv_heads], 1)
-    alone = [TreePlanner(storage, windows).plan(RaggedBatch((chunk,))).attention for chunk in chunks]
-    for window in windows:
-        rule = ScoreRule(size**-0.5, window, softcap)
-        found = plan.attend(queries, keys, values, 0, rule)
-        assert found.shape == queries.shape and found.dtype == queries.dtype
-        start = 0
-        for own in alone:
-            (chunk,) = own.chunks
-            expected = plain_attention(queries[start : start + chunk.end].float(), storage, chunk, rule)
-            assert (found[start : start + chunk.end].float() - expected).abs().max() < 0.02
-            start += chunk.end
-
-
-def plain_attention(queries: torch.Tensor, storage: DeviceStorage, chunk: TreeChunk, rule: ScoreRule) -> torch.Tensor:
-    """The formula, one row and head after the other."""
-    slots = (
-        range(chunk.first_slot, chunk.first_slot + chunk.cell_count) if chunk.slots is None else chunk.slots.tolist()
-    )
-    keys, values = (part[list(slots)] for part in storage.slots[0])
-    seen, group = chunk.visible[rule.window], queries.shape[1] // keys.shape[1]
-    found = torch.empty_like(queries)
-    for row, head in itertools.product(range(queries.shape[0]), range(queries.shape[1])):
-        scores = keys[:, head // group] @ queries[row, head] * rule.scaling
-        if rule.softcap is not None:
-            scores = torch.tanh(scores / rule.softcap) * rule.softcap
-        if seen is not None:
-            scores = scores.masked_fill(~seen[row], -torch.inf)
-        found[row, head] = scores.softmax(0) @ values[:, head // group]
-    return found
-
-
-def test_products_of_a_draft_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: rows whose bits decide no text are multiplied by a packed weight in at most 14 numbers of rows, whatever
-    their number, with the result of the plain product.
-
-    Source: the library makes and keeps a kernel for every number of rows, and a draft's prompts have any.
-    Conclusive: the library's own product is watched; without padding every number of rows reaches it.
-    """
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("products are not packed here")
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(512, 512, generator=generator)
-    linear = TiledLinear(Weight(weight.clone()), None)
-    assert linear.weight.is_packed
-    linear.set_widths(FREE_WIDTHS)
-    seen: set[int] = set()
-    multiply = linear.weight.multiply
-
-    def watched(rows: torch.Tensor) -> torch.Tensor:
-        seen.add(len(rows))
-        return multiply(rows)
-
-    monkeypatch.setattr(Weight, "multiply", lambda _, rows: watched(rows))
-    for count in range(1, 700, 7):
-        rows = torch.randn(1, count, 512, generator=generator)
-        assert (linear(rows) - rows @ weight.t()).abs().max() < 1e-3
-    assert len(seen) <= 14, sorted(seen)
-
-
-@pytest.mark.parametrize("row_count", [1, FEW_ROWS, FEW_ROWS + 1, 70])
-def test_products_of_many_rows_have_their_own_type(row_count: int) -> None:
-    """Claim: a draft's weight of two types multiplies few rows in float32 and more in bfloat16, and returns float32.
-
-    Source: which type is faster depends on the number of rows. Conclusive: bit for bit the product of a weight of that
-    type alone, in the same numbers of rows.
-    """
-    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
-    rows = torch.randn(1, row_count, 128, generator=torch.Generator().manual_seed(2))
-    both, alone = (
-        TiledLinear(own, None)
-        for own in (
-            Weight(weight, torch.bfloat16),
-            Weight(weight if row_count <= FEW_ROWS else weight.to(torch.bfloat16)),
-        )
-    )
-    both.set_widths(FREE_WIDTHS)
-    alone.set_widths(FREE_WIDTHS)
-    assert both(rows).dtype == torch.float32
-    assert torch.equal(both(rows), alone(rows))

@@ -40,7 +40,6 @@ UNUSED_WORDS = {
     r"trials?": "exploration, or probe",
     r"in vain": "without gain",
     r"leaf": "node",
-    r"famil(y|ies)": "stable tile sizes",
     r"presum\w*": "assume",
     r"crossings?": "copy to the host",
     r"figures?": "metric, statistic or measurement",
@@ -49,9 +48,7 @@ UNUSED_WORDS = {
 }
 UNUSED = re.compile(r"(?<![a-z])(?:" + "|".join(f"(?:{word})" for word in UNUSED_WORDS) + r")(?![a-z])", re.IGNORECASE)
 # The same letters where they belong to others: a library's name, a field of Kubernetes.
-BORROWED = re.compile(
-    r"MetricFamily|metric_famil\w*|address_family|family, kind|family=socket|leaf modules?|correction factor",
-)
+BORROWED = re.compile(r"leaf modules?|correction factor")
 TEXT_SUFFIXES = (".py", ".proto", ".md", ".yaml", ".toml", "Makefile", "Dockerfile")
 
 

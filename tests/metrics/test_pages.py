@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from specdec.policy.policy import OFF_PLAN
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
-from tests.support.pages import Page, Watched, read_text, watched
+from tests.support.pages import Page, Watched, free_address, read_page, read_text, watched
 from tests.support.services import MODELS, Outcome, fixed
 from tests.support.waiting import until
 
@@ -76,7 +77,7 @@ def check_sums(page: Page, outcomes: list[Outcome]) -> None:
 def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
     """Claim: after generations under COUPLED, REJECTION, the server's choice and GREEDY, of several shapes, some at a
     time, with several proposers, a resumed one and one with its draft killed on the way, the counters equal the sums
-    over the responses' own statistics.
+    over the responses' own statistics. Once the target is killed its link is down, and health is not SERVING.
 
     Conclusive: the services are fresh, so nothing else was counted; counts are compared with ==.
     """
@@ -123,6 +124,13 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         until(lambda: services.page("coordinator").value("specdec_link_up", peer="draft") == 0)
         assert services.page("coordinator").value("specdec_link_losses_total", peer="draft") == 1
         check_target(services.page("target"), outcomes)
+        services.services.target.signal(signal.SIGKILL)
+
+        def serves_no_more() -> bool:
+            page = services.page("coordinator")
+            return page.value("specdec_link_up", peer="target") == 0 == page.value("specdec_serving")
+
+        until(serves_no_more)
 
 
 def test_the_page_tells_five_proposers_apart():
@@ -130,7 +138,7 @@ def test_the_page_tells_five_proposers_apart():
     page has their sums. The first text is in the store for the later ones."""
     heads = {"heads": str(MODELS / "target-heads")}
     with watched((MODELS / "target", MODELS / "draft"), target=heads) as services:
-        client, asked = services.services.client, {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        client, asked = services.services.client, {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
         first = client.generate("import os", speculative=TREE, **asked)
         outcomes = [first]
         for name in ("DRAFT", "NGRAM", "SUFFIX", "PREDICTION", "HEADS"):
@@ -278,26 +286,23 @@ def test_both_formats_and_nothing_else(services: Watched):
     assert refused.value.code == 404
 
 
-def test_the_page_says_what_the_service_is(services: Watched, table_models: tuple[Path, Path]):
-    """Claim: each page names its service and model, and reports whether health is SERVING: a coordinator without its
-    target reports 0, and its link is down. A latency names the trace of a request that is sampled, and of no other."""
+def test_the_page_says_what_the_service_is(services: Watched):
+    """Claim: each page names its service and model, and reports that health is SERVING. A latency names the trace of a
+    request that is sampled, and of no other."""
     for service in services.addresses:
         page = services.page(service)
         assert page.value("specdec_service_info", service=service) == 1 and page.value("specdec_serving") == 1
         assert not page.exemplars
-    with watched(table_models, coordinator={"otlp_traces_endpoint": "http://127.0.0.1:1"}) as own:
-        outcome = own.services.client.generate(PROMPT, max_tokens=5, ignore_eos=True)
-        assert own.page("coordinator").exemplars == {
+    address = free_address()
+    coordinator, client = services.services.start_coordinator(
+        metrics_address=address, otlp_traces_endpoint="http://127.0.0.1:1"
+    )
+    with coordinator, contextlib.closing(client):
+        outcome = client.generate(PROMPT, max_tokens=5, ignore_eos=True)
+        assert read_page(address).exemplars == {
             f"specdec_{name}_seconds_bucket": {outcome.finished.trace_id}
             for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time")
         }
-        own.services.target.signal(signal.SIGKILL)
-
-        def lost() -> bool:
-            page = own.page("coordinator")
-            return page.value("specdec_link_up", peer="target") == 0 == page.value("specdec_serving")
-
-        until(lost)
 
 
 def test_a_busy_port_is_reported_in_one_line(services: Watched, table_models: tuple[Path, Path]):

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tarfile
 import venv
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,19 +37,18 @@ class Installation:
         return run(command, self.folder)
 
 
-def run(command: list[str], folder: Path) -> str:
+def run(command: list[str], folder: Path, **environment: str) -> str:
     """Standard output of a command that has to succeed."""
+    whole = {**ENVIRONMENT, **environment}
     done = subprocess.run(
-        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command, cwd=folder, env=whole, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist of the files of the project, made by `python -m build`: the wheel from the sdist."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def copy_project(source: Path) -> None:
+    """The files of the project, those that git ignores left out."""
     for path in project_files():
         target = source / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,13 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     for link in (ROOT / "specdec").iterdir():
         if link.is_symlink():
             (source / "specdec" / link.name).symlink_to(link.readlink())
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of the files of the project, made by `python -m build`: the wheel from the sdist."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    copy_project(source)
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)], folder)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
@@ -63,14 +70,18 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """The wheel in a new environment. Its dependencies are those of this one, by a path file: nothing is fetched."""
-    folder = tmp_path_factory.mktemp("empty")
+    """The wheel in a new environment."""
+    return install(distributions[0], tmp_path_factory.mktemp("empty"))
+
+
+def install(wheel: Path, folder: Path) -> Installation:
+    """A wheel in a new environment. Its dependencies are those of this one, by a path file: nothing is fetched."""
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
     before = {path.name for path in packages.iterdir()}
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
-    run([*pip, "--no-compile", str(distributions[0])], folder)
+    run([*pip, "--no-compile", str(wheel)], folder)
     added = frozenset({path.name for path in packages.iterdir()} - before)
     libraries = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (packages / "libraries.pth").write_text("\n".join(libraries), encoding="utf-8")
@@ -113,4 +124,37 @@ def test_the_sdist_holds_the_sources(distributions: tuple[Path, Path]) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     for package in ("coordinator", "draft_service", "target_service", "bench", "models"):
         assert f"specdec/{package}/__init__.py" in names
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+    native = {path for path in project_files() if path.startswith("specdec/engine/cpu/native/")}
+    assert len(native) > 5 and native <= names
+
+
+KERNELS = "from specdec.engine.cpu.kernels import kernels; print(kernels())"
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_the_wheel_carries_the_kernels(distributions: tuple[Path, Path], installed: Installation) -> None:
+    """Claim: the wheel has the compiled kernels and not their sources, is tagged with a platform and no version of
+    Python, and the installed package computes with them. Conclusive: the program runs outside of any checkout."""
+    wheel = distributions[0]
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "specdec/engine/cpu/_kernels.so" in names
+    assert not [name for name in names if name.endswith((".c", ".h", ".o"))]
+    assert run([str(installed.python), "-c", KERNELS], installed.folder).startswith("Kernels(version ")
+
+
+@pytest.mark.more
+def test_without_a_compiler_the_package_is_installed(tmp_path: Path) -> None:
+    """Claim: where the compiler fails, the wheel is built and installed without the kernels, and the engine goes on
+    without them, which one line says."""
+    source, folder = tmp_path / "source", tmp_path / "dist"
+    copy_project(source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    assert "no native kernels" in run(command, tmp_path, CC="false")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+    installation = install(wheel, tmp_path / "empty")
+    assert run([str(installation.python), "-c", KERNELS], tmp_path) == "None\n"

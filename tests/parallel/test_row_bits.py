@@ -27,7 +27,8 @@ def case(request: pytest.FixtureRequest, followers: Followers, tiny_folder: Call
     """A model over ranks, as the tests of one rank take it."""
     name, dtype, rank_count = request.param
     folder = TARGET_MODEL if name == "target" else tiny_folder(name)
-    return independence.Case(Driver(followers.lead(folder, rank_count, dtype), block_count=200))
+    driver = Driver(followers.lead(folder, rank_count, dtype), block_count=200)
+    return independence.Case(driver, independence.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -48,15 +49,11 @@ def test_rows_do_not_depend_on_the_batch_over_ranks(check: Callable, case: indep
     check(case)
 
 
-def test_a_tree_has_the_bits_of_its_paths_over_ranks(case: independence.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_has_the_bits_of_its_paths_over_ranks(case: independence.Case) -> None:
     """Claim (design section 10): over ranks too, shape, siblings and committed length change no bit of a tree's row.
 
     Conclusive: the same check that holds for one rank, with the same tree; a rank that read other keys, or did not
-    write a shared row for every path, would add another part to the sums. The second time rank 0 has a tile for each
-    path and the others one for all: ranks need not agree.
+    write a shared row for every path, would add another part to the sums.
     """
-    monkeypatch.setattr(trees, "BASES", TREE_BASES)
     assert case.driver.model.description.tensor_parallel_size > 1
-    check = trees.test_each_row_has_the_bits_of_its_path
-    for rows_max in (64, 0):
-        check("", "", rows_max, lambda name, dtype: case.driver, monkeypatch)
+    trees.test_each_row_has_the_bits_of_its_path("", "", TREE_BASES, True, lambda *named: case.driver)

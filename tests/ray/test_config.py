@@ -185,3 +185,24 @@ def test_no_machine_takes_the_image_ray_would_choose():
     (image,) = {kind["node_config"].get("ImageId", "") for kind in kinds}
     assert image.startswith("ami-")
     assert "| `ImageId`, marked FILL IN |" in (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+
+
+def test_nodes_compile_the_kernels():
+    """Claim: nodes that install specdec from the checkout have a compiler before they do, so that the CPU engine's
+    kernels are compiled there, and take no library from another machine.
+
+    Conclusive: without its line, or with it below the installation, the order of the commands is refused.
+    """
+    content = yaml.safe_load((FOLDER / "cluster.yaml").read_text(encoding="utf-8"))
+    commands = content["setup_commands"]
+    assert compiles_first(commands) and "_kernels.so" in content["rsync_exclude"]
+    compilers = [command for command in commands if "install -y gcc" in command]
+    others = [command for command in commands if command not in compilers]
+    assert not compiles_first(others) and not compiles_first(others + compilers)
+
+
+def compiles_first(commands: list[str]) -> bool:
+    """Whether a compiler is installed before specdec is."""
+    compilers = [i for i, command in enumerate(commands) if "apt-get install -y gcc libc6-dev" in command]
+    (installation,) = [i for i, command in enumerate(commands) if "-e ~/source" in command]
+    return bool(compilers) and compilers[0] < installation

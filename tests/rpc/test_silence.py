@@ -26,7 +26,7 @@ from tests.chaos.processes import PROXY
 from tests.support.echo_service import VERIFY, Echo
 
 DELAY_MS = 200  # each way: answers to pings arrive while the process that sent them is paused
-PAUSE_S, TURN_S, PAUSES = 1.3, 0.25, 4  # longer than gRPC's own limit was; less than a peer's silence may last
+PAUSE_S, TURN_S, PAUSES = 1.3, 0.25, 2  # longer than gRPC's own limit was; less than a peer's silence may last
 
 
 class Process:

@@ -5,6 +5,7 @@ Under GREEDY and COUPLED the text is known from an undisturbed run, so "generati
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.cli.processes import start
-from specdec.config import DraftSettings, TargetSettings
+from specdec.cli.processes import Child, start
+from specdec.config import DraftSettings, TargetSettings, split_address
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import Client, Outcome, Services, running
@@ -25,11 +26,32 @@ PROMPT = [1, 2, 3]
 ASKED = {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def services(table_models: tuple[Path, Path]) -> Iterator[Services]:
-    """Services for one test, which disturbs them."""
+    """Services of all tests: what a test ends is its own."""
     with running(*table_models, threads=1, max_num_seqs=8) as started:
         yield started
+
+
+@contextlib.contextmanager
+def with_own(services: Services, role: str, settings: DraftSettings | TargetSettings) -> Iterator[tuple[Child, Client]]:
+    """A replica that a test may end, and a client of a coordinator that has it in place of the common one."""
+    with start(role, settings) as replica:
+        coordinator, client = services.start_coordinator(**{role: replica.wait_ready()})
+        try:
+            yield replica, client
+        finally:
+            client.close()
+            coordinator.stop()
+
+
+def draft_settings(table_models: tuple[Path, Path]) -> DraftSettings:
+    return DraftSettings(model=str(table_models[1]), port=0, threads=1, log_level="warning")
+
+
+def on_its_port(replica: Child, settings: DraftSettings | TargetSettings) -> DraftSettings | TargetSettings:
+    """The settings of a replica that takes the place of one that ended."""
+    return settings.model_copy(update={"port": split_address(replica.address)[1]})
 
 
 def stream(client: Client, at_token: int, act: Callable[[], None], **asked) -> Outcome:
@@ -47,56 +69,55 @@ def stream(client: Client, at_token: int, act: Callable[[], None], **asked) -> O
 @pytest.mark.more
 def test_the_draft_may_die_at_any_moment_and_drafting_resumes(services: Services, table_models: tuple[Path, Path]):
     """Claim: SIGKILL of the draft at many points changes no token; a draft that is back on its port is used again."""
-    client = services.client
-    expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
-    port = int(services.draft.address.rpartition(":")[2])
-    draft = services.draft
-    for at_token in (1, 50, 177):
-        outcome = stream(client, at_token, partial(draft.signal, signal.SIGKILL))
-        assert outcome.comparable == expected.comparable, f"killed at token {at_token}"
+    settings = draft_settings(table_models)
+    with with_own(services, "draft", settings) as (first, client):
+        expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
+        draft, again = first, on_its_port(first, settings)
+        for at_token in (1, 50, 177):
+            outcome = stream(client, at_token, partial(draft.signal, signal.SIGKILL))
+            assert outcome.comparable == expected.comparable, f"killed at token {at_token}"
+            draft.stop()
+            draft = start("draft", again)
+            draft.wait_ready()
+
+            def drafts_again() -> bool:
+                outcome = client.generate(PROMPT, **{**ASKED, "max_tokens": 40})
+                return outcome.finished.statistics.num_draft_tokens > 0
+
+            until(drafts_again)
         draft.stop()
-        settings = DraftSettings(model=str(table_models[1]), port=port, threads=1, log_level="warning")
-        draft = start("draft", settings)
-        draft.wait_ready()
-
-        def drafts_again() -> bool:
-            outcome = client.generate(PROMPT, **{**ASKED, "max_tokens": 40})
-            return outcome.finished.statistics.num_draft_tokens > 0
-
-        until(drafts_again)
-    draft.stop()
 
 
 def test_drafting_resumes_within_a_running_generation(services: Services, table_models: tuple[Path, Path]):
     """Claim: a generation that lost its draft uses the next one, without being started again."""
-    client = services.client
-    port = int(services.draft.address.rpartition(":")[2])
-    services.draft.stop()
-    until(lambda: client.generate(PROMPT, max_tokens=30).finished.statistics.num_draft_tokens == 0)
-    drafts = []
+    settings = draft_settings(table_models)
+    with contextlib.ExitStack() as stack:
+        first, client = stack.enter_context(with_own(services, "draft", settings))
+        first.stop()
+        until(lambda: client.generate(PROMPT, max_tokens=30).finished.statistics.num_draft_tokens == 0)
+        drafts = []
 
-    def revive() -> None:
-        settings = DraftSettings(model=str(table_models[1]), port=port, threads=1, log_level="warning")
-        drafts.append(start("draft", settings))
+        def revive() -> None:
+            drafts.append(stack.enter_context(start("draft", on_its_port(first, settings))))
 
-    asked = {**ASKED, "max_tokens": 100}
-    outcome = stream(client, 1, revive, max_tokens=100)
-    drafts[0].wait_ready()
-    until(lambda: client.generate(PROMPT, **asked).finished.statistics.num_draft_tokens > 0)
-    long = {**ASKED, "max_tokens": 450}
-    whole = client.generate(PROMPT, **long)
-    assert whole.token_ids[:100] == outcome.token_ids
-    drafts[0].stop()
+        asked = {**ASKED, "max_tokens": 100}
+        outcome = stream(client, 1, revive, max_tokens=100)
+        drafts[0].wait_ready()
+        until(lambda: client.generate(PROMPT, **asked).finished.statistics.num_draft_tokens > 0)
+        whole = client.generate(PROMPT, **{**ASKED, "max_tokens": 450})
+        assert whole.token_ids[:100] == outcome.token_ids
 
 
 def test_a_frozen_draft_costs_a_moment_and_no_token(services: Services):
     """Claim: SIGSTOP of the draft is waited for once, not once per round; after SIGCONT it is used again."""
     client = services.client
     expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
-    outcome = stream(client, 20, lambda: services.draft.signal(signal.SIGSTOP))
+    try:
+        outcome = stream(client, 20, lambda: services.draft.signal(signal.SIGSTOP))
+    finally:
+        services.draft.signal(signal.SIGCONT)
     assert outcome.comparable == expected.comparable
     assert outcome.finished.statistics.draft_waits_expired <= 3
-    services.draft.signal(signal.SIGCONT)
     until(lambda: client.generate(PROMPT, **ASKED).finished.statistics.num_draft_tokens > 0)
 
 
@@ -104,45 +125,43 @@ def test_losing_the_target_is_unavailable_with_what_is_needed_to_resume(
     services: Services, table_models: tuple[Path, Path]
 ):
     """Claim: UNAVAILABLE within 2 s, and the resumed text goes on exactly where it broke off."""
-    client = services.client
-    expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
-    port = int(services.target.address.rpartition(":")[2])
-    outcome, killed_s = Outcome(), 0.0
-    with pytest.raises(grpc.RpcError) as caught:
-        for response in client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60):
-            client.take(outcome, response)
-            if len(outcome.token_ids) > 30 and not killed_s:
-                killed_s = time.monotonic()
-                services.target.signal(signal.SIGKILL)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert time.monotonic() - killed_s < 2
-    assert "resume" in caught.value.details()
-    services.target.stop()
-    with pytest.raises(grpc.RpcError) as refused:
-        client.generate(PROMPT, max_tokens=5)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    settings = TargetSettings(model=str(table_models[0]), port=port, threads=1, log_level="warning")
-    target = start("target", settings)
-    target.wait_ready()
+    settings = TargetSettings(model=str(table_models[0]), port=0, threads=1, log_level="warning")
+    with with_own(services, "target", settings) as (first, client):
+        expected = client.generate(PROMPT, **ASKED, speculative={"enabled": False})
+        outcome, killed_s = Outcome(), 0.0
+        with pytest.raises(grpc.RpcError) as caught:
+            for response in client.stub.Generate(client.request(PROMPT, **ASKED), timeout=60):
+                client.take(outcome, response)
+                if len(outcome.token_ids) > 30 and not killed_s:
+                    killed_s = time.monotonic()
+                    first.signal(signal.SIGKILL)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - killed_s < 2
+        assert "resume" in caught.value.details()
+        first.stop()
+        with pytest.raises(grpc.RpcError) as refused:
+            client.generate(PROMPT, max_tokens=5)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    def resumed() -> bool:
-        try:
-            rest = client.generate(PROMPT, resume=outcome.token_ids, **ASKED)
-        except grpc.RpcError:
-            return False
-        assert outcome.token_ids + rest.token_ids == expected.token_ids
-        assert outcome.text + rest.text == expected.text
-        return True
+        def resumed() -> bool:
+            try:
+                rest = client.generate(PROMPT, resume=outcome.token_ids, **ASKED)
+            except grpc.RpcError:
+                return False
+            assert outcome.token_ids + rest.token_ids == expected.token_ids
+            assert outcome.text + rest.text == expected.text
+            return True
 
-    until(resumed)
-    target.stop()
+        with start("target", on_its_port(first, settings)) as second:
+            second.wait_ready()
+            until(resumed)
 
 
-def test_a_draft_that_cannot_hold_the_session_is_asked_once(table_models: tuple[Path, Path]):
+def test_a_draft_that_cannot_hold_the_session_is_asked_once(services: Services, table_models: tuple[Path, Path]):
     """Claim (design section 8): a draft whose context is too short drafts up to its limit, or not at all; the text is
     the target's, and requests to the draft are not repeated: the bytes over its link are bounded."""
-    with running(*table_models, threads=1, draft={"max_model_len": 16}) as services:
-        client = services.client
+    settings = draft_settings(table_models).model_copy(update={"max_model_len": 16})
+    with with_own(services, "draft", settings) as (_, client):
         asked = {"max_tokens": 200, "temperature": 1, "seed": 5, "ignore_eos": True}
         for prompt in ([1, 2, 3], [1, 2, 3] * 100):
             expected = client.generate(prompt, **asked, speculative={"enabled": False})
@@ -211,7 +230,8 @@ def test_a_cancelled_generation_gives_its_blocks_back(services: Services):
 
 def test_sigterm_lets_running_generations_finish(services: Services):
     """Claim: a stopping coordinator refuses new work, finishes what runs within the grace, and exits with 0."""
-    client = services.client
-    outcome = stream(client, 5, lambda: services.coordinator.signal(signal.SIGTERM), max_tokens=60)
-    assert len(outcome.token_ids) == 60
-    assert services.coordinator.process.wait(10) == 0
+    coordinator, client = services.start_coordinator()
+    with coordinator, contextlib.closing(client):
+        outcome = stream(client, 5, lambda: coordinator.signal(signal.SIGTERM), max_tokens=60)
+        assert len(outcome.token_ids) == 60
+        assert coordinator.process.wait(10) == 0

@@ -6,9 +6,11 @@ The stream is opened by the test itself: it sends only what a test says.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -131,9 +133,15 @@ def verification(session: int, prompt: list[int], wants: bool, parents: tuple[in
     return Verification(session, 1, 0, len(prompt), tuple(prompt), DRAFT, parents=parents, wants_heads=wants)
 
 
+@functools.cache
+def plain_model(model: Path) -> Any:
+    """The model as `transformers` has it."""
+    return model_class("llama").from_pretrained(model, dtype=torch.float32).eval()
+
+
 def expected(model: Path, heads: Path, path: Sequence[int]) -> torch.Tensor:
     """Probabilities of the heads after a path, from `transformers` and the formula.  # [heads, vocabulary]"""
-    plain = model_class("llama").from_pretrained(model, dtype=torch.float32).eval()
+    plain = plain_model(model)
     weights = {name: value.float() for name, value in load_file(heads / "heads.safetensors").items()}
     with torch.inference_mode():
         x = plain.base_model(torch.tensor([[*path]])).last_hidden_state[0, -1]

@@ -15,7 +15,7 @@ from specdec.engine import transformers_model
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.devices import find_device
 from specdec.engine.model import load_model
-from specdec.engine.transformers_model import ModelTypes, TransformersModel
+from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
 
 DEVICE = find_device("auto")
@@ -33,12 +33,12 @@ def load_on_device(
 
     def backend(
         device: torch.device,
-        types: ModelTypes,
+        dtype: torch.dtype,
         positions_max: int,
         enforce_eager: bool,
         has_stable_rows: bool,
     ) -> DeviceBackend:
-        return DeviceBackend(device, types.layers, positions_max, with_graphs, sequences_max, not has_stable_rows)
+        return DeviceBackend(device, dtype, positions_max, with_graphs, sequences_max, not has_stable_rows)
 
     with mock.patch.object(transformers_model, "backend_for", backend):
         model = load_model(str(folder), dtype, device=str(DEVICE), has_stable_rows=has_stable_rows)

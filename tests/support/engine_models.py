@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.engine.cpu import backend
 from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, StepOutput
 from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.model import load_model
@@ -126,6 +129,11 @@ def random_tokens(count: int, seed: int, vocabulary_size: int = 288) -> list[int
     """`count` token ids from 1 on."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocabulary_size, (count,), generator=generator).tolist()
+
+
+def without_kernels() -> AbstractContextManager[object]:
+    """In this context models are loaded as where there are no native kernels."""
+    return mock.patch.object(backend, "kernels", lambda: None)
 
 
 class Driver:

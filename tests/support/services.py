@@ -158,9 +158,9 @@ class Services:
     client: Client
     settings: CoordinatorSettings
 
-    def start_coordinator(self) -> tuple[Child, Client]:
-        """A second, fresh coordinator on the same replicas. The caller stops it."""
-        child = start("coordinator", self.settings)
+    def start_coordinator(self, **own: Any) -> tuple[Child, Client]:
+        """A second, fresh coordinator on the same replicas, but for its `own` settings. The caller stops it."""
+        child = start("coordinator", self.settings.model_copy(update=own))
         child.wait_ready()
         return child, Client(child.address)
 

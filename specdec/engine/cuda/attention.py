@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from specdec.engine.attention import ScoreRule
 from specdec.engine.cuda.plan import StepTensors
-from specdec.engine.storage import DeviceStorage
-from specdec.engine.tree_attention import masked_attention
+from specdec.engine.cuda.storage import DeviceStorage
 
 TABLE_BLOCK_MULTIPLE = 256  # the kernel behind varlen_attn reads pages of a multiple of this many positions only
 
@@ -229,6 +229,24 @@ def attend_rectangle(
     output = masked_attention(chosen, cached[0].to(chosen.dtype), cached[1].to(chosen.dtype), ~hidden, rule)
     output = output.view(count, -1, group, rows, size).permute(0, 3, 1, 2, 4).reshape(count * rows, -1, size)
     return output.index_select(0, prepared.places)
+
+
+def masked_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """queries [sequences, heads, rows, size], keys and values [.., kv heads, keys, size] -> the queries' shape.
+
+    `visible` [.., rows, keys] bool is broadcast over the heads.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    if rule.softcap is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, visible, scale=rule.scaling, enable_gqa=group > 1
+        )
+    if group > 1:
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    scores = torch.tanh(queries @ keys.transpose(-1, -2) * rule.scaling / rule.softcap) * rule.softcap
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
 
 
 DENSE = Dense()

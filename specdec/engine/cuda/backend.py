@@ -23,9 +23,9 @@ from specdec.engine.cuda.graphs import SEQUENCE_COUNTS, Captured, capture_steps,
 from specdec.engine.cuda.margins import MarginCounter, blocks_of_drift, measure_drift
 from specdec.engine.cuda.modules import DeviceOutput, replace_modules
 from specdec.engine.cuda.plan import StepBuffer, StepShape, StepTensors, exact_shape
+from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.cuda.ways import choose_way
 from specdec.engine.interface import RaggedBatch, StepOutput
-from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 
@@ -102,7 +102,7 @@ class DeviceBackend:
         with self._current():
             return DeviceOutput(weight, bias, scale, softcap)
 
-    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape) -> None:
+    def attach(self, base: nn.Module, output: nn.Module, shape: AttentionShape, ids_end: int) -> None:
         products = [module for module in base.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = [product.weight for product in products] + [output.get_buffer("weight")]
         self.product_bytes = sum(weight.numel() * weight.element_size() for weight in weights)

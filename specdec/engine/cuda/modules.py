@@ -12,13 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from specdec.engine.norms import TRIED_ROW_COUNT, is_near, norm_like
 from specdec.engine.rotary_attention import RotaryAttention, has_projections, joined, table_angles
-from specdec.engine.tiled_modules import norm_like
 
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-TRIED_ROW_COUNT = 4
-# Relative to the largest value: one rounding in 16 bits, another order of additions in 32.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class DeviceRMSNorm(nn.Module):
@@ -79,17 +76,13 @@ def _mlp(module: nn.Module) -> nn.Module | None:
     joined_mlp = JoinedMLP(module)
     width = weight.shape[1]
     rows = torch.randn(TRIED_ROW_COUNT, width, generator=torch.Generator().manual_seed(width)).to(weight)
-    return joined_mlp if _is_near(joined_mlp(rows), module(rows)) else None
+    return joined_mlp if is_near(joined_mlp(rows), module(rows)) else None
 
 
-@torch.inference_mode()
 def _norm(module: nn.Module) -> nn.Module | None:
-    return norm_like(module, DeviceRMSNorm, _is_near)
-
-
-def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    largest = theirs.float().abs().max()
-    return bool((ours.float() - theirs.float()).abs().max() <= TOLERANCES[theirs.dtype] * largest)
+    if module._parameters.get("bias") is not None:
+        return None
+    return norm_like(module, [lambda gain, _bias, epsilon: DeviceRMSNorm(gain, epsilon)])
 
 
 class DeviceOutput(nn.Module):

@@ -24,8 +24,8 @@ from specdec.engine.cuda.attention import (
     varlen_parameters,
 )
 from specdec.engine.cuda.plan import StepBuffer, exact_shape
+from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.storage import DeviceStorage
 
 logger = logging.getLogger("specdec.engine")
 

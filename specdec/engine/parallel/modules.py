@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.cpu.kernels import kernels
+from specdec.engine.cpu.products import Product
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
-from specdec.engine.tile_memory import StableTiles
-from specdec.engine.tile_sizes import ALONE, TileSizes
-from specdec.engine.tiled_modules import TiledLinear
 from specdec.errors import ModelRefused
-
-QUERY_TILE_MAX = 1024  # larger than any query tile: stable tile sizes are sent as flags by width
 
 
 def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -36,16 +33,19 @@ class RankSum(nn.Module):
 
     def __init__(self, linear: nn.Module, exchange: Exchange) -> None:
         super().__init__()
-        bias = getattr(linear, "bias", None)
+        bias = linear.take_bias() if isinstance(linear, Product) else getattr(linear, "bias", None)
         self.bias = None if bias is None else bias.detach().float()
         if isinstance(linear, Conv1D):
             linear.bias = nn.Parameter(torch.zeros_like(linear.bias), requires_grad=False)
-        elif bias is not None:
+        elif bias is not None and not isinstance(linear, Product):
             linear.bias = None  # type: ignore[assignment]  # not every module has one
         self.linear = linear
-        # A TiledLinear gives its product in the type of the computation.
-        self._product = linear.product if isinstance(linear, TiledLinear) else linear
+        self._product = linear.product if isinstance(linear, Product) else linear
         self._exchange = exchange
+
+    def total_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' parts, in float32."""
+        return add_in_rank_order(self._exchange.gather(part))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, in / ranks] -> [..., rows, out], the same on every rank."""
@@ -67,12 +67,20 @@ class SplitNorm(nn.Module):
         self._epsilon = epsilon
         self._count = len(weight) * exchange.rank_count  # heads held by several ranks count for each
         self._exchange = exchange
+        self._kernels = kernels() if weight.device.type == "cpu" else None
+        self._ones = self._kernels.pack(torch.ones(1, len(weight))) if self._kernels else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., rows, heads of this rank * head size] -> the same shape and type."""
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        total = add_in_rank_order(self._exchange.gather(squares))
+        total = add_in_rank_order(self._exchange.gather(self._sum_of_squares(x)))
         return torch.mul(x, total.div_(self._count).add_(self._epsilon).rsqrt_()).mul_(self.weight).to(x.dtype)
+
+    def _sum_of_squares(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads of this rank * head size] -> [..., 1] float32. By kernels, whose sums have one order."""
+        if self._kernels and self._ones:
+            return self._kernels.product(self._ones, x.float().square())
+        lengths: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return lengths.square_()
 
 
 class SplitEmbedding(nn.Module):
@@ -135,7 +143,7 @@ class JoinedShare:
             parent_path, _, attribute = path.rpartition(".")
             parent = base.get_submodule(parent_path)
             linear = getattr(parent, attribute, None)
-            if not isinstance(linear, (TiledLinear, nn.Linear, Conv1D)):
+            if not isinstance(linear, (Product, nn.Linear, Conv1D)):
                 raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
             setattr(parent, attribute, RankSum(linear, self._exchange))
         its: Any = base  # the method is of the architecture's class
@@ -146,12 +154,3 @@ class JoinedShare:
     def whole_output(self, output: nn.Module, vocabulary_size: int) -> nn.Module:
         """Returns the output layer of all ranks together, made from this rank's part."""
         return SplitOutput(output, vocabulary_size, self._exchange)
-
-    def agree(self, stable_tiles: StableTiles) -> StableTiles:
-        """Returns the stable tile sizes common to all ranks; width 1 if there are none."""
-        widths, tiles = stable_tiles
-        flags = torch.zeros(2, QUERY_TILE_MAX)
-        flags[0, list(widths.widths)] = flags[1, list(tiles)] = 1
-        common = torch.stack([part.cpu() for part in self._exchange.gather(flags)]).amin(0)
-        found = [tuple(row.nonzero().flatten().tolist()) or ALONE for row in common]
-        return TileSizes(found[0], widths.row_multiple), found[1]

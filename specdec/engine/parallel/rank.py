@@ -24,6 +24,7 @@ from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share
 from specdec.engine.parallel.watch import Loss, last_words
+from specdec.engine.transformers_model import numerics_of
 from specdec.errors import RANK_LOST_EXIT_CODE, ModelRefused, SpecdecError
 from specdec.process_watch import ProcessWatch
 
@@ -104,7 +105,7 @@ def _facts(source: ModelSource, folder: ModelFolder) -> Mapping[str, object]:
         "--dtype": source.dtype,
         "--max-model-len": source.positions_max,
         "kind of device": torch.device(source.device).type,
-        "--threads": torch.get_num_threads(),
+        "numerics": numerics_of(source.torch_device),
         "config.json (SHA-256)": hashlib.sha256((folder.path / "config.json").read_bytes()).hexdigest(),
     }
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from specdec.engine.config_check import served_positions
-from specdec.engine.cpu_backend import CpuBackend, of_any_width
 from specdec.engine.fitting import check_weights, empty_model
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 from specdec.engine.model_folder import ModelFolder, Progress
@@ -25,7 +24,6 @@ from specdec.engine.parallel.modules import JoinedShare
 from specdec.engine.parallel.split import fit_attention, plan_split
 from specdec.engine.parallel.weights import fill, output_alone
 from specdec.engine.transformers_model import (
-    ModelTypes,
     TransformersModel,
     backend_for,
     describe,
@@ -61,7 +59,7 @@ def load_share(
 ) -> TransformersModel:
     """Loads this rank's share for `positions_max` positions, as `load_model` does. Raises ModelRefused, also if a file
     differs from rank 0's."""
-    dtype = dtype_of(folder.config, dtype_name, device)
+    dtype = dtype_of(folder.config, dtype_name)
     model = empty_model(name, folder, dtype)
     split = plan_split(name, model, group.place.rank, group.place.rank_count)
     positions_max = served_positions(name, model.config.max_position_embeddings, positions_max)
@@ -74,17 +72,17 @@ def load_share(
     model.eval().requires_grad_(False).to(device)
     share = JoinedShare(model.base_model, split, group.exchange)
     # Captured graphs across GPUs are not supported, so a share runs without them.
-    backend = None if device.type == "cpu" else backend_for(device, ModelTypes(dtype), positions_max, True, True)
+    backend = backend_for(device, dtype, positions_max, True, True)
     with refusing(name):
-        return TransformersModel(model, description, dtype, share, backend)
+        return TransformersModel(model, description, backend, share)
 
 
 def load_output(name: str, folder: ModelFolder, dtype_name: str, model: TransformersModel) -> nn.Module:
     """Returns the whole output layer of the model of which `model` is a share, for rows that rank 0 alone computes."""
-    whole = output_alone(name, folder, dtype_of(folder.config, dtype_name, model.backend.device))
+    whole = output_alone(name, folder, dtype_of(folder.config, dtype_name))
     whole.get_output_embeddings().requires_grad_(False).to(model.backend.device)
     columns = torch.arange(model.description.vocabulary_size)
-    return of_any_width(output_layer(whole, columns, model.backend))
+    return output_layer(whole, columns, model.backend)
 
 
 def _agreed_digest(name: str, folder: ModelFolder, group: RankGroup, progress: Progress) -> str:
@@ -158,7 +156,7 @@ class LeaderModel:
     def allocate(self, block_count: int, block_size: int) -> LeaderStorage:
         self._sender.send(pack(Allocate(block_count, block_size)))
         self._block_count, self._block_size = block_count, block_size
-        return LeaderStorage(_allocate(self._model, block_count, block_size), self._sender)
+        return LeaderStorage(self._model.allocate(block_count, block_size), self._sender)
 
     def forward(self, batch: RaggedBatch) -> StepOutput:
         """Runs the batch on all ranks, which plan it at the same time. Raises ValueError for an invalid batch; any
@@ -208,7 +206,7 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
                     group.watch.stop()
                     return
                 case Allocate(block_count, block_size):
-                    storage = _allocate(model, block_count, block_size)
+                    storage = model.allocate(block_count, block_size)
                 case Step(batch):
                     model.forward(batch)
                     group.tighten()
@@ -216,11 +214,3 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
                     storage.copy_block(source, [destination])
                 case Scrub(block_id, start, end) if storage:
                     storage.scrub(block_id, start, end)
-
-
-def _allocate(model: TransformersModel, block_count: int, block_size: int) -> Storage:
-    """Allocates storage and measures the stable tile sizes, on which all ranks must agree at the same point."""
-    storage = model.allocate(block_count, block_size)
-    if isinstance(model.backend, CpuBackend):
-        _ = model.backend.stable_tiles
-    return storage

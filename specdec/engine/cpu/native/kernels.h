@@ -77,7 +77,9 @@ typedef struct {
     sd_weight out;      // [hidden, heads * head_size]
     sd_weight gate, up; // [intermediate, hidden]
     sd_weight down;     // [hidden, intermediate]
-    const float *cosines, *sines;  // [positions, rotated_size], rounded to the model's type; NULL: no rotation
+    // [positions, rotated_size] of the model's type, of which the first half of the cosines and the second of the sines
+    // are read; NULL: no rotation.
+    const void *cosines, *sines;
     sd_rule rule;
     sd_cache cache;
 } sd_layer;
@@ -87,13 +89,13 @@ typedef struct {
     int32_t layer_count, hidden_size, intermediate_size, heads, kv_heads, head_size, rotated_size;
     int32_t activation;  // SD_SILU ...
     int32_t type;        // of activations and cache: results of every operation are rounded to it
-    const void *embedding;  // [vocabulary, hidden] of `type`
-    float embedding_scale;  // 1: none; rounded to the type
+    const void *embedding;  // [vocabulary_size, hidden] of `type`; NULL: the output layer's weight, of the same type
+    float embedding_scale;  // 1: none
     float residual_scale;   // 1: none
     sd_norm last;
-    sd_weight output;       // [vocabulary, hidden]; logits are float32, not rounded
+    sd_weight output;       // [logits of a row, hidden]; logits are float32, not rounded; panels NULL: no output layer
     float logit_scale, logit_softcap;  // 1, 0: none
-    int64_t vocabulary_size, positions_max;
+    int64_t vocabulary_size, positions_max;  // ids and positions lie below
 } sd_model;
 
 // Called on the calling thread, in place of a sum over ranks: x [count] of float32 is replaced by its sum over all
@@ -102,16 +104,18 @@ typedef int32_t (*sd_exchange)(float *x, int64_t count);
 
 typedef struct {
     const int64_t *ids;         // [rows]
+    const void *inputs;         // [rows, hidden] of the model's type, instead of the embeddings of ids; NULL: none
     const int32_t *logit_rows;  // [logit_count] rows whose logits are asked
     int64_t logit_count;
-    float *logits;              // [logit_count, vocabulary]
+    float *logits;              // [logit_count, output.out_size]
     void *hidden;               // [logit_count, hidden] of the model's type: inputs of the output layer; NULL: not asked
     uint8_t *is_finite;         // [rows] 1 where the last hidden state, and the logits if asked, are finite
     const volatile int32_t *is_abandoned;  // read between layers, before a layer's keys are written; NULL: never
     sd_exchange exchange;       // NULL: one rank
 } sd_step_arguments;
 
-enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3 };
+// SD_OUT_OF_RANGE: an id, a position or a row of logits does not exist.
+enum { SD_DONE = 0, SD_ABANDONED = 1, SD_EXCHANGE_FAILED = 2, SD_NO_MEMORY = 3, SD_OUT_OF_RANGE = 4 };
 
 // Version of the order of sums: increases with each change by which a result has other bits.
 SD_PUBLIC int32_t sd_version(void);

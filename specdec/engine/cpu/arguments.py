@@ -1,0 +1,356 @@
+"""What the native kernels are called with: packed weights, norms, caches, rows and a step's arguments, each checked at
+construction and holding the memory that its `struct` points to.
+
+Every check of a type, size or stride that native/kernels.h leaves to its caller is here or in `kernels`. A wrong one
+raises ValueError that names field, value and limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy
+import torch
+from torch import Tensor
+
+from specdec.engine.cpu.structs import (
+    ROUND_FIRST,
+    ROUND_ONCE,
+    CacheStruct,
+    Exchange,
+    ModelStruct,
+    NormStruct,
+    RowsStruct,
+    RuleStruct,
+    StepStruct,
+    WeightStruct,
+)
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # SD_FLOAT32 ...
+DTYPES = {number: dtype for dtype, number in TYPES.items()}
+COUNT_MAX = 2**31 - 1  # of rows, slots and positions, which are int32
+HEAD_SIZE_MAX = 512  # of native/attention.h
+
+
+def refuse(name: str, value: object, limit: str) -> NoReturn:
+    """Raises ValueError: this argument has this value, and must be `limit`."""
+    raise ValueError(f"{name} is {value}; it must be {limit}")
+
+
+def type_of(name: str, tensor: Tensor) -> int:
+    """The number of its type in kernels.h. Raises ValueError unless it is a tensor of a CPU of such a type."""
+    number = TYPES.get(tensor.dtype)
+    if number is None:
+        refuse(f"{name}.dtype", tensor.dtype, "float32, bfloat16 or float16")
+    if tensor.device.type != "cpu":
+        refuse(f"{name}.device", tensor.device, "cpu")
+    return number
+
+
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless it is a contiguous tensor of a CPU of this type and shape."""
+    if tensor.dtype is not dtype:
+        refuse(f"{name}.dtype", tensor.dtype, str(dtype))
+    if tensor.device.type != "cpu":
+        refuse(f"{name}.device", tensor.device, "cpu")
+    if tensor.shape != shape:
+        refuse(f"{name}.shape", list(tensor.shape), str(list(shape)))
+    if not tensor.is_contiguous():
+        refuse(f"{name}.stride", tensor.stride(), "that of a contiguous tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [out_size, in_size] as `Kernels.pack` lays it out, with its bias; of the kernels that packed it."""
+
+    out_size: int
+    in_size: int
+    dtype: torch.dtype
+    panels: Tensor = field(repr=False)  # bytes
+    bias: Tensor | None = field(repr=False)  # [out_size] float32
+    struct: WeightStruct = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        sizes = self.out_size, self.in_size, TYPES[self.dtype]
+        object.__setattr__(self, "struct", WeightStruct(self.panels.data_ptr(), bias, *sizes))
+
+    @property
+    def byte_count(self) -> int:
+        return self.panels.numel() + (0 if self.bias is None else 4 * self.out_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the last dimension: of root mean squares, or `is_centered`, which subtracts the mean first (Ba et al.
+    2016). `rounds_first`: the normalized value is rounded to the type before the gain too, as in Llama."""
+
+    gain: Tensor  # [size] float32
+    bias: Tensor | None = None  # [size] float32
+    epsilon: float = 1e-6
+    rounds_first: bool = True
+    is_centered: bool = False
+    struct: NormStruct = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.gain.dim() != 1 or not self.gain.numel():
+            refuse("gain.shape", list(self.gain.shape), "[size], of at least one")
+        check_tensor("gain", self.gain, torch.float32, (self.size,))
+        if self.bias is not None:
+            check_tensor("bias", self.bias, torch.float32, (self.size,))
+        if not 0 <= self.epsilon < float("inf"):
+            refuse("epsilon", self.epsilon, "0 or more, and finite")
+        bias = None if self.bias is None else self.bias.data_ptr()
+        rounding = ROUND_FIRST if self.rounds_first else ROUND_ONCE
+        struct = NormStruct(self.gain.data_ptr(), bias, self.epsilon, rounding, int(self.is_centered))
+        object.__setattr__(self, "struct", struct)
+
+    @property
+    def size(self) -> int:
+        return self.gain.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The cache of one layer. `keys` [blocks, kv heads, head size, block size], `values` [blocks, kv heads, block size,
+    head size], of one type; a block has 8 positions or a multiple of 16."""
+
+    keys: Tensor
+    values: Tensor
+    struct: CacheStruct = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        number = type_of("keys", self.keys)
+        if self.keys.dim() != 4 or not self.keys.numel():
+            refuse(
+                "keys.shape", list(self.keys.shape), "[blocks, kv heads, head size, block size], each of at least one"
+            )
+        blocks, heads, head_size, block_size = self.keys.shape
+        if head_size > HEAD_SIZE_MAX:
+            refuse("keys.shape[2], the head size,", head_size, f"at most {HEAD_SIZE_MAX}")
+        if block_size != 8 and block_size % 16:
+            refuse("keys.shape[3], positions of a block,", block_size, "8 or a multiple of 16")
+        if blocks * block_size > COUNT_MAX:
+            refuse("keys.shape, of blocks * positions of a block,", blocks * block_size, f"at most {COUNT_MAX}")
+        check_tensor("keys", self.keys, self.keys.dtype, (blocks, heads, head_size, block_size))
+        check_tensor("values", self.values, self.keys.dtype, (blocks, heads, block_size, head_size))
+        sizes = blocks, block_size, heads, head_size, number
+        object.__setattr__(self, "struct", CacheStruct(self.keys.data_ptr(), self.values.data_ptr(), *sizes))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def head_size(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """softmax(softcap * tanh(scaling * q k / softcap)), within the last `window` positions, the row's own included; 0:
+    no soft cap, no window."""
+
+    scaling: float
+    softcap: float = 0.0
+    window: int = 0
+    struct: RuleStruct = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not abs(self.scaling) < float("inf"):
+            refuse("scaling", self.scaling, "finite")
+        if not 0 <= self.softcap < float("inf"):
+            refuse("softcap", self.softcap, "0 or more, and finite")
+        if not 0 <= self.window < 2**62:
+            refuse("window", self.window, "0 or more")
+        object.__setattr__(self, "struct", RuleStruct(self.scaling, self.softcap, self.window))
+
+
+# Fields of sd_rows that are arrays, and their types.
+ROW_ARRAYS = {
+    "sequence": numpy.int32,
+    "position": numpy.int32,
+    "slot": numpy.int32,
+    "base": numpy.int32,
+    "path_start": numpy.int64,
+    "path": numpy.int32,
+    "table_start": numpy.int64,
+    "table": numpy.int32,
+    "copy_row": numpy.int32,
+    "copy_slot": numpy.int32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, as in sd_rows, for caches of at least `block_count` blocks of `block_size` positions.
+
+    Types and lengths are checked here; `Kernels.rows` also checks every index, and is the way to make them.
+    """
+
+    sequence: numpy.ndarray  # [rows] int32
+    position: numpy.ndarray  # [rows] int32
+    slot: numpy.ndarray  # [rows] int32
+    base: numpy.ndarray  # [rows] int32
+    path_start: numpy.ndarray  # [rows + 1] int64
+    path: numpy.ndarray  # [path slots] int32
+    table_start: numpy.ndarray  # [sequences + 1] int64
+    table: numpy.ndarray  # [blocks of all sequences] int32
+    copy_row: numpy.ndarray  # [copies] int32
+    copy_slot: numpy.ndarray  # [copies] int32
+    block_count: int
+    block_size: int
+    struct: RowsStruct = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arrays: dict[str, numpy.ndarray] = {name: getattr(self, name) for name in ROW_ARRAYS}
+        for name, dtype in ROW_ARRAYS.items():
+            array = arrays[name]
+            if array.dtype != dtype:
+                refuse(f"{name}.dtype", array.dtype, numpy.dtype(dtype).name)
+            if array.ndim != 1 or not array.flags.c_contiguous:
+                refuse(f"{name}.shape", f"{array.shape}, strides {array.strides}", "one dimension, contiguous")
+        count, copies, sequences = len(self.sequence), len(self.copy_row), len(self.table_start) - 1
+        lengths = {"position": count, "slot": count, "base": count, "path_start": count + 1, "copy_slot": copies}
+        for name, length in lengths.items():
+            if len(arrays[name]) != length:
+                refuse(f"the length of {name}", len(arrays[name]), str(length))
+        if sequences < 0:
+            refuse("the length of table_start", 0, "1 or more")
+        for name, starts in (("path", self.path_start), ("table", self.table_start)):
+            if starts[-1] != len(arrays[name]):
+                refuse(f"the last of {name}_start", starts[-1], f"{len(arrays[name])}, the length of {name}")
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
+        counts = {"count": count, "sequence_count": sequences, "copy_count": copies}
+        object.__setattr__(self, "struct", RowsStruct(**counts, **addresses))
+
+    @property
+    def count(self) -> int:
+        return len(self.sequence)
+
+    def check_cache(self, name: str, cache: CacheStruct) -> None:
+        """Raises ValueError unless the cache has the blocks that these rows were checked for."""
+        if cache.block_size != self.block_size or cache.block_count < self.block_count:
+            shown = f"of {cache.block_count} blocks of {cache.block_size} positions"
+            refuse(name, shown, f"of {self.block_count} blocks of {self.block_size} or more, as its rows")
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """A model whose step is one call; `kept`: whatever its `struct` points into. Its layers' caches are alike."""
+
+    struct: ModelStruct
+    kept: tuple[object, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        model = self.struct
+        if model.type not in DTYPES:
+            refuse("type", model.type, "SD_FLOAT32, SD_BFLOAT16 or SD_FLOAT16")
+        counts = "layer_count", "hidden_size", "heads", "kv_heads", "head_size", "vocabulary_size", "positions_max"
+        for name in counts:
+            if getattr(model, name) < 1:
+                refuse(name, getattr(model, name), "1 or more")
+        if model.heads % model.kv_heads:
+            refuse("heads", model.heads, f"a multiple of {model.kv_heads} kv_heads")
+        if model.rotated_size % 2 or not 0 <= model.rotated_size <= model.head_size:
+            refuse("rotated_size", model.rotated_size, f"even, and at most {model.head_size}, the head size")
+        if model.output.panels:
+            self._check_weight("output", model.output, model.output.out_size, model.hidden_size)
+            if not model.embedding and model.output.type != model.type:
+                refuse("output.type, without an embedding,", model.output.type, f"{model.type}, the model's")
+        for index in range(model.layer_count):
+            self._check_layer(index)
+
+    def _check_weight(self, name: str, weight: WeightStruct, out_size: int, in_size: int) -> None:
+        if not weight.panels:
+            refuse(f"{name}.panels", None, "those of a packed weight")
+        if (weight.out_size, weight.in_size) != (out_size, in_size):
+            refuse(name, [weight.out_size, weight.in_size], f"{[out_size, in_size]} [out, in]")
+
+    def _check_layer(self, index: int) -> None:
+        model, layer = self.struct, self.struct.layers[index]
+        hidden, between, size = model.hidden_size, model.intermediate_size, model.heads * model.head_size
+        weights = {
+            "qkv": (size + 2 * model.kv_heads * model.head_size, hidden),
+            "out": (hidden, size),
+            "gate": (between, hidden),
+            "up": (between, hidden),
+            "down": (hidden, between),
+        }
+        for name, sizes in weights.items():
+            self._check_weight(f"{name} of layer {index}", getattr(layer, name), *sizes)
+        if bool(layer.cosines) != bool(layer.sines):
+            refuse(f"cosines and sines of layer {index}", "one of the two", "both or none")
+        cache, first = layer.cache, model.layers[0].cache
+        expected = first.block_count, first.block_size, model.kv_heads, model.head_size, model.type
+        if (cache.block_count, cache.block_size, cache.kv_heads, cache.head_size, cache.type) != expected:
+            limit = "[blocks, positions of a block, kv heads, head size, type] of the model and its first layer"
+            shown = [cache.block_count, cache.block_size, cache.kv_heads, cache.head_size, cache.type]
+            refuse(f"cache of layer {index}", shown, f"{list(expected)} {limit}")
+
+
+class StepArguments:
+    """The arguments of `Kernels.step`, and its results: `logits` [logit rows, vocabulary] float32, `hidden` [logit
+    rows, hidden size] of the model's type if asked for, `is_finite` [rows] bool.
+
+    `is_abandoned` is read between layers: another thread that sets it ends the step. `exchange`: see sd_exchange.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        ids: Tensor,
+        logit_rows: Tensor,
+        *,
+        keeps_hidden: bool = False,
+        is_abandoned: ctypes.c_int32 | None = None,
+        exchange: Callable[[object, int], int] | None = None,
+        inputs: Tensor | None = None,
+    ) -> None:
+        """`ids` of int64, a row each, in any shape; `logit_rows` of any integers."""
+        if ids.dtype is not torch.int64:
+            refuse("ids.dtype", ids.dtype, "torch.int64")
+        self.ids = ids.reshape(-1).contiguous()
+        rows = len(self.ids)
+        _check_range("ids", self.ids, model.struct.vocabulary_size)
+        _check_range("logit_rows", logit_rows, rows)
+        self.logit_rows = logit_rows.reshape(-1).to(torch.int32).contiguous()
+        asked = len(self.logit_rows)
+        self.logits = torch.empty(asked, model.struct.output.out_size)
+        self.inputs = None if inputs is None else inputs.reshape(rows, -1).contiguous()
+        if self.inputs is not None:
+            check_tensor("inputs", self.inputs, DTYPES[model.struct.type], (rows, model.struct.hidden_size))
+        size, dtype = model.struct.hidden_size, DTYPES[model.struct.type]
+        self.hidden = torch.empty(asked, size, dtype=dtype) if keeps_hidden else None
+        self.is_finite = torch.zeros(rows, dtype=torch.bool)
+        self.is_abandoned = is_abandoned
+        self._exchange = Exchange(exchange) if exchange is not None else Exchange()
+        self.struct = StepStruct(
+            self.ids.data_ptr(),
+            None if self.inputs is None else self.inputs.data_ptr(),
+            self.logit_rows.data_ptr(),
+            asked,
+            self.logits.data_ptr(),
+            None if self.hidden is None else self.hidden.data_ptr(),
+            self.is_finite.data_ptr(),
+            None if is_abandoned is None else ctypes.addressof(is_abandoned),
+            self._exchange,
+        )
+
+
+def _check_range(name: str, values: Tensor, count: int) -> None:
+    """Raises ValueError unless these are integers of a CPU, each in [0, count)."""
+    if values.device.type != "cpu":
+        refuse(f"{name}.device", values.device, "cpu")
+    if values.dtype not in (torch.int32, torch.int64):
+        refuse(f"{name}.dtype", values.dtype, "torch.int32 or torch.int64")
+    found = values.numpy()
+    if found.size and not (0 <= found.min() and found.max() < count):
+        refuse(name, f"from {found.min()} to {found.max()}", f"from 0 to {count - 1}")

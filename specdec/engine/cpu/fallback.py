@@ -1,0 +1,99 @@
+"""A step without native kernels: one row after the other through the unaltered modules of `transformers`.
+
+Exact by construction: nothing that a row computes has a size or a neighbour that depends on the rest of the step. Its
+attention runs by torch in float32 on its keys, gathered in the order of their positions, whatever blocks hold them. It
+is the specification of the kernels, and many times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional
+
+from specdec.engine.attention import ScoreRule
+from specdec.engine.backend import Compute, StepInput, StepResult
+from specdec.engine.cpu.plan import RowArrays, StepPlan
+from specdec.engine.cpu.storage import CpuStorage
+from specdec.engine.interface import StepAbandoned
+
+
+class PlainOutput(nn.Module):
+    """The output layer in float32, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None):
+        super().__init__()
+        self.weight = weight.detach().float()
+        self.bias = None if bias is None else bias.detach().float()
+        self.scale = scale
+        self.softcap = softcap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, vocab] float32. One row after the other, since heads ask for several."""
+        logits = torch.cat([functional.linear(row, self.weight, self.bias) for row in x.float().split(1)])
+        logits *= self.scale
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+@dataclass(slots=True)
+class RowAttention:
+    """The attention of row `row` of a step, in place of a plan of all its rows."""
+
+    storage: CpuStorage
+    rows: RowArrays
+    row: int
+    should_abandon: Callable[[], bool] | None = None
+    _slots: dict[int | None, torch.Tensor] = field(default_factory=dict)  # of the keys it sees, by window
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Writes the row's key and value [1, kv heads, head size] to the cache of a layer, then attends to it.
+
+        queries [1, heads, head size]; returns the same shape and type. Raises StepAbandoned before it writes.
+        """
+        if self.should_abandon is not None and self.should_abandon():
+            raise StepAbandoned
+        size, rows = self.storage.block_size, self.rows
+        cached_keys, cached_values = self.storage.keys[layer], self.storage.values[layer]
+        for slot in (rows.slot[self.row], *rows.copy_slot[rows.copy_row == self.row]):
+            block, offset = divmod(int(slot), size)
+            cached_keys[block, :, :, offset] = keys[0]
+            cached_values[block, :, offset] = values[0]
+        if rule.window not in self._slots:
+            self._slots[rule.window] = torch.from_numpy(seen_slots(rows, self.row, rule.window, size))
+        blocks, offsets = self._slots[rule.window] // size, self._slots[rule.window] % size
+        seen_keys = cached_keys[blocks, :, :, offsets].float().permute(1, 2, 0)  # [kv heads, head size, keys]
+        seen_values = cached_values[blocks, :, offsets].float().transpose(0, 1)  # [kv heads, keys, head size]
+        scores = torch.bmm(queries.float().view(len(seen_keys), -1, queries.shape[2]), seen_keys) * rule.scaling
+        if rule.softcap is not None:
+            scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        return torch.bmm(scores.softmax(-1), seen_values).view(queries.shape).to(queries.dtype)
+
+
+def seen_slots(rows: RowArrays, row: int, window: int | None, block_size: int) -> numpy.ndarray:
+    """Returns the storage slots that a row sees, in the order of their positions.  # [keys] int64"""
+    table = rows.table[rows.table_start[rows.sequence[row]] :]
+    below = numpy.arange(rows.base[row])
+    path = rows.path[rows.path_start[row] : rows.path_start[row + 1]]
+    slots = numpy.concatenate((table[below // block_size].astype(numpy.int64) * block_size + below % block_size, path))
+    return slots if window is None else slots[-window:]
+
+
+def run_rows(
+    plan: StepPlan, storage: CpuStorage, should_abandon: Callable[[], bool] | None, compute: Compute
+) -> StepResult:
+    """Runs every row of a step alone; the results are in the order of `StepResult`."""
+    has_logits = set(plan.logit_rows.tolist())
+    results = []
+    for row in range(plan.input_ids.shape[1]):
+        own, attention = slice(row, row + 1), RowAttention(storage, plan.rows, row, should_abandon)
+        logit_rows = torch.zeros(int(row in has_logits), dtype=torch.int64)
+        results.append(compute(StepInput(plan.input_ids[:, own], plan.position_ids[:, own], logit_rows, attention)))
+    flags = [*(result.is_finite[:1] for result in results), *(result.is_finite[1:] for result in results)]
+    hidden = None if results[0].hidden is None else torch.cat([r.hidden for r in results if r.hidden is not None])
+    return StepResult(torch.cat([result.logits for result in results]), torch.cat(flags), hidden)

@@ -1,0 +1,390 @@
+// Products y = x W' + bias of any number of rows, in one order of sums.
+//
+// The order: each output is one running sum along k, from 0, in float32, one fused multiply-add a step; in the family
+// avx512_bf16 with bfloat16 weights and x one vdpbf16ps a pair (2k, 2k + 1), an odd end paired with zeros; then + bias
+// in float32, then one rounding to the type of y. No lane is added to another and no sum is split, so the bits of a row
+// depend on neither the rows beside it, nor their number, nor that of threads. Blocks along k keep the sums in memory.
+//
+// Panels, 16 outputs each: float32, float16 [ceil(out / 16)][in][16]; bfloat16 [ceil(out / 16)][ceil(in / 2)][16][2].
+#ifndef SPECDEC_PRODUCTS_H
+#define SPECDEC_PRODUCTS_H
+
+#include <stddef.h>
+#include <string.h>
+
+#include "parallel.h"
+#include "simd.h"
+
+// How a tile multiplies: by the panels' type, and in PAIRS by vdpbf16ps.
+enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_PAIRS };
+
+// A unit of x is 32 bits: one float, or a pair of bfloat16. Rows of x are prepared in blocks of BLOCK units.
+enum { BLOCK = 256 };
+
+// Rows of a tile and the most panels beside each other: as many sums as fill the registers; of few rows
+// one panel, since memory is read fastest in one stream.
+#if defined(__AVX512F__)
+enum { TILE_ROWS = 8, WIDE_1 = 1, WIDE_2 = 1, WIDE_3 = 1, WIDE_4 = 1, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
+enum { MANY_ROWS = 6 };  // rows of a tile where there are several tiles
+#else
+enum { TILE_ROWS = 6, WIDE_1 = 1, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
+enum { MANY_ROWS = 6 };
+#endif
+enum { PANELS_MAX = 4 };
+
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 8 << 20 };  // of a product of several tiles: outputs, and rows, of a block
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// 16 outputs' weights at 2k (is_odd 0) or 2k + 1 of a bfloat16 panel.
+INLINE v16 v16_load_half(const uint32_t *p, int is_odd) {
+#if defined(__AVX512F__)
+    __m512i pair = _mm512_loadu_si512(p);
+    return _mm512_castsi512_ps(is_odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000))
+                                      : _mm512_slli_epi32(pair, 16));
+#elif defined(__AVX2__)
+    __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 8));
+    __m256i mask = _mm256_set1_epi32((int)0xffff0000);
+    low = is_odd ? _mm256_and_si256(low, mask) : _mm256_slli_epi32(low, 16);
+    high = is_odd ? _mm256_and_si256(high, mask) : _mm256_slli_epi32(high, 16);
+    return (v16){_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)};
+#else
+    v16 found;
+    for (int i = 0; i < 4; i++) {
+        uint32x4_t pair = vld1q_u32(p + 4 * i);
+        pair = is_odd ? vandq_u32(pair, vdupq_n_u32(0xffff0000)) : vshlq_n_u32(pair, 16);
+        found.part[i] = vreinterpretq_f32_u32(pair);
+    }
+    return found;
+#endif
+}
+
+INLINE v16 v16_add_pair(const void *panel, const float *x, v16 sum) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(panel), (__m512bh)_mm512_castps_si512(v16_all(*x)));
+#else
+    (void)panel, (void)x;
+    return sum;
+#endif
+}
+
+// Bytes of a panel's weights for `units` units of x.
+INLINE int64_t panel_bytes_of(int kind, int64_t units) {
+    if (kind == BY_FLOAT32 || kind == BY_PAIRS) return units * 64;
+    return kind == BY_FLOAT16 ? units * 32 : quotient_up(units, 2) * 64;
+}
+
+typedef struct {
+    const char *panels;     // the first panel, at the first unit of the block
+    int64_t panel_bytes;    // from panel to panel
+    const float *x;         // the tile's first row: [blocks][x_step] of rows [BLOCK]
+    int64_t x_step, units;  // from block to block of x; units of the sum
+    float *sums;            // the tile's first row and panel
+    int64_t sums_stride;
+} tile;
+
+// sums[r][p] += x[r][k] * panels[p][k], k rising; all rows and panels are independent of each other.
+INLINE void add_units(const int kind, const int rows, const int panels, const char *w, int64_t panel_bytes,
+                      const float *x, int64_t units, v16 sums[TILE_ROWS][PANELS_MAX]) {
+    const int step = kind == BY_BFLOAT16 ? 2 : 1;
+    int64_t k = 0;
+    for (; k + step <= units; k += step, w += kind == BY_FLOAT16 ? 32 : 64) {
+        for (int half = 0; half < step; half++) {
+            v16 weights[PANELS_MAX];
+            for (int p = 0; p < panels; p++) {
+                const char *at = w + p * panel_bytes;
+                if (kind == BY_FLOAT32) weights[p] = v16_load((const float *)at);
+                if (kind == BY_BFLOAT16) weights[p] = v16_load_half((const uint32_t *)at, half);
+                if (kind == BY_FLOAT16) weights[p] = v16_load_float16((const uint16_t *)at);
+            }
+            for (int r = 0; r < rows; r++) {
+                const float *at = x + r * BLOCK + k + half;
+                for (int p = 0; p < panels; p++) {
+                    sums[r][p] = kind == BY_PAIRS ? v16_add_pair(w + p * panel_bytes, at, sums[r][p])
+                                                  : v16_fma(v16_all(*at), weights[p], sums[r][p]);
+                }
+            }
+        }
+    }
+    if (k == units) return;
+    for (int r = 0; r < rows; r++) {
+        for (int p = 0; p < panels; p++) {
+            v16 weights = v16_load_half((const uint32_t *)(w + p * panel_bytes), 0);
+            sums[r][p] = v16_fma(v16_all(x[r * BLOCK + k]), weights, sums[r][p]);
+        }
+    }
+}
+
+INLINE void add_tile(const int kind, const int rows, const int panels, const tile *t) {
+    v16 sums[TILE_ROWS][PANELS_MAX];
+    for (int r = 0; r < rows; r++) {
+        for (int p = 0; p < panels; p++) sums[r][p] = v16_load(t->sums + r * t->sums_stride + p * LANES);
+    }
+    for (int64_t k = 0; k < t->units; k += BLOCK) {
+        add_units(kind, rows, panels, t->panels + panel_bytes_of(kind, k), t->panel_bytes,
+                  t->x + k / BLOCK * t->x_step, least(BLOCK, t->units - k), sums);
+    }
+    for (int r = 0; r < rows; r++) {
+        for (int p = 0; p < panels; p++) v16_store(t->sums + r * t->sums_stride + p * LANES, sums[r][p]);
+    }
+}
+
+// add_tile for each kind, each number of rows, and 1, 2 or the most panels.
+typedef void (*tile_function)(const tile *t);
+#define TILE(kind, rows)                                                                           \
+    static void add_##kind##_##rows##_1(const tile *t) { add_tile(kind, rows, 1, t); }             \
+    static void add_##kind##_##rows##_2(const tile *t) { add_tile(kind, rows, 2, t); }             \
+    static void add_##kind##_##rows##_wide(const tile *t) { add_tile(kind, rows, WIDE_##rows, t); }
+#define ENTRY(kind, rows) {add_##kind##_##rows##_1, add_##kind##_##rows##_2, add_##kind##_##rows##_wide}
+#if defined(__AVX512F__)
+#define EACH_ROWS(what, kind, between) what(kind, 1) between what(kind, 2) between what(kind, 3) between what(kind, 4) \
+    between what(kind, 5) between what(kind, 6) between what(kind, 7) between what(kind, 8)
+static const int wide_panels[TILE_ROWS] = {WIDE_1, WIDE_2, WIDE_3, WIDE_4, WIDE_5, WIDE_6, WIDE_7, WIDE_8};
+#else
+#define EACH_ROWS(what, kind, between) what(kind, 1) between what(kind, 2) between what(kind, 3) between what(kind, 4) \
+    between what(kind, 5) between what(kind, 6)
+static const int wide_panels[TILE_ROWS] = {WIDE_1, WIDE_2, WIDE_3, WIDE_4, WIDE_5, WIDE_6};
+#endif
+#define NOTHING
+#define COMMA ,
+EACH_ROWS(TILE, BY_FLOAT32, NOTHING)
+EACH_ROWS(TILE, BY_BFLOAT16, NOTHING)
+EACH_ROWS(TILE, BY_FLOAT16, NOTHING)
+#if defined(__AVX512BF16__)
+EACH_ROWS(TILE, BY_PAIRS, NOTHING)
+#endif
+static const tile_function tile_functions[][TILE_ROWS][3] = {
+    {EACH_ROWS(ENTRY, BY_FLOAT32, COMMA)},
+    {EACH_ROWS(ENTRY, BY_BFLOAT16, COMMA)},
+    {EACH_ROWS(ENTRY, BY_FLOAT16, COMMA)},
+#if defined(__AVX512BF16__)
+    {EACH_ROWS(ENTRY, BY_PAIRS, COMMA)},
+#endif
+};
+
+// A tile of `rows` rows (1 .. TILE_ROWS) and any number of panels.
+static void add_panels(int kind, int64_t rows, int64_t panels, tile t) {
+    const tile_function *functions = tile_functions[kind][rows - 1];
+    for (int64_t p = 0, some; p < panels; p += some) {
+        int64_t wide = wide_panels[rows - 1];
+        int is_wide = panels - p >= wide;
+        some = is_wide ? wide : panels - p >= 2 ? 2 : 1;
+        functions[is_wide ? 2 : some - 1](&t);
+        t.panels += some * t.panel_bytes;
+        t.sums += some * LANES;
+    }
+}
+
+// A block of x as units: x[r][k] -> to[r * BLOCK + unit]; a pair that k ends is filled with zero.
+static void prepare_block(int kind, const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first_unit,
+                          int64_t units, int64_t in_size, float *to) {
+    for (int64_t r = 0; r < rows; r++, to += BLOCK) {
+        if (kind == BY_PAIRS) {
+            int64_t elements = least(in_size - 2 * first_unit, 2 * units);
+            if (elements & 1) to[units - 1] = 0;
+            memcpy(to, (const uint16_t *)x + r * stride + 2 * first_unit, (size_t)elements * 2);
+            continue;
+        }
+        int64_t from = r * stride + first_unit, k = 0;
+        if (type == SD_FLOAT32) {
+            memcpy(to, (const float *)x + from, (size_t)units * 4);
+        } else if (type == SD_BFLOAT16) {
+            for (; k < units; k++) to[k] = load_as(x, from + k, SD_BFLOAT16);
+        } else {
+            for (; k + LANES <= units; k += LANES) v16_store(to + k, v16_load_as(x, from + k, SD_FLOAT16));
+            for (; k < units; k++) to[k] = load_as(x, from + k, SD_FLOAT16);
+        }
+    }
+}
+
+// `units` weights of each panel as float32 [panels][BLOCK][16].
+static void expand(int kind, const char *panels, int64_t panel_bytes, int64_t panel_count, int64_t units, float *to) {
+    for (int64_t p = 0; p < panel_count; p++, panels += panel_bytes, to += BLOCK * LANES) {
+        if (kind == BY_FLOAT16) {
+            const uint16_t *from = (const uint16_t *)panels;
+            for (int64_t k = 0; k < units; k++) v16_store(to + k * LANES, v16_load_float16(from + k * LANES));
+            continue;
+        }
+        const uint32_t *from = (const uint32_t *)panels;
+        for (int64_t k = 0; k < units; k++) {
+            v16_store(to + k * LANES, k & 1 ? v16_load_half(from + k / 2 * LANES, 1)
+                                            : v16_load_half(from + k / 2 * LANES, 0));
+        }
+    }
+}
+
+// y = sums + bias, rounded once to the type of y.
+INLINE void finish(const sd_weight *w, const float *sums, int64_t sums_stride, void *y, const int32_t y_type,
+                   int64_t y_stride, int64_t rows, int64_t first_panel, int64_t panels) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t p = 0; p < panels; p++) {
+            int64_t n = (first_panel + p) * LANES, count = least(LANES, w->out_size - n);
+            const float *from = sums + r * sums_stride + p * LANES;
+            if (count == LANES) {
+                v16 sum = v16_load(from);
+                if (w->bias != NULL) sum = v16_add(sum, v16_load(w->bias + n));
+                v16_store_as(y, r * y_stride + n, y_type, sum);
+                continue;
+            }
+            for (int64_t i = 0; i < count; i++) {
+                float sum = w->bias != NULL ? from[i] + w->bias[n + i] : from[i];
+                store_as(y, r * y_stride + n + i, y_type, sum);
+            }
+        }
+    }
+}
+
+static void finish_as(const sd_weight *w, const float *sums, int64_t sums_stride, void *y, int32_t y_type,
+                      int64_t y_stride, int64_t rows, int64_t first_panel, int64_t panels) {
+    if (y_type == SD_FLOAT32) finish(w, sums, sums_stride, y, SD_FLOAT32, y_stride, rows, first_panel, panels);
+    if (y_type == SD_BFLOAT16) finish(w, sums, sums_stride, y, SD_BFLOAT16, y_stride, rows, first_panel, panels);
+    if (y_type == SD_FLOAT16) finish(w, sums, sums_stride, y, SD_FLOAT16, y_stride, rows, first_panel, panels);
+}
+
+// How a product is cut, and its memory.
+typedef struct {
+    int kind;
+    int64_t units;                // of a whole sum
+    int64_t rows, panels, step;   // of a block; step: units
+    int is_whole, is_expanded;    // x is prepared for all of k at once; weights are widened once for all tiles
+    float *x, *sums, *weights;    // x [blocks][rows][BLOCK], sums [rows][panels * 16], weights [panels][BLOCK][16]
+} product_plan;
+
+// For lack of memory: blocks that lie on the stack.
+enum { SMALL_X = TILE_ROWS * BLOCK, SMALL_SUMS = TILE_ROWS * LANES };
+
+static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t rows, int64_t panels, float *small) {
+    product_plan plan = {.kind = w->type == SD_FLOAT32 ? BY_FLOAT32 : w->type == SD_FLOAT16 ? BY_FLOAT16 : BY_BFLOAT16};
+#if defined(__AVX512BF16__)
+    if (w->type == SD_BFLOAT16 && x_type == SD_BFLOAT16) plan.kind = BY_PAIRS;
+#else
+    (void)x_type;
+#endif
+    plan.units = plan.kind == BY_PAIRS ? quotient_up(w->in_size, 2) : w->in_size;
+    plan.is_whole = 1;
+    int64_t blocks = quotient_up(plan.units, BLOCK);
+    plan.is_expanded = rows > TILE_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
+    plan.rows = rows;
+    plan.panels = rows > TILE_ROWS ? least(panels, BLOCK_PANELS) : wide_panels[rows - 1];
+    plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
+    int64_t rows_max = BLOCK_X_BYTES / (blocks * BLOCK * 4) / MANY_ROWS * MANY_ROWS;
+    if (rows > TILE_ROWS && rows > rows_max) plan.rows = rows_max > MANY_ROWS ? rows_max : MANY_ROWS;
+    int64_t x = plan.rows * blocks * BLOCK, sums = plan.rows * plan.panels * LANES;
+    int64_t weights = plan.is_expanded ? plan.panels * BLOCK * LANES : 0;
+    plan.x = sd_own_scratch((size_t)(x + sums + weights) * sizeof(float));
+    if (plan.x == NULL) {
+        plan.is_whole = plan.is_expanded = 0;
+        plan.rows = least(rows, TILE_ROWS);
+        plan.panels = 1;
+        plan.step = BLOCK;
+        plan.x = small;
+        x = SMALL_X;
+        sums = SMALL_SUMS;
+    }
+    plan.sums = plan.x + x;
+    plan.weights = plan.sums + sums;
+    return plan;
+}
+
+// sums += the products of one block of k, for the plan's rows and panels.
+static void add_block(const product_plan *plan, const char *panels, int64_t panel_bytes, const float *x, int64_t rows,
+                      int64_t panel_count, int64_t units) {
+    tile t = {panels, panel_bytes, x, rows * BLOCK, units, plan->sums, plan->panels * LANES};
+    int kind = plan->kind;
+    if (plan->is_expanded) {
+        expand(kind, panels, panel_bytes, panel_count, units, plan->weights);
+        t.panels = (const char *)plan->weights;
+        t.panel_bytes = BLOCK * LANES * 4;
+        kind = BY_FLOAT32;
+    }
+    if (rows <= TILE_ROWS) {
+        add_panels(kind, rows, panel_count, t);
+        return;
+    }
+    int64_t tiles = quotient_up(rows, MANY_ROWS);
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t first = rows * i / tiles, end = rows * (i + 1) / tiles;
+        t.x = x + first * BLOCK;
+        t.sums = plan->sums + first * t.sums_stride;
+        add_panels(kind, end - first, panel_count, t);
+    }
+}
+
+// The outputs of the panels [first_panel, end_panel) of all rows; one thread's part, without a barrier.
+static void product_part(const sd_weight *w, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,
+                         int64_t y_stride, int64_t rows, int64_t first_panel, int64_t end_panel) {
+    if (rows <= 0 || first_panel >= end_panel) return;
+    float small[SMALL_X + SMALL_SUMS];
+    const product_plan plan = plan_product(w, x_type, rows, end_panel - first_panel, small);
+    const int64_t panel_bytes = panel_bytes_of(plan.kind, plan.units);
+    for (int64_t row = 0; row < rows; row += plan.rows) {
+        int64_t some_rows = least(plan.rows, rows - row);
+        const char *from = (const char *)x + row * x_stride * (x_type == SD_FLOAT32 ? 4 : 2);
+        char *to = (char *)y + row * y_stride * (y_type == SD_FLOAT32 ? 4 : 2);
+        for (int64_t k = 0; plan.is_whole && k < plan.units; k += BLOCK) {
+            prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, least(BLOCK, plan.units - k), w->in_size,
+                          plan.x + k * some_rows);
+        }
+        for (int64_t p = first_panel; p < end_panel; p += plan.panels) {
+            int64_t panels = least(plan.panels, end_panel - p);
+            memset(plan.sums, 0, (size_t)(some_rows * plan.panels) * LANES * sizeof(float));
+            for (int64_t k = 0; k < plan.units; k += plan.step) {
+                int64_t units = least(plan.step, plan.units - k);
+                if (!plan.is_whole) {
+                    prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, units, w->in_size, plan.x);
+                }
+                add_block(&plan, (const char *)w->panels + p * panel_bytes + panel_bytes_of(plan.kind, k), panel_bytes,
+                          plan.is_whole ? plan.x + k * some_rows : plan.x, some_rows, panels, units);
+            }
+            finish_as(w, plan.sums, plan.panels * LANES, to, y_type, y_stride, some_rows, p, panels);
+        }
+    }
+}
+
+static int64_t packed_bytes(int32_t type, int64_t out_size, int64_t in_size) {
+    int64_t elements = type == SD_BFLOAT16 ? quotient_up(in_size, 2) * 2 : in_size;
+    return quotient_up(out_size, LANES) * LANES * elements * (type == SD_FLOAT32 ? 4 : 2);
+}
+
+static void pack(const void *weight, int32_t type, int64_t out_size, int64_t in_size, int64_t out_stride,
+                 int64_t in_stride, void *panels) {
+    const int is_paired = type == SD_BFLOAT16;
+    const int64_t elements = is_paired ? quotient_up(in_size, 2) * 2 : in_size;
+    memset(panels, 0, (size_t)packed_bytes(type, out_size, in_size));
+    for (int64_t n = 0; n < out_size; n++) {
+        int64_t start = n / LANES * LANES * elements, lane = n % LANES;
+        for (int64_t k = 0; k < in_size; k++) {
+            int64_t from = n * out_stride + k * in_stride;
+            int64_t to = start + (is_paired ? k / 2 * 2 * LANES + lane * 2 + k % 2 : k * LANES + lane);
+            if (type == SD_FLOAT32) {
+                ((float *)panels)[to] = ((const float *)weight)[from];
+            } else {
+                ((uint16_t *)panels)[to] = ((const uint16_t *)weight)[from];
+            }
+        }
+    }
+}
+
+typedef struct {
+    const sd_weight *weight;
+    const void *x;
+    void *y;
+    int32_t x_type, y_type;
+    int64_t x_stride, y_stride, rows;
+} product_call;
+
+static void product_program(void *argument, sd_thread thread) {
+    const product_call *c = argument;
+    int64_t first, end;
+    sd_part(quotient_up(c->weight->out_size, LANES), thread, &first, &end);
+    product_part(c->weight, c->x, c->x_type, c->x_stride, c->y, c->y_type, c->y_stride, c->rows, first, end);
+}
+
+static void product(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,
+                    int64_t y_stride, int64_t rows, int32_t threads) {
+    product_call call = {weight, x, y, x_type, y_type, x_stride, y_stride, rows};
+    sd_run(product_program, &call, threads);
+}
+
+#endif

@@ -1,0 +1,34 @@
+// All kernels of one instruction set: compiled once for each, with -DUNIT=avx2, avx512, avx512_bf16 or neon.
+#include "internal.h"
+#include "parallel.h"
+#include "products.h"
+
+#include "rows.h"
+#include "attention.h"
+#include "step.h"
+
+#define JOINED(a, b) a##b
+#define TABLE_OF(unit) JOINED(sd_kernels_, unit)
+#define TEXT(x) #x
+#define NAME_OF(unit) TEXT(unit)
+
+#if defined(__AVX512BF16__)
+#define FAMILY "avx512_bf16"
+#else
+#define FAMILY "fma"
+#endif
+
+const sd_kernels TABLE_OF(UNIT) = {
+    .family = FAMILY,
+    .instructions = NAME_OF(UNIT),
+    .packed_bytes = packed_bytes,
+    .pack = pack,
+    .product = product,
+    .normalize = normalize,
+    .activate = activate,
+    .tanh_of = tanh_all,
+    .write = write,
+    .attend = attend,
+    .argmax = argmax,
+    .step = step_on,
+};

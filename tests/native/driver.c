@@ -1,0 +1,263 @@
+// Runs the native kernels over plans read from a file, for the sanitizers: each plan is the sizes of a small model and
+// the rows of a step. Rows that sd_check_rows refuses are not run. Every array is an allocation of its own, exactly as
+// long as the kernels may use it.
+//
+//   driver FILE INSTRUCTIONS
+//
+// prints a line a plan: "refused REASON", or "accepted BITS", a sum over all results; ends with 1 where another number
+// of threads gives other bits. numbers.h fills arrays; plans.py writes the files.
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "numbers.h"
+
+enum { TIED = 1, INPUTS = 2, EXCHANGE = 4, FAILING = 8, ABANDONED = 16, HEAD_NORMS = 32, AFTER_NORMS = 64, CENTERED = 128,
+       BIASES = 256, NANS = 512, HIDDEN = 1024 };
+
+typedef struct {
+    int64_t seed, type, weight_type, activation, block_size, block_count, kv_heads, group, head_size, hidden, between,
+        layers, rotated, vocabulary, positions_max, window, softcap, threads, flags;
+} sizes;
+
+typedef struct {
+    sizes n;
+    sd_rows rows;
+    int64_t path_count, table_count, logit_count;
+    int64_t *ids;
+    int32_t *logit_rows;
+} plan;
+
+// Reads the next number; returns 0 at the end of the file.
+static int read_number(FILE *file, int64_t *number) { return fscanf(file, "%" SCNd64, number) == 1; }
+
+static int64_t need_number(FILE *file) {
+    int64_t number;
+    if (!read_number(file, &number)) exit_because("the file ends inside a plan");
+    return number;
+}
+
+static int32_t *read_int32s(FILE *file, int64_t count) {
+    int32_t *found = memory_of(count * 4);
+    for (int64_t i = 0; i < count; i++) found[i] = (int32_t)need_number(file);
+    return found;
+}
+
+static int64_t *read_int64s(FILE *file, int64_t count) {
+    int64_t *found = memory_of(count * 8);
+    for (int64_t i = 0; i < count; i++) found[i] = need_number(file);
+    return found;
+}
+
+// Returns 0 at the end of the file.
+static int read_plan(FILE *file, plan *p) {
+    int64_t *fields = &p->n.seed;
+    if (!read_number(file, fields)) return 0;
+    for (size_t i = 1; i < sizeof(sizes) / sizeof(int64_t); i++) fields[i] = need_number(file);
+    sd_rows *rows = &p->rows;
+    rows->count = need_number(file);
+    rows->sequence_count = need_number(file);
+    rows->copy_count = need_number(file);
+    p->path_count = need_number(file);
+    p->table_count = need_number(file);
+    p->logit_count = need_number(file);
+    rows->sequence = read_int32s(file, rows->count);
+    rows->position = read_int32s(file, rows->count);
+    rows->slot = read_int32s(file, rows->count);
+    rows->base = read_int32s(file, rows->count);
+    rows->path_start = read_int64s(file, rows->count + 1);
+    rows->path = read_int32s(file, p->path_count);
+    rows->table_start = read_int64s(file, rows->sequence_count + 1);
+    rows->table = read_int32s(file, p->table_count);
+    rows->copy_row = read_int32s(file, rows->copy_count);
+    rows->copy_slot = read_int32s(file, rows->copy_count);
+    p->ids = read_int64s(file, rows->count);
+    p->logit_rows = read_int32s(file, p->logit_count);
+    return 1;
+}
+
+static sd_weight new_weight(int64_t out_size, int64_t in_size, const plan *p) {
+    int32_t type = (int32_t)p->n.weight_type;
+    // Packed from a transposed weight with a gap behind each of its rows.
+    int64_t stride = out_size + 3;
+    void *weight = numbers_of((in_size - 1) * stride + out_size, type);
+    void *panels = memory_of(sd_packed_bytes(type, out_size, in_size));
+    sd_pack(weight, type, out_size, in_size, 1, stride, panels);
+    const float *bias = p->n.flags & BIASES ? numbers_of(out_size, SD_FLOAT32) : NULL;
+    return (sd_weight){panels, bias, out_size, in_size, type};
+}
+
+static sd_norm new_norm(int64_t size, const plan *p, int64_t flag) {
+    if (flag && !(p->n.flags & flag)) return (sd_norm){0};
+    int32_t is_centered = p->n.flags & CENTERED ? 1 : 0;
+    const float *bias = is_centered ? numbers_of(size, SD_FLOAT32) : NULL;
+    return (sd_norm){numbers_of(size, SD_FLOAT32), bias, 1e-5f, p->n.seed % 2 ? SD_ROUND_FIRST : SD_ROUND_ONCE, is_centered};
+}
+
+static sd_layer new_layer(const plan *p) {
+    const sizes *n = &p->n;
+    int64_t attended = n->kv_heads * n->group * n->head_size, one = n->kv_heads * n->head_size;
+    int64_t angles = n->positions_max * n->rotated;
+    sd_layer layer = {
+        .before_attention = new_norm(n->hidden, p, 0),
+        .after_attention = new_norm(n->hidden, p, AFTER_NORMS),
+        .before_mlp = new_norm(n->hidden, p, 0),
+        .after_mlp = new_norm(n->hidden, p, AFTER_NORMS),
+        .query = new_norm(n->head_size, p, HEAD_NORMS),
+        .key = new_norm(n->head_size, p, HEAD_NORMS),
+        .qkv = new_weight(attended + 2 * one, n->hidden, p),
+        .out = new_weight(n->hidden, attended, p),
+        .gate = new_weight(n->between, n->hidden, p),
+        .up = new_weight(n->between, n->hidden, p),
+        .down = new_weight(n->hidden, n->between, p),
+        .cosines = n->rotated ? numbers_of(angles, (int32_t)n->type) : NULL,
+        .sines = n->rotated ? numbers_of(angles, (int32_t)n->type) : NULL,
+        .rule = {0.3f, (float)n->softcap, n->window},
+        .cache = {NULL, NULL, n->block_count, n->block_size, (int32_t)n->kv_heads, (int32_t)n->head_size,
+                  (int32_t)n->type},
+    };
+    int64_t count = n->block_count * n->block_size * one;
+    layer.cache.keys = numbers_of(count, layer.cache.type);
+    layer.cache.values = numbers_of(count, layer.cache.type);
+    if (n->flags & NANS) {
+        memset(layer.cache.keys, 0xff, (size_t)(count * item_size(layer.cache.type)));
+        memset(layer.cache.values, 0xff, (size_t)(count * item_size(layer.cache.type)));
+    }
+    return layer;
+}
+
+static sd_model new_model(const plan *p) {
+    const sizes *n = &p->n;
+    sd_layer *layers = memory_of(n->layers * (int64_t)sizeof(sd_layer));
+    for (int64_t i = 0; i < n->layers; i++) layers[i] = new_layer(p);
+    return (sd_model){
+        .layers = layers,
+        .layer_count = (int32_t)n->layers,
+        .hidden_size = (int32_t)n->hidden,
+        .intermediate_size = (int32_t)n->between,
+        .heads = (int32_t)(n->kv_heads * n->group),
+        .kv_heads = (int32_t)n->kv_heads,
+        .head_size = (int32_t)n->head_size,
+        .rotated_size = (int32_t)n->rotated,
+        .activation = (int32_t)n->activation,
+        .type = (int32_t)n->type,
+        .embedding = n->flags & TIED ? NULL : numbers_of(n->vocabulary * n->hidden, (int32_t)n->type),
+        .embedding_scale = n->seed % 3 ? 1.0f : 2.5f,
+        .residual_scale = n->seed % 5 ? 1.0f : 0.5f,
+        .last = new_norm(n->hidden, p, 0),
+        .output = new_weight(n->vocabulary, n->hidden, p),
+        .logit_scale = n->seed % 7 ? 1.0f : 0.25f,
+        .logit_softcap = (float)n->softcap,
+        .vocabulary_size = n->vocabulary,
+        .positions_max = n->positions_max,
+    };
+}
+
+static int32_t keep_sum(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[i] += 0.5f;
+    return 0;
+}
+
+static int32_t fail(float *x, int64_t count) { return x[count - 1] == 12345.0f ? 1 : 2; }
+
+// The kernels one by one over the rows.
+static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
+    const sd_layer *layer = model->layers;
+    int32_t type = model->type;
+    int64_t rows = p->rows.count, hidden = model->hidden_size, x_stride = hidden + 5;
+    int64_t attended = (int64_t)model->heads * model->head_size, one = (int64_t)model->kv_heads * model->head_size;
+    void *x = numbers_of(rows ? (rows - 1) * x_stride + hidden : 0, type);
+    int64_t qkv_size = attended + 2 * one;
+    char *qkv = memory_of(rows * qkv_size * item_size(type));
+    sd_product(&layer->qkv, x, type, x_stride, qkv, type, qkv_size, rows, threads);
+    add_bits(qkv, rows * qkv_size * item_size(type));
+    char *normed = memory_of(rows * hidden * item_size(type));
+    sd_normalize(&layer->before_mlp, x, x_stride, normed, hidden, type, rows, hidden, threads);
+    sd_activate(model->activation, normed, normed, type, rows * hidden, threads);
+    add_bits(normed, rows * hidden * item_size(type));
+    float *logits = memory_of(rows * model->vocabulary_size * 4);
+    sd_product(&model->output, normed, type, hidden, logits, SD_FLOAT32, model->vocabulary_size, rows, threads);
+    sd_tanh(logits, logits, rows * model->vocabulary_size, threads);
+    int64_t *best = memory_of(rows * 8);
+    sd_argmax(logits, model->vocabulary_size, rows, model->vocabulary_size, best, threads);
+    add_bits(best, rows * 8);
+    char *keys = qkv + attended * item_size(type), *values = keys + one * item_size(type);
+    sd_write(&layer->cache, &p->rows, keys, qkv_size, values, qkv_size, threads);
+    char *out = memory_of(rows * attended * item_size(type));
+    sd_attend(&layer->cache, &p->rows, &layer->rule, model->heads, qkv, qkv_size, out, attended, threads);
+    add_bits(out, rows * attended * item_size(type));
+}
+
+static void run_step(const plan *p, const sd_model *model, int32_t threads) {
+    const sizes *n = &p->n;
+    int32_t is_abandoned = n->flags & ABANDONED ? 1 : 0;
+    int64_t hidden_bytes = p->logit_count * n->hidden * item_size(model->type);
+    sd_step_arguments asked = {
+        .ids = p->ids,
+        .inputs = n->flags & INPUTS ? numbers_of(p->rows.count * n->hidden, model->type) : NULL,
+        .logit_rows = p->logit_rows,
+        .logit_count = p->logit_count,
+        .logits = memory_of(p->logit_count * n->vocabulary * 4),
+        .hidden = n->flags & HIDDEN ? memory_of(hidden_bytes) : NULL,
+        .is_finite = memory_of(p->rows.count),
+        .is_abandoned = &is_abandoned,
+        .exchange = n->flags & FAILING ? fail : n->flags & EXCHANGE ? keep_sum : NULL,
+    };
+    int32_t code = sd_step(model, &p->rows, &asked, threads);
+    add_bits(&code, sizeof code);
+    if (code != SD_DONE) return;
+    add_bits(asked.logits, p->logit_count * n->vocabulary * 4);
+    add_bits(asked.is_finite, p->rows.count);
+    if (asked.hidden) add_bits(asked.hidden, hidden_bytes);
+    int64_t count = n->block_count * n->block_size * n->kv_heads * n->head_size;
+    for (int64_t i = 0; i < n->layers; i++) add_bits(model->layers[i].cache.keys, count * item_size(model->type));
+}
+
+// Another caller at the same time.
+static void *run_neighbour(void *argument) {
+    const sd_model *model = argument;
+    float x[4096] = {0}, y[4096];
+    if (model->hidden_size > 4096 || model->vocabulary_size > 4096) return NULL;
+    for (int i = 0; i < 3; i++)
+        sd_product(&model->output, x, SD_FLOAT32, model->hidden_size, y, SD_FLOAT32, model->vocabulary_size, 1, 3);
+    return NULL;
+}
+
+static uint64_t run(const plan *p, int32_t threads) {
+    pthread_t neighbour;
+    begin_numbers((uint64_t)p->n.seed);
+    sd_model model = new_model(p);
+    int has_neighbour = threads > 1 && pthread_create(&neighbour, NULL, run_neighbour, &model) == 0;
+    run_kernels(p, &model, threads);
+    run_step(p, &model, threads);
+    if (has_neighbour) pthread_join(neighbour, NULL);
+    return bits_so_far();
+}
+
+int main(int count, char **arguments) {
+    plan p;
+    if (count != 3) exit_because("usage: driver FILE INSTRUCTIONS");
+    FILE *file = fopen(arguments[1], "r");
+    if (!file) exit_because("the file cannot be read");
+    if (!sd_use(arguments[2])) exit_because("these instructions are not here");
+    while (read_plan(file, &p)) {
+        int64_t paths = p.rows.path_start[p.rows.count], blocks = p.rows.table_start[p.rows.sequence_count];
+        // What Python compares before: the lengths of the arrays.
+        const char *wrong = paths != p.path_count || blocks != p.table_count ? "another length" : NULL;
+        if (!wrong) wrong = sd_check_rows(&p.rows, p.n.block_count, p.n.block_size);
+        if (wrong) {
+            printf("refused %s\n", wrong);
+        } else {
+            uint64_t alone = run(&p, 1), together = run(&p, (int32_t)p.n.threads);
+            printf("accepted %016" PRIx64 "\n", alone);
+            if (alone != together) exit_because("other bits with more threads");
+        }
+        fflush(stdout);
+        free_all();
+    }
+    fclose(file);
+    return 0;
+}
