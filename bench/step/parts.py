@@ -34,6 +34,7 @@ ATTENTION = ("bmm", "softmax", "scaled_dot_product", "index_copy", "index_select
 PROFILED_STEPS = 5
 STEP, EMBEDDING = "step", "aten::embedding"
 KERNEL_PARTS = {"product": PRODUCTS, "write": ATTENTION, "attend": ATTENTION}
+FORWARD, BEFORE = "forward", "before"
 KERNELS = (*KERNEL_PARTS, "normalize", "activate", "tanh", STEP)
 
 
@@ -81,22 +82,17 @@ def measure_parts(folder: Path, name: str, threads: int, turns: int, tokens: int
 
 
 def kernel_shares(model: TransformersModel, batch: RaggedBatch, turns: int) -> Shares:
-    """Of a forward on the kernels."""
+    """Of a forward on the kernels, the fastest of `turns`."""
     by_modules = RaggedBatch(batch.chunks, lambda: False)  # a question between layers: not in one call
     with kernel_calls() as calls:
-        modules = [seconds_of(model, by_modules, calls) for _ in range(turns)]
-        whole = [seconds_of(model, batch, calls) for _ in range(turns)]
-    before_s, total_s = (
-        statistics.median(own) for own in ([s["before"] for s in whole], [s["forward"] for s in whole])
-    )
-    kernel_s = {name: statistics.median(own[name] for own in modules) for name in KERNELS}
-    call_s = statistics.median(own[STEP] for own in whole)
-    scale = call_s / sum(kernel_s.values()) if call_s else 1.0
+        modules = min((seconds_of(model, by_modules, calls) for _ in range(turns)), key=lambda own: own[FORWARD])
+        whole = min((seconds_of(model, batch, calls) for _ in range(turns)), key=lambda own: own[FORWARD])
+    scale = whole[STEP] / sum(modules[name] for name in KERNELS) if whole[STEP] else 1.0
 
     def share(part: Sequence[str]) -> float:
-        return scale * sum(kernel_s[name] for name, own in KERNEL_PARTS.items() if own is part) / total_s
+        return scale * sum(modules[name] for name, own in KERNEL_PARTS.items() if own is part) / whole[FORWARD]
 
-    return Shares(before_s / total_s, share(PRODUCTS), share(ATTENTION))
+    return Shares(whole[BEFORE] / whole[FORWARD], share(PRODUCTS), share(ATTENTION))
 
 
 @contextlib.contextmanager
@@ -128,7 +124,7 @@ def seconds_of(model: TransformersModel, batch: RaggedBatch, calls: list[tuple[s
     calls.clear()
     began_s = time.perf_counter()
     model.forward(batch)
-    found = dict.fromkeys(KERNELS, 0.0) | {"forward": time.perf_counter() - began_s, "before": calls[0][1] - began_s}
+    found = dict.fromkeys(KERNELS, 0.0) | {FORWARD: time.perf_counter() - began_s, BEFORE: calls[0][1] - began_s}
     for name, call_s, end_s in calls:
         found[name] += end_s - call_s
     return found
