@@ -86,8 +86,9 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: install $(VENV)/.bench-installed  ## Time the engine: steps, streams, sampler; about 15 minutes.
+bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
 	@$(BIN)/python -m bench.engine
+	@$(BIN)/python -m bench.step
 
 proto: install  ## Regenerate the stubs in specdec/v1 and the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto
