@@ -33,7 +33,8 @@ enum { MANY_ROWS = 6, PANELS_MAX = 4 };
 // Weights are prefetched for the panels that follow those of a tile, or, where these lie farther, in the same panels.
 enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
 
-enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 8 << 20 };  // of a product of several tiles: outputs, and rows, of a block
+// Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened only once.
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, EXPANDED_ROWS = 256 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -268,7 +269,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     plan.units = plan.kind == BY_PAIRS ? quotient_up(w->in_size, 2) : w->in_size;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
-    plan.is_expanded = rows > TILE_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
+    plan.is_expanded = rows >= EXPANDED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
     plan.rows = rows;
     plan.panels = rows > TILE_ROWS ? least(panels, BLOCK_PANELS) : wide_panels[rows - 1];
     plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
