@@ -3,7 +3,7 @@
 // The order: a score is one running sum along the head's elements, from 0, one fused multiply-add a step. Positions are
 // taken in splits of 512, at multiples of 512; between splits the running maximum is kept, and sums so far are rescaled
 // when it grows (Dao et al. 2022, FlashAttention). Inside a split the weighted values are running sums by position, and
-// the sum of the weights is kept in 16 lanes, by position modulo 16, added at the end in the tree of rows.h. All of this
+// the sum of the weights is kept in 16 lanes, by position modulo 16, added at the end in the tree of rows.h. All of it
 // depends on positions alone: not on the rows beside a row, on the block or slot that holds a key, or on the threads.
 // A key that a row does not see is not multiplied, not even by zero.
 #ifndef SPECDEC_ATTENTION_H
@@ -17,11 +17,17 @@
 #include "rows.h"
 #include "simd.h"
 
+#if defined(__AVX512F__)
+enum { REGISTER_PANELS = 4 };
+#else
+enum { REGISTER_PANELS = 2 };  // of two or four registers each
+#endif
+
 enum {
     KEY_SPLIT = 512,
-    QUERIES_MAX = 8,      // (row, head) pairs that share the reading of keys and values
+    QUERIES_MAX = 32,     // (row, head) pairs that share the reading of keys and values
     QUERY_TILE = 4,       // of these, as many as share registers
-    PANELS = 4,           // of 16 positions, side by side
+    PANELS = REGISTER_PANELS,  // of 16 positions, side by side
     SCORES = KEY_SPLIT + 16,  // a panel may begin anywhere in a split
     HEAD_SIZE_MAX = 512,
     UNITS_A_THREAD = 4    // at least so many pieces of work, so that threads end together
@@ -86,48 +92,35 @@ INLINE void score_tile(const int panels, int count, const char *const *keys, int
     if (count == 4) score_panels(4, panels, keys, stride, size, vectors, scores, at, type);
 }
 
-// Two blocks of 8 positions as one panel.
-INLINE void join_blocks(const attention_place *a, int64_t position, float *panel, const int32_t type) {
+// Keys in blocks of 8: the panel at `position`. The second block may lie beyond the row's table: its lanes are zeros.
+INLINE const char *join_blocks(const attention_place *a, attention_work *w, int64_t position, int64_t high,
+                               const int32_t type) {
     const int64_t stride = a->cache->block_size, size = a->cache->head_size;
-    for (int64_t half = 0; half < LANES / stride; half++) {
-        const char *from = key_at(a->cache, slot_of(a, position + half * stride), a->kv_head, type);
-        for (int64_t d = 0; d < size; d++) {
-            for (int64_t i = 0; i < stride; i++) panel[d * LANES + half * stride + i] = load_as(from, d * stride + i, type);
-        }
+    const char *first = key_at(a->cache, slot_of(a, position), a->kv_head, type), *second = NULL;
+    if (high - position > stride) second = key_at(a->cache, slot_of(a, position + stride), a->kv_head, type);
+    for (int64_t d = 0; d < size; d++) {
+        float *panel = w->panel + d * LANES;
+        for (int64_t i = 0; i < stride; i++) panel[i] = load_as(first, d * stride + i, type);
+        for (int64_t i = 0; i < stride; i++) panel[stride + i] = second ? load_as(second, d * stride + i, type) : 0;
     }
+    return (const char *)w->panel;
 }
 
 // Scores of all queries at the positions [low, high) of a split that begins at `start`, through the block table.
-INLINE void score_table(const attention_place *a, attention_work *w, int count, int64_t start, int64_t low, int64_t high,
-                        const int32_t type) {
+INLINE void score_table(const attention_place *a, attention_work *w, int count, int64_t start, int64_t low,
+                        int64_t high, const int32_t type) {
     const int64_t size = a->cache->head_size, stride = a->cache->block_size;
     for (int64_t p = low / LANES * LANES; p < high;) {
         const char *keys[PANELS];
-        int panels = high - p > (PANELS - 1) * LANES && stride >= LANES ? PANELS : 1;
-        if (stride < LANES) {
-            float *panel = w->panel;
-            // The second block may lie beyond the row's table: its lanes are not used.
-            if (high - p > stride) join_blocks(a, p, panel, type);
-            else {
-                const char *from = key_at(a->cache, slot_of(a, p), a->kv_head, type);
-                for (int64_t d = 0; d < size; d++) {
-                    for (int64_t i = 0; i < LANES; i++) {
-                        panel[d * LANES + i] = i < stride ? load_as(from, d * stride + i, type) : 0;
-                    }
-                }
-            }
-            keys[0] = (const char *)panel;
-            for (int q = 0; q < count; q += QUERY_TILE) {
-                score_tile(1, count - q < QUERY_TILE ? count - q : QUERY_TILE, keys, LANES, size, w, q, p - start,
-                           SD_FLOAT32);
-            }
-            p += LANES;
-            continue;
+        const int panels = high - p > (PANELS - 1) * LANES && stride >= LANES ? PANELS : 1;
+        if (stride < LANES) keys[0] = join_blocks(a, w, p, high, type);
+        for (int i = 0; i < panels && stride >= LANES; i++) {
+            keys[i] = key_at(a->cache, slot_of(a, p + i * LANES), a->kv_head, type);
         }
-        for (int i = 0; i < panels; i++) keys[i] = key_at(a->cache, slot_of(a, p + i * LANES), a->kv_head, type);
         for (int q = 0; q < count; q += QUERY_TILE) {
-            int some = count - q < QUERY_TILE ? count - q : QUERY_TILE;
-            if (panels == PANELS) score_tile(PANELS, some, keys, stride, size, w, q, p - start, type);
+            const int some = count - q < QUERY_TILE ? count - q : QUERY_TILE;
+            if (stride < LANES) score_tile(1, some, keys, LANES, size, w, q, p - start, SD_FLOAT32);
+            else if (panels == PANELS) score_tile(PANELS, some, keys, stride, size, w, q, p - start, type);
             else score_tile(1, some, keys, stride, size, w, q, p - start, type);
         }
         p += panels * LANES;
@@ -143,7 +136,7 @@ INLINE void score_path(const attention_place *a, attention_work *w, int first, i
     for (int64_t p = low; p < high; p += LANES) {
         for (int64_t i = 0; i < LANES; i++) {
             const char *key = p + i < high ? key_at(a->cache, own->path[p + i - own->base], a->kv_head, type) : NULL;
-            for (int64_t d = 0; d < size; d++) w->panel[d * LANES + i] = key != NULL ? load_as(key, d * stride, type) : 0;
+            for (int64_t d = 0; d < size; d++) w->panel[d * LANES + i] = key ? load_as(key, d * stride, type) : 0;
         }
         for (int q = 0; q < count; q += QUERY_TILE) {
             score_tile(1, count - q < QUERY_TILE ? count - q : QUERY_TILE, keys, LANES, size, w, first + q, p - start,
@@ -165,8 +158,8 @@ INLINE float greatest(const float *s, int64_t count, float most) {
     return most;
 }
 
-// The scores [low, high) become weights; sums so far are rescaled. Beside them, to whole vectors, weights are zero: they
-// are added to the lanes, which changes no bit, but multiply no value.
+// The scores [low, high) become weights; sums so far are rescaled. Beside them, up to whole vectors, weights are zero:
+// they are added to the lanes, which changes no bit, but multiply no value.
 static void weigh(const sd_rule *rule, attention_work *w, int q, int64_t size, int64_t low, int64_t high) {
     const int64_t from = low / LANES * LANES, to = (high + LANES - 1) / LANES * LANES;
     float *s = w->scores[q];
@@ -247,8 +240,8 @@ INLINE void add_tile_values(const int count, const attention_place *a, attention
     }
 }
 
-INLINE void add_all_values(const attention_place *a, attention_work *w, int first, int count, int64_t start, int64_t low,
-                           int64_t high, const int32_t type) {
+INLINE void add_all_values(const attention_place *a, attention_work *w, int first, int count, int64_t start,
+                           int64_t low, int64_t high, const int32_t type) {
     if (low >= high) return;
     if (count == 1) add_tile_values(1, a, w, first, start, low, high, type);
     if (count == 2) add_tile_values(2, a, w, first, start, low, high, type);
@@ -357,7 +350,7 @@ static void attend_part(const sd_cache *cache, const sd_rows *rows, const sd_rul
                         const void *queries, int64_t query_stride, void *out, int64_t out_stride, sd_thread thread) {
     attention_work work;
     const int32_t group = heads / cache->kv_heads;
-    // Many rows: eight of them share a tile, a head at a time. Few: the heads that share a key head do, and smaller
+    // Many rows share a tile, a head at a time. Few: the heads that share a key head do, and smaller
     // tiles where there would be too few for all threads to end together.
     const int is_few = rows->count < 2 * QUERIES_MAX;
     int64_t heads_max = is_few ? lower(group, QUERIES_MAX) : 1, row_max = QUERIES_MAX / heads_max;
@@ -385,33 +378,20 @@ typedef struct {
     const sd_cache *cache;
     const sd_rows *rows;
     const sd_rule *rule;
-    const void *first, *second;  // queries; or keys and values
+    const void *queries;
     void *out;
-    int64_t first_stride, second_stride, out_stride;
+    int64_t query_stride, out_stride;
     int32_t heads;
-} attention_call;
-
-static void write_program(void *argument, sd_thread thread) {
-    const attention_call *c = argument;
-    write_part(c->cache, c->rows, c->first, c->first_stride, c->second, c->second_stride, thread);
-}
+} attend_call;
 
 static void attend_program(void *argument, sd_thread thread) {
-    const attention_call *c = argument;
-    attend_part(c->cache, c->rows, c->rule, c->heads, c->first, c->first_stride, c->out, c->out_stride, thread);
-}
-
-static void write(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride, const void *values,
-                  int64_t value_stride, int32_t threads) {
-    attention_call call = {.cache = cache, .rows = rows, .first = keys, .second = values, .first_stride = key_stride,
-                           .second_stride = value_stride};
-    sd_run(write_program, &call, threads);
+    const attend_call *c = argument;
+    attend_part(c->cache, c->rows, c->rule, c->heads, c->queries, c->query_stride, c->out, c->out_stride, thread);
 }
 
 static void attend(const sd_cache *cache, const sd_rows *rows, const sd_rule *rule, int32_t heads, const void *queries,
                    int64_t query_stride, void *out, int64_t out_stride, int32_t threads) {
-    attention_call call = {.cache = cache, .rows = rows, .rule = rule, .first = queries, .out = out,
-                           .first_stride = query_stride, .out_stride = out_stride, .heads = heads};
+    attend_call call = {cache, rows, rule, queries, out, query_stride, out_stride, heads};
     sd_run(attend_program, &call, threads);
 }
 

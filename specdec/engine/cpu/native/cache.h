@@ -46,4 +46,22 @@ static void write_part(const sd_cache *cache, const sd_rows *rows, const void *k
     }
 }
 
+typedef struct {
+    const sd_cache *cache;
+    const sd_rows *rows;
+    const void *keys, *values;
+    int64_t key_stride, value_stride;
+} write_call;
+
+static void write_program(void *argument, sd_thread thread) {
+    const write_call *c = argument;
+    write_part(c->cache, c->rows, c->keys, c->key_stride, c->values, c->value_stride, thread);
+}
+
+static void write(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride, const void *values,
+                  int64_t value_stride, int32_t threads) {
+    write_call call = {cache, rows, keys, values, key_stride, value_stride};
+    sd_run(write_program, &call, threads);
+}
+
 #endif
