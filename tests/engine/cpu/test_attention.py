@@ -229,7 +229,7 @@ def test_what_a_row_does_not_see_changes_no_bit(native: Kernels, rule: str, bloc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_path_of_a_tree_has_the_bits_of_a_chain(native: Kernels, dtype: torch.dtype, rule: str) -> None:
     """Four paths of 1 to 20 nodes each below several bases, their slots scattered among not-a-number, some paths across
-    a split: each node's row equals the row of a chain that holds the same keys.
+    a split, alone and among rows of a chain: each node's row equals the row of a chain that holds the same keys.
 
     Conclusive: bits are compared with a cache in which the path is an ordinary sequence."""
     for base in (0, 5, 100, 505, 1020):
@@ -241,11 +241,12 @@ def assert_paths_equal_chains(
     native: Kernels, base: int, length: int, rule: ScoreRule, dtype: torch.dtype = torch.float32
 ) -> None:
     shape, block_size = (4, 2, 80), 8
-    chains = make_world(native, [base + length] * 4, shape, dtype, block_size)
+    end = base + length + 200
+    chains = make_world(native, [end] * 4, shape, dtype, block_size)
     for side in (chains.keys, chains.values):
         for other in side[1:]:
             other[:base] = side[0][:base]
-    every = [(s, p) for s in range(4) for p in range(base + length)]
+    every = [(s, p) for s in range(4) for p in range(end)]
     native.write(chains.cache, chains.rows(every), torch.cat(chains.keys), torch.cat(chains.values))
     nodes = [(s, base + i) for i in range(length) for s in range(4)]
     expected = chains.attend(rule, nodes)
@@ -254,15 +255,21 @@ def assert_paths_equal_chains(
     spare = [b * block_size + o for o in range(8) for b in range(chains.cache.keys.shape[0]) if b not in used]
     slots = [[spare[(i * 4 + s) % len(spare)] for i in range(length)] for s in range(4)]
     paths = [slots[s][: p - base + 1] for s, p in nodes]
-    own = [(0, p) for _, p in nodes]
-    rows = chains.rows(own, paths)
-    keys, values, queries = (
-        torch.stack([side[s][p] for s, p in nodes]) for side in (chains.keys, chains.values, chains.queries)
-    )
-    native.write(chains.cache, rows, keys, values)
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(native.attend(chains.cache, rows, rule, queries), expected)
+    keys, values = (torch.stack([side[s][p] for s, p in nodes]) for side in (chains.keys, chains.values))
+    native.write(chains.cache, chains.rows([(0, p) for _, p in nodes], paths), keys, values)
+    # Rows of the sequence itself stand among those of the tree, at positions far from them.
+    mixed = [row for i, pair in enumerate(zip(nodes, paths)) for row in (pair, ((0, i * 97 % end), ()))]
+    alone = torch.cat([expected, chains.attend(rule, [node for node, _ in mixed[1::2]])])
+    for chosen, wanted in (
+        (list(zip(nodes, paths)), expected),
+        (mixed, alone.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)),
+        (mixed[1::2] + mixed[::2], alone.roll(len(nodes), 0)),
+    ):
+        queries = torch.stack([chains.queries[s][p] for (s, p), _ in chosen])
+        rows = chains.rows([(0, p) for (_, p), _ in chosen], [path for _, path in chosen])
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(native.attend(chains.cache, rows, rule, queries), wanted)
 
 
 def test_instruction_sets_share_their_bits(native: Kernels, tmp_path: Path) -> None:
@@ -286,10 +293,11 @@ def test_instruction_sets_share_their_bits(native: Kernels, tmp_path: Path) -> N
 MISTAKES = {  # name: (text, its replacement) in attention.h
     "masked keys multiplied by zero": (
         ("shared_high = lower(shared_high, w->queries[q].base);", "most = higher(most, w->queries[q].base);"),
-        ("shared_high = higher(shared_low, shared_high);", "shared_high = lower(shared_high, most);"),
+        ("if (shared_high <= shared_low)", "shared_high = lower(shared_high, most);\n\\g<0>"),
         ("int64_t shared_low = start,", "int64_t most = 0, shared_low = start,"),
-        ("for (int64_t i = low; i < high; i++) s[i] = exp",
-         "memset(s + high, 0, (size_t)(KEY_SPLIT - high) * 4);\n\\g<0>"),
+        ("if (p >= own->base) {", "if (own->base < own->end && p >= own->base) {"),
+        ("block_size, own->base), high)", "block_size, own->base < own->end ? own->base : high), high)"),
+        ("v16_store(w->lanes[q], lanes);", "memset(s + to, 0, (size_t)(KEY_SPLIT - to) * 4);\n\\g<0>"),
     ),
     "splits from the first key seen": (("first / KEY_SPLIT * KEY_SPLIT", "first / LANES * LANES"),),
     "a lane sum in scores": (

@@ -3,7 +3,7 @@
 // The order: a score is one running sum along the head's elements, from 0, one fused multiply-add a step. Positions are
 // taken in splits of 512, at multiples of 512; between splits the running maximum is kept, and sums so far are rescaled
 // when it grows (Dao et al. 2022, FlashAttention). Inside a split the weighted values are running sums by position, and
-// the sum of the weights is kept in 16 lanes, by position modulo 16, added at the end in the tree of rows.h. All of this
+// the sum of the weights is kept in 16 lanes, by position modulo 16, added at the end in the tree of rows.h. All of it
 // depends on positions alone: not on the rows beside a row, on the block or slot that holds a key, or on the threads.
 // A key that a row does not see is not multiplied, not even by zero.
 #ifndef SPECDEC_ATTENTION_H
@@ -11,16 +11,24 @@
 
 #include <string.h>
 
+#include "cache.h"
 #include "elementary.h"
 #include "parallel.h"
 #include "rows.h"
 #include "simd.h"
 
+#if defined(__AVX512F__)
+enum { REGISTER_PANELS = 4 };
+#else
+enum { REGISTER_PANELS = 2 };  // of two or four registers each
+#endif
+
 enum {
     KEY_SPLIT = 512,
-    QUERIES_MAX = 8,      // (row, head) pairs that share the reading of keys and values
+    QUERIES_MAX = 32,     // (row, head) pairs that share the reading of keys and values
     QUERY_TILE = 4,       // of these, as many as share registers
-    PANELS = 4,           // of 16 positions, side by side
+    PANELS = REGISTER_PANELS,  // of 16 positions, side by side
+    SCORES = KEY_SPLIT + 16,  // a panel may begin anywhere in a split
     HEAD_SIZE_MAX = 512,
     UNITS_A_THREAD = 4    // at least so many pieces of work, so that threads end together
 };
@@ -36,7 +44,8 @@ typedef struct {
     float vectors[QUERIES_MAX][HEAD_SIZE_MAX];  // queries
     float sums[QUERIES_MAX][HEAD_SIZE_MAX];     // weighted values
     float lanes[QUERIES_MAX][LANES];            // sums of weights
-    float scores[QUERIES_MAX][KEY_SPLIT];       // then weights, of one split
+    float scores[QUERIES_MAX][SCORES];          // then weights, of one split
+    float panel[HEAD_SIZE_MAX * LANES];         // keys of 16 positions that do not lie side by side
     query queries[QUERIES_MAX];
 } attention_work;
 
@@ -48,16 +57,6 @@ typedef struct {
     const int32_t *table;
 } attention_place;
 
-INLINE const char *key_at(const sd_cache *c, int64_t slot, int32_t kv_head, const int32_t type) {
-    int64_t block = slot / c->block_size, offset = slot % c->block_size;
-    return item_of(c->keys, (block * c->kv_heads + kv_head) * c->head_size * c->block_size + offset, type);
-}
-
-INLINE const char *value_at(const sd_cache *c, int64_t slot, int32_t kv_head, const int32_t type) {
-    int64_t block = slot / c->block_size, offset = slot % c->block_size;
-    return item_of(c->values, ((block * c->kv_heads + kv_head) * c->block_size + offset) * c->head_size, type);
-}
-
 INLINE int64_t slot_of(const attention_place *a, int64_t position) {
     return (int64_t)a->table[position / a->cache->block_size] * a->cache->block_size + position % a->cache->block_size;
 }
@@ -65,7 +64,7 @@ INLINE int64_t slot_of(const attention_place *a, int64_t position) {
 // Scores of `count` queries at `panels` panels of 16 positions: keys[p] is element 0 of a panel, `stride` from element
 // to element.
 INLINE void score_panels(const int count, const int panels, const char *const *keys, int64_t stride, int64_t size,
-                         float (*vectors)[HEAD_SIZE_MAX], float (*scores)[KEY_SPLIT], int64_t at, const int32_t type) {
+                         float (*vectors)[HEAD_SIZE_MAX], float (*scores)[SCORES], int64_t at, const int32_t type) {
     v16 sums[QUERY_TILE][PANELS];
     for (int q = 0; q < count; q++) {
         for (int p = 0; p < panels; p++) sums[q][p] = v16_zero();
@@ -86,107 +85,129 @@ INLINE void score_panels(const int count, const int panels, const char *const *k
 INLINE void score_tile(const int panels, int count, const char *const *keys, int64_t stride, int64_t size,
                        attention_work *w, int first, int64_t at, const int32_t type) {
     float(*vectors)[HEAD_SIZE_MAX] = w->vectors + first;
-    float(*scores)[KEY_SPLIT] = w->scores + first;
+    float(*scores)[SCORES] = w->scores + first;
     if (count == 1) score_panels(1, panels, keys, stride, size, vectors, scores, at, type);
     if (count == 2) score_panels(2, panels, keys, stride, size, vectors, scores, at, type);
     if (count == 3) score_panels(3, panels, keys, stride, size, vectors, scores, at, type);
     if (count == 4) score_panels(4, panels, keys, stride, size, vectors, scores, at, type);
 }
 
-// Two blocks of 8 positions as one panel.
-INLINE void join_blocks(const attention_place *a, int64_t position, float *panel, const int32_t type) {
+// Keys in blocks of 8: the panel at `position`. The second block may lie beyond the row's table: its lanes are zeros.
+INLINE const char *join_blocks(const attention_place *a, attention_work *w, int64_t position, int64_t high,
+                               const int32_t type) {
     const int64_t stride = a->cache->block_size, size = a->cache->head_size;
-    for (int64_t half = 0; half < LANES / stride; half++) {
-        const char *from = key_at(a->cache, slot_of(a, position + half * stride), a->kv_head, type);
-        for (int64_t d = 0; d < size; d++) {
-            for (int64_t i = 0; i < stride; i++) panel[d * LANES + half * stride + i] = load_as(from, d * stride + i, type);
-        }
+    const char *first = key_at(a->cache, slot_of(a, position), a->kv_head, type), *second = NULL;
+    if (high - position > stride) second = key_at(a->cache, slot_of(a, position + stride), a->kv_head, type);
+    for (int64_t d = 0; d < size; d++) {
+        float *panel = w->panel + d * LANES;
+        for (int64_t i = 0; i < stride; i++) panel[i] = load_as(first, d * stride + i, type);
+        for (int64_t i = 0; i < stride; i++) panel[stride + i] = second ? load_as(second, d * stride + i, type) : 0;
     }
+    return (const char *)w->panel;
 }
 
 // Scores of all queries at the positions [low, high) of a split that begins at `start`, through the block table.
-INLINE void score_table(const attention_place *a, attention_work *w, int count, int64_t start, int64_t low, int64_t high,
-                        const int32_t type) {
+INLINE void score_table(const attention_place *a, attention_work *w, int count, int64_t start, int64_t low,
+                        int64_t high, const int32_t type) {
     const int64_t size = a->cache->head_size, stride = a->cache->block_size;
     for (int64_t p = low / LANES * LANES; p < high;) {
         const char *keys[PANELS];
-        int panels = high - p > (PANELS - 1) * LANES && stride >= LANES ? PANELS : 1;
-        if (stride < LANES) {
-            float panel[HEAD_SIZE_MAX * LANES];
-            // The second block may lie beyond the row's table: its lanes are not used.
-            if (high - p > stride) join_blocks(a, p, panel, type);
-            else {
-                const char *from = key_at(a->cache, slot_of(a, p), a->kv_head, type);
-                for (int64_t d = 0; d < size; d++) {
-                    for (int64_t i = 0; i < LANES; i++) {
-                        panel[d * LANES + i] = i < stride ? load_as(from, d * stride + i, type) : 0;
-                    }
-                }
-            }
-            keys[0] = (const char *)panel;
-            for (int q = 0; q < count; q += QUERY_TILE) {
-                score_tile(1, count - q < QUERY_TILE ? count - q : QUERY_TILE, keys, LANES, size, w, q, p - start,
-                           SD_FLOAT32);
-            }
-            p += LANES;
-            continue;
+        const int panels = high - p > (PANELS - 1) * LANES && stride >= LANES ? PANELS : 1;
+        if (stride < LANES) keys[0] = join_blocks(a, w, p, high, type);
+        for (int i = 0; i < panels && stride >= LANES; i++) {
+            keys[i] = key_at(a->cache, slot_of(a, p + i * LANES), a->kv_head, type);
         }
-        for (int i = 0; i < panels; i++) keys[i] = key_at(a->cache, slot_of(a, p + i * LANES), a->kv_head, type);
         for (int q = 0; q < count; q += QUERY_TILE) {
-            int some = count - q < QUERY_TILE ? count - q : QUERY_TILE;
-            if (panels == PANELS) score_tile(PANELS, some, keys, stride, size, w, q, p - start, type);
+            const int some = count - q < QUERY_TILE ? count - q : QUERY_TILE;
+            if (stride < LANES) score_tile(1, some, keys, LANES, size, w, q, p - start, SD_FLOAT32);
+            else if (panels == PANELS) score_tile(PANELS, some, keys, stride, size, w, q, p - start, type);
             else score_tile(1, some, keys, stride, size, w, q, p - start, type);
         }
         p += panels * LANES;
     }
 }
 
-// Scores of one query at the positions [low, high) of its path.
-INLINE void score_path(const attention_place *a, attention_work *w, int q, int64_t start, int64_t low, int64_t high,
-                       const int32_t type) {
-    const query *own = &w->queries[q];
-    for (int64_t p = low; p < high; p++) {
-        const char *key = key_at(a->cache, own->path[p - own->base], a->kv_head, type);
-        float sum = 0;
-        for (int64_t d = 0; d < a->cache->head_size; d++) {
-            sum = __builtin_fmaf(w->vectors[q][d], load_as(key, d * a->cache->block_size, type), sum);
+// Scores of `count` queries of one row at the positions [low, high) of its path, 16 at a time.
+INLINE void score_path(const attention_place *a, attention_work *w, int first, int count, int64_t start, int64_t low,
+                       int64_t high, const int32_t type) {
+    const query *own = &w->queries[first];
+    const int64_t size = a->cache->head_size, stride = a->cache->block_size;
+    const char *keys[PANELS] = {(const char *)w->panel};
+    for (int64_t p = low; p < high; p += LANES) {
+        for (int64_t i = 0; i < LANES; i++) {
+            const char *key = p + i < high ? key_at(a->cache, own->path[p + i - own->base], a->kv_head, type) : NULL;
+            for (int64_t d = 0; d < size; d++) w->panel[d * LANES + i] = key ? load_as(key, d * stride, type) : 0;
         }
-        w->scores[q][p - start] = sum;
+        for (int q = 0; q < count; q += QUERY_TILE) {
+            score_tile(1, count - q < QUERY_TILE ? count - q : QUERY_TILE, keys, LANES, size, w, first + q, p - start,
+                       SD_FLOAT32);
+        }
     }
 }
 
-// The scores [low, high) become weights; sums so far are rescaled.
+INLINE int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The greatest of `count` numbers, a multiple of 16, and of `most`; not-a-number is passed over.
+INLINE float greatest(const float *s, int64_t count, float most) {
+    float lanes[LANES];
+    v16 found = v16_all(most);
+    for (int64_t i = 0; i < count; i += LANES) found = v16_max(v16_load(s + i), found);
+    v16_store(lanes, found);
+    for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// The scores [low, high) become weights; sums so far are rescaled. Beside them, up to whole vectors, weights are zero:
+// they are added to the lanes, which changes no bit, but multiply no value.
 static void weigh(const sd_rule *rule, attention_work *w, int q, int64_t size, int64_t low, int64_t high) {
-    float *s = w->scores[q], most = w->queries[q].most;
+    const int64_t from = low / LANES * LANES, to = (high + LANES - 1) / LANES * LANES;
+    float *s = w->scores[q];
     if (rule->softcap > 0) {
-        const float scale = rule->scaling / rule->softcap;
-        for (int64_t i = low; i < high; i++) s[i] = rule->softcap * tanh_of(s[i] * scale);
+        const float scale = rule->scaling / rule->softcap, softcap = rule->softcap;
+        for (int64_t i = low; i < high; i++) s[i] = softcap * tanh_of(s[i] * scale);
     } else {
-        for (int64_t i = low; i < high; i++) s[i] *= rule->scaling;
+        const float scale = rule->scaling;
+        for (int64_t i = low; i < high; i++) s[i] *= scale;
     }
-    for (int64_t i = low; i < high; i++) most = s[i] > most ? s[i] : most;
+    for (int64_t i = from; i < low; i++) s[i] = -INFINITY;
+    for (int64_t i = high; i < to; i++) s[i] = -INFINITY;
+    const float most = greatest(s + from, to - from, w->queries[q].most);
     if (most != w->queries[q].most) {
         const float factor = exp_of(w->queries[q].most - most);
         for (int64_t d = 0; d < size; d++) w->sums[q][d] *= factor;
         for (int i = 0; i < LANES; i++) w->lanes[q][i] *= factor;
         w->queries[q].most = most;
     }
-    for (int64_t i = low; i < high; i++) s[i] = exp_of(s[i] - most);
-    for (int64_t i = low; i < high; i++) w->lanes[q][i % LANES] += s[i];
+    for (int64_t i = from; i < to; i++) s[i] = exp_of(s[i] - most);
+    v16 lanes = v16_load(w->lanes[q]);
+    for (int64_t i = from; i < to; i += LANES) lanes = v16_add(lanes, v16_load(s + i));
+    v16_store(w->lanes[q], lanes);
+}
+
+// The first value of a run of positions from `p` on that lie side by side, at most to `high`; *end: the run's end.
+INLINE const char *values_from(const attention_place *a, const query *own, int64_t p, int64_t high, int64_t *end,
+                               const int32_t type) {
+    const int64_t block_size = a->cache->block_size;
+    if (p >= own->base) {
+        *end = p + 1;
+        return value_at(a->cache, own->path[p - own->base], a->kv_head, type);
+    }
+    *end = lower(lower((p / block_size + 1) * block_size, own->base), high);
+    return value_at(a->cache, slot_of(a, p), a->kv_head, type);
 }
 
 // sums[q] += weight * value at the positions [low, high), for `count` queries and `vectors` vectors of elements from d.
+// Several queries have all of these positions in the block table.
 INLINE void add_values(const int count, const int vectors, const attention_place *a, attention_work *w, int first,
                        int64_t start, int64_t low, int64_t high, int64_t d, const int32_t type) {
-    const int64_t size = a->cache->head_size, block_size = a->cache->block_size;
+    const int64_t size = a->cache->head_size;
     v16 sums[QUERY_TILE][PANELS];
     for (int q = 0; q < count; q++) {
         for (int v = 0; v < vectors; v++) sums[q][v] = v16_load(w->sums[first + q] + d + v * LANES);
     }
-    for (int64_t p = low; p < high;) {
-        int64_t end = (p / block_size + 1) * block_size;
-        end = end < high ? end : high;
-        const char *values = value_at(a->cache, slot_of(a, p), a->kv_head, type);
+    for (int64_t p = low, end; p < high;) {
+        const char *values = values_from(a, &w->queries[first], p, high, &end, type);
         for (int64_t at = 0; p < end; p++, at += size) {
             v16 value[PANELS];
             for (int v = 0; v < vectors; v++) value[v] = v16_load_as(values, at + d + v * LANES, type);
@@ -209,8 +230,8 @@ INLINE void add_tile_values(const int count, const attention_place *a, attention
         add_values(count, PANELS, a, w, first, start, low, high, d, type);
     }
     for (; d + LANES <= size; d += LANES) add_values(count, 1, a, w, first, start, low, high, d, type);
-    for (int64_t p = low; d < size && p < high; p++) {
-        const char *value = value_at(a->cache, slot_of(a, p), a->kv_head, type);
+    for (int64_t p = low, end; d < size && p < high; p++) {
+        const char *value = values_from(a, &w->queries[first], p, high, &end, type);
         for (int q = first; q < first + count; q++) {
             for (int64_t e = d; e < size; e++) {
                 w->sums[q][e] = __builtin_fmaf(w->scores[q][p - start], load_as(value, e, type), w->sums[q][e]);
@@ -219,28 +240,14 @@ INLINE void add_tile_values(const int count, const attention_place *a, attention
     }
 }
 
-INLINE void add_table_values(const attention_place *a, attention_work *w, int first, int count, int64_t start,
-                             int64_t low, int64_t high, const int32_t type) {
+INLINE void add_all_values(const attention_place *a, attention_work *w, int first, int count, int64_t start,
+                           int64_t low, int64_t high, const int32_t type) {
     if (low >= high) return;
     if (count == 1) add_tile_values(1, a, w, first, start, low, high, type);
     if (count == 2) add_tile_values(2, a, w, first, start, low, high, type);
     if (count == 3) add_tile_values(3, a, w, first, start, low, high, type);
     if (count == 4) add_tile_values(4, a, w, first, start, low, high, type);
 }
-
-INLINE void add_path_values(const attention_place *a, attention_work *w, int q, int64_t start, int64_t low, int64_t high,
-                            const int32_t type) {
-    const query *own = &w->queries[q];
-    for (int64_t p = low; p < high; p++) {
-        const char *value = value_at(a->cache, own->path[p - own->base], a->kv_head, type);
-        for (int64_t d = 0; d < a->cache->head_size; d++) {
-            w->sums[q][d] = __builtin_fmaf(w->scores[q][p - start], load_as(value, d, type), w->sums[q][d]);
-        }
-    }
-}
-
-INLINE int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t higher(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // All queries over one split: positions [start, start + KEY_SPLIT).
 INLINE void attend_split(const attention_place *a, attention_work *w, int count, int64_t start, const int32_t type) {
@@ -256,7 +263,11 @@ INLINE void attend_split(const attention_place *a, attention_work *w, int count,
         const query *own = &w->queries[q];
         int64_t from = higher(own->first, start), to = lower(own->end, start + KEY_SPLIT);
         if (from >= to) continue;
-        score_path(a, w, q, start, higher(from, own->base), to, type);
+        if (own->base < to && (q == 0 || own[-1].row != own->row)) {
+            int heads = 1;
+            while (q + heads < count && own[heads].row == own->row) heads++;
+            score_path(a, w, q, heads, start, higher(from, own->base), to, type);
+        }
         weigh(a->rule, w, q, a->cache->head_size, from - start, to - start);
     }
     for (int first = 0; first < count; first += QUERY_TILE) {
@@ -266,18 +277,17 @@ INLINE void attend_split(const attention_place *a, attention_work *w, int count,
             shared_low = higher(shared_low, w->queries[q].first);
             shared_high = lower(shared_high, w->queries[q].base);
         }
-        shared_high = higher(shared_low, shared_high);
+        if (shared_high <= shared_low) shared_low = shared_high = start + KEY_SPLIT;
         for (int q = first; q < first + some; q++) {
             const query *own = &w->queries[q];
-            int64_t to = lower(own->base, start + KEY_SPLIT);
-            add_table_values(a, w, q, 1, start, higher(own->first, start), lower(shared_low, to), type);
+            int64_t from = higher(own->first, start), to = lower(own->end, start + KEY_SPLIT);
+            add_all_values(a, w, q, 1, start, from, lower(shared_low, to), type);
         }
-        add_table_values(a, w, first, some, start, shared_low, shared_high, type);
+        add_all_values(a, w, first, some, start, shared_low, shared_high, type);
         for (int q = first; q < first + some; q++) {
             const query *own = &w->queries[q];
-            int64_t from = higher(own->first, start), to = lower(own->base, start + KEY_SPLIT);
-            add_table_values(a, w, q, 1, start, higher(from, shared_high), to, type);
-            add_path_values(a, w, q, start, higher(from, own->base), lower(own->end, start + KEY_SPLIT), type);
+            int64_t from = higher(own->first, start), to = lower(own->end, start + KEY_SPLIT);
+            add_all_values(a, w, q, 1, start, higher(from, shared_high), to, type);
         }
     }
 }
@@ -340,7 +350,7 @@ static void attend_part(const sd_cache *cache, const sd_rows *rows, const sd_rul
                         const void *queries, int64_t query_stride, void *out, int64_t out_stride, sd_thread thread) {
     attention_work work;
     const int32_t group = heads / cache->kv_heads;
-    // Many rows: eight of them share a tile, a head at a time. Few: the heads that share a key head do, and smaller
+    // Many rows share a tile, a head at a time. Few: the heads that share a key head do, and smaller
     // tiles where there would be too few for all threads to end together.
     const int is_few = rows->count < 2 * QUERIES_MAX;
     int64_t heads_max = is_few ? lower(group, QUERIES_MAX) : 1, row_max = QUERIES_MAX / heads_max;
@@ -364,65 +374,24 @@ static void attend_part(const sd_cache *cache, const sd_rows *rows, const sd_rul
     }
 }
 
-INLINE void write_slot(const sd_cache *c, int64_t slot, int32_t kv_head, const void *keys, int64_t key,
-                       const void *values, int64_t value, const int32_t type) {
-    char *to = (char *)key_at(c, slot, kv_head, type);
-    for (int64_t d = 0; d < c->head_size; d++) {
-        memcpy(item_of(to, d * c->block_size, type), item_of(keys, key + d, type), type == SD_FLOAT32 ? 4 : 2);
-    }
-    memcpy((char *)value_at(c, slot, kv_head, type), item_of(values, value, type),
-           (size_t)c->head_size * (type == SD_FLOAT32 ? 4 : 2));
-}
-
-// A thread's part of (row or copy, kv head).
-static void write_part(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride,
-                       const void *values, int64_t value_stride, sd_thread thread) {
-    int64_t first, end;
-    sd_part((rows->count + rows->copy_count) * cache->kv_heads, thread, &first, &end);
-    for (int64_t i = first; i < end; i++) {
-        int64_t place = i / cache->kv_heads;
-        int32_t kv_head = (int32_t)(i % cache->kv_heads);
-        int is_copy = place >= rows->count;
-        int64_t row = is_copy ? rows->copy_row[place - rows->count] : place;
-        int64_t slot = is_copy ? rows->copy_slot[place - rows->count] : rows->slot[place];
-        int64_t key = row * key_stride + kv_head * cache->head_size;
-        int64_t value = row * value_stride + kv_head * cache->head_size;
-        if (cache->type == SD_FLOAT32) write_slot(cache, slot, kv_head, keys, key, values, value, SD_FLOAT32);
-        else write_slot(cache, slot, kv_head, keys, key, values, value, SD_BFLOAT16);  // 16 bits of either type
-    }
-}
-
 typedef struct {
     const sd_cache *cache;
     const sd_rows *rows;
     const sd_rule *rule;
-    const void *first, *second;  // queries; or keys and values
+    const void *queries;
     void *out;
-    int64_t first_stride, second_stride, out_stride;
+    int64_t query_stride, out_stride;
     int32_t heads;
-} attention_call;
-
-static void write_program(void *argument, sd_thread thread) {
-    const attention_call *c = argument;
-    write_part(c->cache, c->rows, c->first, c->first_stride, c->second, c->second_stride, thread);
-}
+} attend_call;
 
 static void attend_program(void *argument, sd_thread thread) {
-    const attention_call *c = argument;
-    attend_part(c->cache, c->rows, c->rule, c->heads, c->first, c->first_stride, c->out, c->out_stride, thread);
-}
-
-static void write(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride, const void *values,
-                  int64_t value_stride, int32_t threads) {
-    attention_call call = {.cache = cache, .rows = rows, .first = keys, .second = values, .first_stride = key_stride,
-                           .second_stride = value_stride};
-    sd_run(write_program, &call, threads);
+    const attend_call *c = argument;
+    attend_part(c->cache, c->rows, c->rule, c->heads, c->queries, c->query_stride, c->out, c->out_stride, thread);
 }
 
 static void attend(const sd_cache *cache, const sd_rows *rows, const sd_rule *rule, int32_t heads, const void *queries,
                    int64_t query_stride, void *out, int64_t out_stride, int32_t threads) {
-    attention_call call = {.cache = cache, .rows = rows, .rule = rule, .first = queries, .out = out,
-                           .first_stride = query_stride, .out_stride = out_stride, .heads = heads};
+    attend_call call = {cache, rows, rule, queries, out, query_stride, out_stride, heads};
     sd_run(attend_program, &call, threads);
 }
 

@@ -24,7 +24,8 @@ INLINE float exp_of(float x) {
     p = __builtin_fmaf(p, r * r, r) + 1.0f;
     // 2^n as two factors, each of which is a normal number: only the last product is rounded.
     int32_t power = (int32_t)(bits_of_float(shifted) - 0x4b400000u), half = power >> 1;
-    float first = float_of_bits((uint32_t)(half + 127) << 23), second = float_of_bits((uint32_t)(power - half + 127) << 23);
+    float first = float_of_bits((uint32_t)(half + 127) << 23);
+    float second = float_of_bits((uint32_t)(power - half + 127) << 23);
     return p * first * second;
 }
 
@@ -94,7 +95,8 @@ static float erf_of(float x) {
     float ratio = size < 2.857142857f ? polynomial(far_p, 8, s) / polynomial(far_q, 9, s)
                                       : polynomial(last_p, 7, s) / polynomial(last_q, 8, s);
     float head = float_of_bits(bits_of_float(size) & 0xfffff000u);  // its square is exact
-    float tail = exp_of(__builtin_fmaf(-head, head, -0.5625f)) * exp_of(__builtin_fmaf(head - size, head + size, ratio));
+    float tail = exp_of(__builtin_fmaf(-head, head, -0.5625f));
+    tail *= exp_of(__builtin_fmaf(head - size, head + size, ratio));
     return __builtin_copysignf(1.0f - tail / size, x);
 }
 

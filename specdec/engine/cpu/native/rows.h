@@ -48,7 +48,15 @@ INLINE void normalize_as(const sd_norm *n, const void *x, void *y, int64_t size,
     }
     const float scale = 1.0f / __builtin_sqrtf(sum_of_lanes(sum) / (float)size + n->epsilon);
     const float *gain = n->gain, *bias = n->bias;
-    for (int64_t i = 0; i < size; i++) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        v16 found = v16_mul(less_mean(x, i, size, mean, type), v16_all(scale));
+        if (rounding == SD_ROUND_FIRST) found = v16_round_as(found, type);
+        found = v16_mul(found, v16_load(gain + i));
+        if (bias != NULL) found = v16_add(found, v16_load(bias + i));
+        v16_store_as(y, i, type, found);
+    }
+    for (; i < size; i++) {
         float found = (load_as(x, i, type) - mean) * scale;
         if (rounding == SD_ROUND_FIRST) found = round_as(found, type);
         found *= gain[i];
@@ -81,7 +89,14 @@ INLINE float activated(int32_t activation, float x) {
 }
 
 INLINE void activate_as(const int32_t activation, const void *x, void *y, const int32_t type, int64_t count) {
-    for (int64_t i = 0; i < count; i++) store_as(y, i, type, activated(activation, load_as(x, i, type)));
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        float lanes[LANES];
+        v16_store(lanes, v16_load_as(x, i, type));
+        for (int j = 0; j < LANES; j++) lanes[j] = activated(activation, lanes[j]);
+        v16_store_as(y, i, type, v16_load(lanes));
+    }
+    for (; i < count; i++) store_as(y, i, type, activated(activation, load_as(x, i, type)));
 }
 
 #define ACTIVATE(activation)                                                                   \

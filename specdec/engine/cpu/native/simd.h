@@ -28,6 +28,7 @@ INLINE void v16_store(float *p, v16 x) { _mm512_storeu_ps(p, x); }
 INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
 INLINE v16 v16_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }  // a > b ? a : b
 INLINE v16 v16_load_bfloat16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
@@ -59,6 +60,7 @@ INLINE v16 v16_fma(v16 a, v16 b, v16 c) {
 }
 INLINE v16 v16_mul(v16 a, v16 b) { return (v16){_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
 INLINE v16 v16_add(v16 a, v16 b) { return (v16){_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+INLINE v16 v16_max(v16 a, v16 b) { return (v16){_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 INLINE __m256 v8_widen(__m128i x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
@@ -102,6 +104,9 @@ INLINE void v16_store(float *p, v16 x) {
 INLINE v16 v16_fma(v16 a, v16 b, v16 c) { EACH_PART(vfmaq_f32(c.part[i], a.part[i], b.part[i])); }
 INLINE v16 v16_mul(v16 a, v16 b) { EACH_PART(vmulq_f32(a.part[i], b.part[i])); }
 INLINE v16 v16_add(v16 a, v16 b) { EACH_PART(vaddq_f32(a.part[i], b.part[i])); }
+INLINE v16 v16_max(v16 a, v16 b) {
+    EACH_PART(vbslq_f32(vcgtq_f32(a.part[i], b.part[i]), a.part[i], b.part[i]));
+}
 INLINE v16 v16_load_bfloat16(const uint16_t *p) {
     EACH_PART(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
 }
