@@ -164,10 +164,17 @@ def add_sequence(plan: Plan, chance: random.Random, blocks: list[int]) -> None:
 
 
 def hostile_plan(seed: int) -> Plan:
-    """A sound plan with one index that lies outside of what it points into."""
+    """A sound plan with one index that lies outside of what it points into, or a path that reaches beyond all paths up
+    to a position that agrees with it."""
     chance = random.Random(seed)
     while True:
         plan = sound_plan(chance.randrange(2**32))
+        if len(plan.sequence) > 1 and chance.random() < 0.1:
+            where, beyond = chance.randrange(len(plan.sequence) - 1), chance.choice((100, 10**6))
+            plan.path_start[where + 1] += beyond
+            plan.position[where] += beyond
+            plan.is_sound = False
+            return plan
         names = [name for name in OUTSIDE if getattr(plan, name)]
         name = chance.choice(names)
         numbers = getattr(plan, name)
