@@ -67,7 +67,7 @@ def test_no_plan_reaches_memory_that_is_not_its_own(tmp_path: Path, instructions
     Conclusive: every array is an allocation of exactly its size, blocks reach to the last slot, and
     `test_planted_mistakes_are_found` plants what must be reported.
     """
-    driver = driver_of(tmp_path, "address,undefined", instructions, optimization="-O0")
+    driver = driver_of(tmp_path, "address,undefined", instructions[-1:], optimization="-O0")
     assert fuzz(driver, tmp_path, SHORT_S, seed=1) >= PLANS_A_RUN
 
 
@@ -81,7 +81,7 @@ def test_threads_meet_before_they_read_what_others_wrote(tmp_path: Path, instruc
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_many_plans(sanitizers: str, tmp_path: Path, instructions: tuple[str, ...]) -> None:
-    """Claim: as above, for minutes, with seeds that no run had before; a report names its seed."""
+    """Claim: as above, for minutes, over both instruction sets, with seeds of its own; a report names its seed."""
     driver = driver_of(tmp_path, sanitizers, instructions)
     assert fuzz(driver, tmp_path, LONG_S, seed=random.SystemRandom().randrange(2**40)) > PLANS_A_RUN
 
