@@ -288,7 +288,8 @@ MISTAKES = {  # name: (text, its replacement) in attention.h
         ("shared_high = lower(shared_high, w->queries[q].base);", "most = higher(most, w->queries[q].base);"),
         ("shared_high = higher(shared_low, shared_high);", "shared_high = lower(shared_high, most);"),
         ("int64_t shared_low = start,", "int64_t most = 0, shared_low = start,"),
-        ("for (int64_t i = low; i < high; i++) s[i] = exp", "memset(s + high, 0, (size_t)(KEY_SPLIT - high) * 4);\n\\g<0>"),
+        ("for (int64_t i = low; i < high; i++) s[i] = exp",
+         "memset(s + high, 0, (size_t)(KEY_SPLIT - high) * 4);\n\\g<0>"),
     ),
     "splits from the first key seen": (("first / KEY_SPLIT * KEY_SPLIT", "first / LANES * LANES"),),
     "a lane sum in scores": (
@@ -304,7 +305,7 @@ MISTAKES = {  # name: (text, its replacement) in attention.h
 
 def compile_mistake(folder: Path, name: str) -> Kernels:
     """A library of one instruction set with this mistake in its attention."""
-    compiler, unit = find_compiler(), kernels().instructions  # type: ignore[union-attr]
+    compiler, unit = find_compiler(), kernels().instructions  # type: ignore[union-attr]  # the tests are skipped where there are none
     sources = Path(shutil.copytree(SOURCES, folder / "native"))
     text = (sources / "attention.h").read_text()
     for old, new in MISTAKES.get(name, ()):
