@@ -8,8 +8,8 @@ export TOKENIZERS_PARALLELISM := false
 # Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
 # times must not depend on other tests.
 COMPUTING := $(addprefix tests/,advise/test_enumeration.py advise/test_forecast.py bench/test_coverage.py \
-  bench/test_deepened.py bench/test_ranks.py chat coordinator cuda distill draft engine exactness hygiene models package \
-  policy parallel/test_equality.py protocol simulation target)
+  bench/test_deepened.py bench/test_ranks.py chat coordinator cuda distill draft engine exactness hygiene models \
+  native package policy parallel/test_equality.py protocol simulation target)
 
 .PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
 
