@@ -38,7 +38,7 @@ from specdec.rpc.convert_generate import (
     event_to_message,
     request_from_message,
 )
-from specdec.rpc.process import set_startup_objects_aside, until_stop_requested
+from specdec.rpc.process import set_startup_objects_aside, start_workers, until_stop_requested
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
 from specdec.telemetry.logs import bind, configure_logs, get_logger
 from specdec.telemetry.metrics_page import MetricsPage
@@ -212,6 +212,7 @@ class Coordinator:
 async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) -> None:
     """Serves until a stop is requested; `on_ready` receives the address once a target is connected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    start_workers(asyncio.get_running_loop())
     configure_logs(settings.log_level, "coordinator")
     changed = asyncio.Event()
     tracing = Tracing.open("coordinator", settings.otlp_traces_endpoint)

@@ -1,14 +1,19 @@
-"""A service process: the objects it starts with, and the signals that end it."""
+"""A service process: the objects and threads it starts with, and the signals that end it."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 # Python's own, but the oldest generation is collected after 20,000 new objects, not 70,000: without those of the
 # startup it is small, and its dead trees of draft tokens are megabytes.
 COLLECTION_THRESHOLDS = (700, 10, 3)
+WORKERS_MAX = 32
+WORKER_START_S_MAX = 10.0  # of all; where one cannot start, the others end with the process
 
 
 def postpone_collection() -> None:
@@ -30,6 +35,20 @@ def set_startup_objects_aside() -> None:
     gc.collect()
     gc.set_threshold(*COLLECTION_THRESHOLDS)
     gc.enable()
+
+
+def start_workers(loop: asyncio.AbstractEventLoop) -> None:
+    """Starts all threads that `asyncio.to_thread` ever uses in a loop, as many as Python's own pool has at most.
+
+    Python's starts one whenever a call finds none free. However many requests came, a later one could start another,
+    which looks like a leak.
+    """
+    count = min(WORKERS_MAX, (os.cpu_count() or 1) + 4)
+    pool = ThreadPoolExecutor(count, "worker")
+    all_run = threading.Barrier(count, timeout=WORKER_START_S_MAX)  # none is free for a second call before
+    for _ in range(count):
+        pool.submit(all_run.wait)
+    loop.set_default_executor(pool)
 
 
 async def until_stop_requested(stopped: asyncio.Event | None = None) -> None:

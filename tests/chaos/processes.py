@@ -118,8 +118,11 @@ def peak_of(pid: int) -> Iterator[list[float]]:
 
 def thread_count(pid: int) -> int:
     """Threads without those of gRPC's pool, of which it starts further ones on a busy machine."""
-    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return len(names) - names.count("event_engine")
+    count = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the pool ends idle ones
+            count += (task / "comm").read_text().strip() != "event_engine"
+    return count
 
 
 def descriptor_count(pid: int) -> int:

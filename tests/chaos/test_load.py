@@ -39,7 +39,7 @@ def missed(proof: str, *arguments: str) -> list[Bar]:
 @pytest.mark.more
 def test_cancels_leave_nothing() -> None:
     """Claim: after 300 cancels at random points no session, block, thread or descriptor is left. Conclusive: counted in
-    the processes, after as many cancels that fill every pool."""
+    the processes, after as many cancels more that make them keep all they ever keep."""
     assert not missed("cancels", "--cancels", "300", "--timed", "5")
 
 

@@ -221,9 +221,9 @@ def references_of(address: str, texts: Sequence[Text]) -> dict[Text, Content]:
     return found
 
 
-def fill_pools(address: str, texts: list[Text], speculative: Sequence[Mapping[str, Any]] = ({},)) -> None:
-    """Sends a burst of requests, so that the services' pools of threads have all that they ever start, and reads the
-    answers, of which some may be refused. `speculative`: of the requests, in turn."""
+def send_burst(address: str, texts: list[Text], speculative: Sequence[Mapping[str, Any]] = ({},)) -> None:
+    """Sends a burst of requests, which makes the services allocate what they keep, and reads the answers, of which some
+    may be refused. `speculative`: of the requests, in turn."""
     with open_channel(address) as channel:
         stub = pb_grpc.CoordinatorServiceStub(channel)
         asked = zip(range(BURST), itertools.cycle(texts), itertools.cycle(speculative))

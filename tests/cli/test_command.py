@@ -364,7 +364,7 @@ def test_nothing_is_left_when_the_parent_is_killed():
     code += "print(child.process.pid, child.check_ready(1.0), flush=True)\nimport time\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline().split()[0])
-        until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 5, 60.0)  # gRPC's: it has asked for the signal long before
+        until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 5, 60.0)  # it runs: it has asked for the signal long before
         os.kill(pid, signal.SIGSTOP)
         assert is_alive(pid)
         parent.kill()

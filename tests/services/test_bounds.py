@@ -25,7 +25,8 @@ from specdec.protocol.items import UINT32_MAX
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
-from tests.chaos.processes import anonymous_mb
+from tests.chaos.processes import anonymous_mb, thread_count
+from tests.chaos.texts import Text, send_burst
 from tests.support.pages import free_address, read_page
 from tests.support.planted_pair import AGES, AGES_S, EPOCH_MAX, FAST_LINE, SLOW, SLOW_LINE
 from tests.support.services import Client, Outcome, fixed
@@ -43,11 +44,12 @@ HELD_MB_MAX = 40.0  # UNHANDLED_BYTES_MAX as values, and what is on the way
 
 @dataclass(frozen=True)
 class Planted:
-    """The target's process, output and address; the coordinator's address, page and client."""
+    """The target's process, output and address; the coordinator's settings, address, page and client."""
 
     pid: int
     output: IO[str]
     target_address: str
+    settings: CoordinatorSettings
     address: str
     page: str
     client: Client
@@ -83,7 +85,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
         coordinator = stack.enter_context(start("coordinator", settings))
         client = Client(coordinator.wait_ready())
         stack.callback(client.close)
-        yield Planted(started[0].pid, started[0].stdout, target, coordinator.address, page, client)
+        yield Planted(started[0].pid, started[0].stdout, target, settings, coordinator.address, page, client)
 
 
 def test_a_named_plan_shrinks_beside_others_and_has_a_maximum(planted: Planted) -> None:
@@ -116,6 +118,21 @@ def test_a_named_plan_shrinks_beside_others_and_has_a_maximum(planted: Planted) 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     limit = "speculative.draft_nodes_per_step is 64; it must be at most this server's maximum, 8"
     assert limit in caught.value.details()
+
+
+def test_no_request_starts_a_thread(planted: Planted) -> None:
+    """Claim: a coordinator that was never asked has all its threads; a burst of requests starts no further one.
+
+    Source: its pool for prompts started them by and by, so that a count of threads, after whatever requests, could
+    still grow. Conclusive: the kernel counts the threads, and the burst is the first work of this coordinator: such a
+    pool starts a thread for its first call already.
+    """
+    settings = planted.settings.model_copy(update={"metrics_address": None})
+    with start("coordinator", settings) as coordinator:
+        address, pid = coordinator.wait_ready(), coordinator.process.pid
+        count = thread_count(pid)
+        send_burst(address, [Text((1, 2, 3), 0.0, 0, 1)])
+        assert thread_count(pid) == count
 
 
 def test_a_step_of_an_hour_ends_no_text(planted: Planted) -> None:

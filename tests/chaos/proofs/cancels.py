@@ -21,7 +21,7 @@ from specdec.bench.bars import Bar
 from specdec.engine.table_model import write_table_model
 from tests.chaos.clients import percentile, with_stub
 from tests.chaos.processes import descriptor_count, metric_values, thread_count
-from tests.chaos.texts import Text, fill_pools
+from tests.chaos.texts import Text
 from tests.support.ports import free_port
 from tests.support.services import SHAPES
 
@@ -134,7 +134,6 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
                         return found
                     time.sleep(0.1)
 
-            fill_pools(address, [Text((1, 2, 3), 1.0, 0, 4, True)])
             cancel(address, WARM_UP, asked.width, -1)
             time.sleep(1.0)
             before = counts()

@@ -28,7 +28,7 @@ from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from tests.chaos.gauges import Series, by_name
 from tests.chaos.processes import Link, Restartable, metric_values
-from tests.chaos.texts import SPECULATIVE, Readers, Text, fill_pools, open_channel, references_of
+from tests.chaos.texts import SPECULATIVE, Readers, Text, open_channel, references_of, send_burst
 from tests.support.ports import free_port
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
@@ -310,7 +310,7 @@ def prove(asked: argparse.Namespace, console: Console) -> list[Bar]:
         assert len({content.text for content in references.values()}) > len(texts) // 2
         say(f"{len(references)} references of {sum(len(one.token_ids) for one in references.values())} tokens")
         for coordinator in made.coordinators:  # all services; a draft's cache takes memory at its first use
-            fill_pools(coordinator.address, texts, SPECULATIVE)
+            send_burst(coordinator.address, texts, SPECULATIVE)
         time.sleep(2.0)
         tasks = tasks_of(made)
         readers = Readers(references, (0.2, asked.pause), asked.seed)
