@@ -25,6 +25,7 @@ from specdec.config import GROUPS, Settings
 from specdec.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "SPECDEC_"
+KERNELS_VARIABLE = "SPECDEC_KERNELS"  # no setting: the engine reads it, in every process of a command
 # Kubernetes sets such variables for a Service named specdec-…; they are addresses, not settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)\w*)?)$")
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")  # the value of NAME_PORT for a Service named NAME
@@ -194,7 +195,8 @@ def _from_environment(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or text == "" or variable == ENVIRONMENT_PREFIX + "CONFIG":
+        is_setting = variable.startswith(ENVIRONMENT_PREFIX) and variable != KERNELS_VARIABLE
+        if not is_setting or text == "" or variable == ENVIRONMENT_PREFIX + "CONFIG":
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name in settings_class.model_fields:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specdec.cli.events import EVENTS_VARIABLE, PARENT_VARIABLE
-from specdec.cli.options import ENVIRONMENT_PREFIX, flag_of
+from specdec.cli.options import ENVIRONMENT_PREFIX, KERNELS_VARIABLE, flag_of
 from specdec.config import Settings
 from specdec.errors import ConfigError
 
@@ -56,15 +56,19 @@ class Child:
         stderr: int | IO[Any] | None = None,
         files: Sequence[int] = (),
     ) -> None:
-        """Starts it. `environment` is added to this process's own without SPECDEC_ variables; `stderr` as for Popen;
-        `files`: open descriptors that it inherits."""
+        """Starts it. `environment` is added to this process's own without the variables of settings; `stderr` as for
+        Popen; `files`: open descriptors that it inherits."""
         self.command = command
         self.address = ""
         self._unread = b""
         self._is_requested = False
         self._late_s = time.monotonic() + LOADING_S_MAX
         self._events, writing = os.pipe()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name == KERNELS_VARIABLE or not name.startswith(ENVIRONMENT_PREFIX)
+        }
         own = {EVENTS_VARIABLE: str(writing), PARENT_VARIABLE: str(os.getpid())}
         try:
             self.process = subprocess.Popen(
