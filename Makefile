@@ -7,8 +7,9 @@ export TOKENIZERS_PARALLELISM := false
 
 # Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
 # times must not depend on other tests.
-COMPUTING := $(addprefix tests/,chat coordinator cuda distill draft engine exactness hygiene models package policy \
-  parallel/test_equality.py protocol simulation target)
+COMPUTING := $(addprefix tests/,advise/test_enumeration.py advise/test_forecast.py bench/test_coverage.py \
+  bench/test_deepened.py bench/test_ranks.py chat coordinator cuda distill draft engine exactness hygiene models \
+  native package policy parallel/test_equality.py protocol simulation target)
 
 .PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
 
@@ -86,8 +87,9 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 
-bench-engine: install $(VENV)/.bench-installed  ## Time the engine: steps, streams, sampler; about 15 minutes.
+bench-engine: install $(VENV)/.bench-installed $(VENV)/.chat-installed  ## Time the engine: steps, streams, sampler, llama.cpp beside it; about 25 minutes.
 	@$(BIN)/python -m bench.engine
+	@$(BIN)/python -m bench.step
 
 proto: install  ## Regenerate the stubs in specdec/v1 and the image of the public service.
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/specdec/v1/*.proto

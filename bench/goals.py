@@ -22,6 +22,7 @@ BENCHMARKS = (
     "chat_pair",
     "concurrency",
     "engine",
+    "step",
     "tensor_parallel",
     "startup",
 )

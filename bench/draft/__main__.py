@@ -1,9 +1,10 @@
 """`python -m bench.draft`: the draft's step beside the bare greedy loop of `transformers` on the same weights.
 
-In turns, one thread, for short and long contexts: the bare loop, at batch 8 for 8 sessions; the draft service's own
-engine and handler in this process, without streams; and draft tokens per second arriving at a coordinator's link over
-loopback, from a draft of its own process. By rule, nodes of a session in one step, and sessions. Values are medians
-over turns; `step / bare` are ratios within a turn, with the 95 % interval of their median.
+In turns, one thread, for short and long contexts: the bare loop, in the draft's type or in float32, the faster one, at
+batch 8 for 8 sessions; the draft service's own engine and handler in this process, without streams; and draft tokens
+per second arriving at a coordinator's link over loopback, from a draft of its own process. By rule, nodes of a session
+in one step, and sessions. Values are medians over turns; `step / bare` are ratios within a turn, with the 95 % interval
+of their median.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def measure(
 ) -> Iterator[DraftMeasurement]:
     """All cells with one type, in turns. Raises SpecdecError."""
     draft = DraftAlone(asked.model, dtype)
-    bare = BareLoop(asked.model, draft.dtype)
+    bares = [BareLoop(asked.model, own) for own in dict.fromkeys((draft.dtype, "float32"))]
     set_startup_objects_aside()  # as services do
     bare_ms: dict[tuple[int, int], list[float]] = {}
     found: dict[Cell, list[tuple[float | None, float]]] = {cell: [] for cell in cells}
@@ -97,7 +98,7 @@ def measure(
         for _ in track(range(asked.turns + 1), draft.dtype, console=console):
             for context, sessions in dict.fromkeys((cell.context, cell.sessions) for cell in cells):
                 texts = texts_of(sessions, context + SPARE_TOKENS)
-                loop_ms = bare.step_ms([text[:context] for text in texts], asked.steps)
+                loop_ms = min(bare.step_ms([text[:context] for text in texts], asked.steps) for bare in bares)
                 bare_ms.setdefault((context, sessions), []).append(loop_ms)
                 for cell in (own for own in cells if (own.context, own.sessions) == (context, sessions)):
                     shape = (cell.params, texts, cell.nodes)

@@ -29,6 +29,7 @@ BENCHMARKS = {
     "policy-bursts": ("policy_bursts", "How long odd requests hold the policy back, in a simulated service."),
     "rounds": ("rounds", "Where the time of a round goes, by rule and draft length."),
     "engine": ("engine", "The engine's step by rows, sequences and context, its streams and its sampler."),
+    "step": ("step", "A step beside reading its weights once, plain decoding beside llama.cpp, the step by part."),
     "tensor-parallel": ("tensor_parallel", "The step of two ranks beside one's, and the memory of each rank."),
     "prefix": ("prefix", "Time to the first token of prompts that are cached, and of those that are not."),
     "startup": ("startup", "From the start of a replica to SERVING by phase."),

@@ -181,9 +181,7 @@ def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPat
                 local_folder(name)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "specdec"
-    with pytest.raises(ModelRefused, match=str(cache_folder())):
-        local_folder(CHAT_MODEL)
+    assert local_folder(CHAT_MODEL) == cache_folder() / CHAT_MODEL == tmp_path / ".cache" / "specdec" / CHAT_MODEL
 
 
 def ready_line(command: list[str], **options: object) -> str:

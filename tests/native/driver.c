@@ -4,8 +4,8 @@
 //
 //   driver FILE INSTRUCTIONS
 //
-// prints a line a plan: "refused REASON", or "accepted BITS", a sum over all results; ends with 1 where another number
-// of threads gives other bits. numbers.h fills arrays; plans.py writes the files.
+// prints a line a plan: "refused REASON", or "accepted BITS", a sum over all results; ends with 1 if another number of
+// threads gave other bits. numbers.h fills arrays; plans.py writes the files.
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -237,8 +237,14 @@ static uint64_t run(const plan *p, int32_t threads) {
     return bits_so_far();
 }
 
+static int report_bits(void) {
+    fprintf(stderr, "driver: other bits with more threads\n");
+    return 1;
+}
+
 int main(int count, char **arguments) {
     plan p;
+    int code = 0;
     if (count != 3) exit_because("usage: driver FILE INSTRUCTIONS");
     FILE *file = fopen(arguments[1], "r");
     if (!file) exit_because("the file cannot be read");
@@ -253,11 +259,11 @@ int main(int count, char **arguments) {
         } else {
             uint64_t alone = run(&p, 1), together = run(&p, (int32_t)p.n.threads);
             printf("accepted %016" PRIx64 "\n", alone);
-            if (alone != together) exit_because("other bits with more threads");
+            if (alone != together) code = report_bits();
         }
         fflush(stdout);
         free_all();
     }
     fclose(file);
-    return 0;
+    return code;
 }

@@ -130,8 +130,8 @@ def random_sizes(chance: random.Random, seed: int) -> Sizes:
         kv_heads=chance.randint(1, 3),
         group=chance.choice((1, 1, 2, 3, 4, 9)),
         head_size=head_size,
-        hidden=chance.choice((1, 2, 15, 16, 17, 33, 64, 72)),
-        between=chance.choice((1, 15, 16, 31, 75, 130)),
+        hidden=chance.choice((1, 2, 15, 16, 17, 33, 64, 72, 300, 530)),  # the last two: longer than a block of a sum
+        between=chance.choice((1, 15, 16, 31, 75, 130, 1100)),
         layers=chance.randint(1, 2),
         rotated=chance.choice((0, 2, head_size // 4 * 2, head_size)),
         vocabulary=chance.choice((1, 2, 16, 17, 100, 257)),
@@ -150,7 +150,7 @@ def add_sequence(plan: Plan, chance: random.Random, blocks: list[int]) -> None:
     plan.table += blocks
     plan.table_start.append(len(plan.table))
     slots = [block * size + offset for block in blocks for offset in range(size)]
-    rows = min(capacity, chance.choice((1, 1, 2, 3, 5, 8, 9, 17, 40)))
+    rows = min(capacity, chance.choice((1, 1, 2, 3, 5, 8, 9, 17, 40, 70)))
     start = chance.choice((0, capacity - rows, chance.randint(0, capacity - rows)))
     if chance.random() < 0.5:
         for position in range(start, start + rows):
@@ -164,10 +164,17 @@ def add_sequence(plan: Plan, chance: random.Random, blocks: list[int]) -> None:
 
 
 def hostile_plan(seed: int) -> Plan:
-    """A sound plan with one index that lies outside of what it points into."""
+    """A sound plan with one index that lies outside of what it points into, or a path that reaches beyond all paths up
+    to a position that agrees with it."""
     chance = random.Random(seed)
     while True:
         plan = sound_plan(chance.randrange(2**32))
+        if len(plan.sequence) > 1 and chance.random() < 0.1:
+            where, beyond = chance.randrange(len(plan.sequence) - 1), chance.choice((100, 10**6))
+            plan.path_start[where + 1] += beyond
+            plan.position[where] += beyond
+            plan.is_sound = False
+            return plan
         names = [name for name in OUTSIDE if getattr(plan, name)]
         name = chance.choice(names)
         numbers = getattr(plan, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.engine.cpu.compile_kernels import SOURCES, UNITS, Compiler
+from specdec.engine.cpu.compile_kernels import SOURCES, UNITS, Compiler, find_compiler
 from specdec.engine.cpu.structs import WeightStruct
 
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -126,5 +126,8 @@ def build(
     for name in ("kernels", "parallel"):
         files.append(compiler.compile(sources / f"{name}.c", folder / f"{name}.o", [*flags, f"-DHAVE_{unit}"]))
     library = folder / "products.so"
-    compiler.run("-shared", "-pthread", "-o", str(library), *map(str, files))
-    return Library(library, unit)
+    # Linked by this machine's compiler: the runtime library of another need not know the processor.
+    find_compiler().run("-shared", "-pthread", "-o", str(library), *map(str, files))
+    built = Library(library, unit)
+    assert built.is_usable, unit
+    return built

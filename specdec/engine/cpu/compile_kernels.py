@@ -74,12 +74,15 @@ def find_compiler() -> Compiler:
     return Compiler(tuple(found))
 
 
-def compile_kernels(library: Path = LIBRARY, flags: Sequence[str] = (), sources: Path = SOURCES) -> dict[str, str]:
+def compile_kernels(
+    library: Path = LIBRARY, flags: Sequence[str] = (), sources: Path = SOURCES, only: Sequence[str] = ()
+) -> dict[str, str]:
     """Compiles the library, in place of one that is there, with these flags after the usual ones; returns what each
-    instruction set lacks, "" for those within. Raises NotCompiled if none can be had: no file is touched then."""
+    instruction set lacks, "" for those within. `only`: these instruction sets, if any are named. Raises NotCompiled if
+    none can be had: no file is touched then."""
     compiler = find_compiler()
     target = compiler.run("-dumpmachine").split("-")[0].strip()
-    units = UNITS.get(target, {})
+    units = {name: unit for name, unit in UNITS.get(target, {}).items() if not only or name in only}
     if not units:
         target = target or "an unknown processor"
         raise NotCompiled(f"{compiler.command[0]} compiles for {target}, which has no kernels")

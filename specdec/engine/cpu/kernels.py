@@ -54,6 +54,7 @@ CHOICE_VARIABLE = "SPECDEC_KERNELS"
 CHOICES = ("avx2", "avx512", "avx512_bf16", "neon", "off")
 LIBRARY = Path(__file__).with_name("_kernels.so")
 SOURCES = Path(__file__).with_name("native")
+SLAB_BYTES = 64 << 20
 ACTIVATIONS = {
     "silu": structs.SILU,
     "gelu": structs.GELU_ERF,
@@ -143,6 +144,7 @@ class Kernels:
         loaded or this processor has none of its instruction sets, AttributeError for a library that is another,
         ConfigError if it cannot run this choice."""
         self._library = ctypes.CDLL(str(library))
+        self._slab = _Slab()
         for name, parameters in _PARAMETERS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = parameters, _RESULTS.get(name)
@@ -173,7 +175,7 @@ class Kernels:
             type_of("bias", bias)
             bias = bias.detach().to(torch.float32, copy=True).contiguous()
             check_tensor("bias", bias, torch.float32, (out_size,))
-        panels = _aligned_bytes(self._library.sd_packed_bytes(number, out_size, in_size))
+        panels = self._slab.take(self._library.sd_packed_bytes(number, out_size, in_size))
         self._library.sd_pack(weight.data_ptr(), number, out_size, in_size, *weight.stride(), panels.data_ptr())
         return PackedWeight(out_size, in_size, weight.dtype, panels, bias)
 
@@ -303,11 +305,20 @@ def _heads_of(name: str, x: Tensor, cache: LayerCache, rows: Rows, heads: int) -
     return x.contiguous(), size
 
 
-def _aligned_bytes(count: int) -> Tensor:
-    """Memory at a multiple of 64, a line of a cache and a register of AVX-512."""
-    memory = torch.empty(count + 64, dtype=torch.uint8)
-    first = -memory.data_ptr() % 64
-    return memory[first : first + count]
+class _Slab:
+    """Memory for packed weights, cut from large pieces, which numpy asks the system to place on huge pages: small
+    weights in pages of 4 KiB are read a fifth slower. A piece is free again when all its weights are."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int) -> Tensor:
+        """Returns bytes at a multiple of 64, a line of a cache and a register of AVX-512."""
+        if len(self._rest) < count + 64:
+            self._rest = torch.from_numpy(numpy.empty(max(count + 64, SLAB_BYTES), dtype=numpy.uint8))
+        first = -self._rest.data_ptr() % 64
+        found, self._rest = self._rest[first : first + count], self._rest[first + count :]
+        return found
 
 
 def _bits_of(result: Tensor) -> bytes:

@@ -210,7 +210,10 @@ MISTAKES = {
     ],
     # A row alone adds even and odd k in sums of their own.
     "a lane sum": [
-        ("    int64_t k = 0;\n    for (; k + step", "    v16 odd = v16_zero();\n    int64_t k = 0;\n    for (; k + step"),
+        (
+            "    int64_t k = 0;\n    for (; k + step",
+            "    v16 odd = v16_zero();\n    int64_t k = 0;\n    for (; k + step",
+        ),
         (
             "                for (int p = 0; p < panels; p++) {\n                    sums[r][p] = kind",
             "                for (int p = 0; p < panels; p++) {\n"

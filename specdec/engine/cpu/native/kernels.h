@@ -108,7 +108,7 @@ typedef struct {
     const int32_t *logit_rows;  // [logit_count] rows whose logits are asked
     int64_t logit_count;
     float *logits;              // [logit_count, output.out_size]
-    void *hidden;               // [logit_count, hidden] of the model's type: inputs of the output layer; NULL: not asked
+    void *hidden;               // [logit_count, hidden] of the model's type, for the output layer; NULL: not asked
     uint8_t *is_finite;         // [rows] 1 where the last hidden state, and the logits if asked, are finite
     const volatile int32_t *is_abandoned;  // read between layers, before a layer's keys are written; NULL: never
     sd_exchange exchange;       // NULL: one rank

@@ -19,19 +19,22 @@
 enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_PAIRS };
 
 // A unit of x is 32 bits: one float, or a pair of bfloat16. Rows of x are prepared in blocks of BLOCK units.
-enum { BLOCK = 256 };
+enum { BLOCK = 512 };
 
 // Rows of a tile and the most panels beside each other: as many sums as fill the registers.
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 8, WIDE_1 = 4, WIDE_2 = 4, WIDE_3 = 4, WIDE_4 = 4, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
-enum { MANY_ROWS = 6 };  // rows of a tile where there are several tiles
+enum { TILE_ROWS = 8, WIDE_1 = 8, WIDE_2 = 4, WIDE_3 = 4, WIDE_4 = 4, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
+enum { MANY_ROWS = 6, PANELS_MAX = 8 };  // rows of a tile where there are several tiles; the most of WIDE_*
 #else
 enum { TILE_ROWS = 6, WIDE_1 = 4, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
-enum { MANY_ROWS = 6 };
+enum { MANY_ROWS = 6, PANELS_MAX = 4 };
 #endif
-enum { PANELS_MAX = 4 };
 
-enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 8 << 20 };  // of a product of several tiles: outputs, and rows, of a block
+// Weights are prefetched for the panels that follow those of a tile, or, where these lie farther, in the same panels.
+enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
+
+// Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened only once.
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, EXPANDED_ROWS = 256 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -81,18 +84,21 @@ typedef struct {
     int64_t x_step, units;  // from block to block of x; units of the sum
     float *sums;            // the tile's first row and panel
     int64_t sums_stride;
+    int64_t ahead;          // bytes from the weights that are read to those that are prefetched
 } tile;
 
 // sums[r][p] += x[r][k] * panels[p][k], k rising; all rows and panels are independent of each other.
-INLINE void add_units(const int kind, const int rows, const int panels, const char *w, int64_t panel_bytes,
+INLINE void add_units(const int kind, const int rows, const int panels, const tile *t, const char *w,
                       const float *x, int64_t units, v16 sums[TILE_ROWS][PANELS_MAX]) {
     const int step = kind == BY_BFLOAT16 ? 2 : 1;
+    const int64_t panel_bytes = t->panel_bytes, ahead = t->ahead;
     int64_t k = 0;
     for (; k + step <= units; k += step, w += kind == BY_FLOAT16 ? 32 : 64) {
         for (int half = 0; half < step; half++) {
             v16 weights[PANELS_MAX];
             for (int p = 0; p < panels; p++) {
                 const char *at = w + p * panel_bytes;
+                if (half == 0) __builtin_prefetch(at + ahead, 0, 2);
                 if (kind == BY_FLOAT32) weights[p] = v16_load((const float *)at);
                 if (kind == BY_BFLOAT16) weights[p] = v16_load_half((const uint32_t *)at, half);
                 if (kind == BY_FLOAT16) weights[p] = v16_load_float16((const uint16_t *)at);
@@ -121,8 +127,8 @@ INLINE void add_tile(const int kind, const int rows, const int panels, const til
         for (int p = 0; p < panels; p++) sums[r][p] = v16_load(t->sums + r * t->sums_stride + p * LANES);
     }
     for (int64_t k = 0; k < t->units; k += BLOCK) {
-        add_units(kind, rows, panels, t->panels + panel_bytes_of(kind, k), t->panel_bytes,
-                  t->x + k / BLOCK * t->x_step, least(BLOCK, t->units - k), sums);
+        add_units(kind, rows, panels, t, t->panels + panel_bytes_of(kind, k), t->x + k / BLOCK * t->x_step,
+                  least(BLOCK, t->units - k), sums);
     }
     for (int r = 0; r < rows; r++) {
         for (int p = 0; p < panels; p++) v16_store(t->sums + r * t->sums_stride + p * LANES, sums[r][p]);
@@ -263,7 +269,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     plan.units = plan.kind == BY_PAIRS ? quotient_up(w->in_size, 2) : w->in_size;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
-    plan.is_expanded = rows > TILE_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
+    plan.is_expanded = rows >= EXPANDED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
     plan.rows = rows;
     plan.panels = rows > TILE_ROWS ? least(panels, BLOCK_PANELS) : wide_panels[rows - 1];
     plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
@@ -289,7 +295,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
 // sums += the products of one block of k, for the plan's rows and panels.
 static void add_block(const product_plan *plan, const char *panels, int64_t panel_bytes, const float *x, int64_t rows,
                       int64_t panel_count, int64_t units) {
-    tile t = {panels, panel_bytes, x, rows * BLOCK, units, plan->sums, plan->panels * LANES};
+    tile t = {panels, panel_bytes, x, rows * BLOCK, units, plan->sums, plan->panels * LANES, 0};
     int kind = plan->kind;
     if (plan->is_expanded) {
         expand(kind, panels, panel_bytes, panel_count, units, plan->weights);
@@ -298,6 +304,8 @@ static void add_block(const product_plan *plan, const char *panels, int64_t pane
         kind = BY_FLOAT32;
     }
     if (rows <= TILE_ROWS) {
+        t.ahead = wide_panels[rows - 1] * t.panel_bytes;
+        if (t.ahead > AHEAD_MAX) t.ahead = AHEAD_IN_PANEL;
         add_panels(kind, rows, panel_count, t);
         return;
     }
@@ -305,6 +313,8 @@ static void add_block(const product_plan *plan, const char *panels, int64_t pane
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, end = rows * (i + 1) / tiles;
         t.x = x + first * BLOCK;
+        // The first tile reads the weights from memory: meanwhile the next block of k arrives.
+        t.ahead = i > 0 ? 0 : panel_bytes_of(kind, BLOCK);
         t.sums = plan->sums + first * t.sums_stride;
         add_panels(kind, end - first, panel_count, t);
     }
