@@ -214,7 +214,7 @@ def test_no_process_outlives_its_owner(is_busy: bool) -> None:
     """Claim: Ctrl-C, which a terminal sends to all processes of a command, leaves the renderer to its owner, which goes
     on with it; when the owner is killed, the renderer ends by itself, at once or with its time limit. Conclusive: a
     process group of its own, the signals of a terminal and of the kernel, and the process table."""
-    changed = OWNER.replace("found = ", "from specdec.chat import rendering; rendering.SECONDS_MAX = 8.0; found = ")
+    changed = OWNER.replace("found = ", "from specdec.chat import rendering; rendering.SECONDS_MAX = 3.0; found = ")
     command = [sys.executable, "-c", changed, SOMETIMES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
