@@ -139,9 +139,9 @@ def test_sources_change_nothing_in_a_batch(
 def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, rows: int) -> None:
     """Claim: trees of 2 to 16 rows, 1, 3 and 8 streams at once, greedy and with seeds, give the texts of plain
     decoding, and are trees."""
-    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=2)
+    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=100)
     requests = [
-        {"prompt": PROMPT[index % 5 :], "max_tokens": 24, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
+        {"prompt": PROMPT[index % 5 :], "max_tokens": 48, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
         | ({"seed": index} if index % 2 else {})
         for index in range(8)
     ]
