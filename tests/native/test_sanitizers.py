@@ -95,7 +95,7 @@ def whole_steps() -> list[Plan]:
 # file, text, what takes its place, the sanitizer that reports it, a word of the report
 PLANTED = {
     "a slot beside its own": (
-        "attention.h",
+        "cache.h",
         "rows->copy_slot[place - rows->count] : rows->slot[place];",
         "rows->copy_slot[place - rows->count] : rows->slot[place] + 1;",
         "address",

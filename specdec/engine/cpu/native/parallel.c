@@ -29,8 +29,8 @@ typedef struct {
 static struct {
     atomic_int is_busy, arrived;
     int32_t started;  // workers that exist: indices 1 .. started
-    int32_t cores;    // that this process may use
-    int32_t count;    // threads of the program that runs
+    atomic_int cores;  // that this process may use; read by a worker that still leaves the program before
+    int32_t count;     // threads of the program that runs
     void (*program)(void *argument, sd_thread thread);
     void *argument;
     gate meeting;
