@@ -24,7 +24,7 @@ from tests.support.device_models import load_on_device
 from tests.support.engine_models import make_tiny_model
 from tests.support.services import MODELS, fixed, running
 
-TOKENS = 48
+TOKENS = 96
 PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:4]]
 
 
