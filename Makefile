@@ -49,7 +49,7 @@ lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-test: install  ## Run the tests (some 13 minutes on two cores).
+test: install  ## Run the tests (some 14 minutes on two cores).
 	@{ $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow and not more' $(COMPUTING) \
 	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(addprefix --ignore=,$(COMPUTING)); } \
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
