@@ -6,7 +6,7 @@ Without a terminal the same is printed as plain text, each text once it is compl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich.console import Group
 from rich.live import Live
@@ -50,10 +50,13 @@ class DemoView:
             console=self._console,
             refresh_per_second=REFRESHES_PER_S,
         )
-        with live if self._console.is_terminal else nullcontext():
-            yield
         if not self._console.is_terminal:
+            yield
             self._console.print(live.get_renderable())
+            return
+        with live:
+            live.refresh()  # a fast text has all its tokens before the thread that refreshes first runs
+            yield
 
     def conclude(self, texts: Sequence[DemoText], services: Sequence[Child]) -> None:
         """Prints the summary, the table, the services' memory, and whether the texts were equal."""
