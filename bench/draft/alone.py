@@ -80,10 +80,10 @@ class DraftAlone:
         """Runs one step of the draft; returns its seconds and its evaluated nodes, None for these without work."""
         began_s = time.perf_counter()
         turn = self._drafter.next_step()
-        if turn.pieces:
-            turn.done(self._engine.run(turn.pieces))
+        if turn.feeds:
+            turn.done(self._engine.run(turn.feeds))
         took_s = time.perf_counter() - began_s
-        evaluated = 0 if turn.pieces else None
+        evaluated = 0 if turn.feeds else None
         for answer in self._answers:
             if not isinstance(answer, Nodes) or evaluated is None:
                 raise SpecdecError(f"the draft answered {answer}")

@@ -15,7 +15,7 @@ import torch
 from specdec.engine.cuda import plan as plan_module
 from specdec.engine.cuda.plan import StepTensors
 from specdec.engine.cuda.storage import DeviceStorage
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.runner import Piece
 from specdec.protocol.shape import branches, path_tokens
@@ -88,7 +88,7 @@ def test_each_row_has_the_logits_of_its_path(name: str, with_graphs: bool, folde
     assert all(not layer[:, 0].any() for layer in storage.layers), "the zero block was written to"
 
 
-def without_the_last(self: RaggedBatch) -> Iterator[tuple[SequenceChunk, list[int]]]:
+def without_the_last(self: RaggedBatch) -> Iterator[tuple[Chunk, list[int]]]:
     """`RaggedBatch.copied_rows` but for the last path's, which is one."""
     yield from list(COPIED_ROWS(self))[:-1]
 

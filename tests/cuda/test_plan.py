@@ -11,25 +11,25 @@ import torch
 
 from specdec.engine.cuda.graphs import GRAPHS_MAX, capture_steps, graph_shapes
 from specdec.engine.cuda.plan import StepBuffer, StepShape, exact_shape
-from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.interface import Chunk, RaggedBatch, TreeRows
 from specdec.protocol.shape import branches
 
 CPU = torch.device("cpu")
 SCRATCH = 9 * 16
-BATCH = RaggedBatch((SequenceChunk([3, 1], 14, [7, 8, 9], 2), SequenceChunk([5], 0, [4], 1)))
-EARLIER = RaggedBatch((SequenceChunk([8] * 9, 130, [1] * 9, 9),))  # its values must not show in the next step
+BATCH = RaggedBatch((Chunk([3, 1], 14, [7, 8, 9], 2), Chunk([5], 0, [4], 1)))
+EARLIER = RaggedBatch((Chunk([8] * 9, 130, [1] * 9, 9),))  # its values must not show in the next step
 # Four paths of one tree, and a neighbour: the root and two tokens, a branch below the first of them, one below the
 # root, one below the token of that.
 PATHS = RaggedBatch(
     (
-        SequenceChunk([3, 1], 14, [7, 8, 9], 3),
-        SequenceChunk([4, 8], 16, [10], 1, copied_count=2),
-        SequenceChunk([2], 15, [11], 1, copied_count=1),
-        SequenceChunk([6, 7], 16, [12], 1, copied_count=2),
-        SequenceChunk([5], 0, [4], 1),
+        Chunk([3, 1], 14, [7, 8, 9], 3),
+        Chunk([4, 8], 16, [10], 1, copied_count=2),
+        Chunk([2], 15, [11], 1, copied_count=1),
+        Chunk([6, 7], 16, [12], 1, copied_count=2),
+        Chunk([5], 0, [4], 1),
     )
 )
-DECODES = RaggedBatch((SequenceChunk([2, 6, 4], 40, [7], 1), SequenceChunk([5], 0, [4], 1)))
+DECODES = RaggedBatch((Chunk([2, 6, 4], 40, [7], 1), Chunk([5], 0, [4], 1)))
 
 
 def planned(batch: RaggedBatch, shape: StepShape) -> dict[str, list]:
@@ -64,7 +64,7 @@ def test_a_plan_of_trees_says_what_each_row_sees() -> None:
     """Claim: rows of a tree have the slots of their cells, their own positions and the cells they see; a sequence chunk
     without a tree is a chain; a padding row sees one cell, so that no weights sum to 0. By hand."""
     tree = TreeRows([17, 2], [5, 5], numpy.arange(18)[None] < [[3], [2]], numpy.arange(18) % 7)
-    batch = RaggedBatch((SequenceChunk([3, 1], 0, [7, 8], 2, tree), SequenceChunk([5], 1, [4], 1)))
+    batch = RaggedBatch((Chunk([3, 1], 0, [7, 8], 2, tree), Chunk([5], 1, [4], 1)))
     shape = exact_shape(batch, has_trees=True)
     assert shape == StepShape(3, 2, 3, query_max=2, key_max=18, has_trees=True)
     found = planned(batch, replace(shape, row_count=4))

@@ -26,7 +26,7 @@ from specdec.engine.cuda.ways import (
     make_probe,
     tried_batch,
 )
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from tests.support.device_models import documented_varlen_attn
 
 CPU = torch.device("cpu")
@@ -35,10 +35,10 @@ GROUPED = AttentionShape(1, head_count=8, kv_head_count=2, head_size=16, rules=R
 # Three paths of a tree from position 254 on, and a neighbour.
 TREE = RaggedBatch(
     (
-        SequenceChunk([1, 2], 254, [0] * 3, 0),
-        SequenceChunk([3, 4], 256, [0] * 2, 0, copied_count=2),
-        SequenceChunk([5], 255, [0], 0, copied_count=1),
-        SequenceChunk([6], 40, [0], 0),
+        Chunk([1, 2], 254, [0] * 3, 0),
+        Chunk([3, 4], 256, [0] * 2, 0, copied_count=2),
+        Chunk([5], 255, [0], 0, copied_count=1),
+        Chunk([6], 40, [0], 0),
     )
 )
 DOCUMENTED = frozenset(inspect.signature(documented_varlen_attn).parameters)  # of torch 2.13

@@ -17,7 +17,7 @@ from specdec.decoding.proposal import proposals
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
 from specdec.draft_service.session import DraftSession
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.model import load_model
 from specdec.engine.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
@@ -133,7 +133,7 @@ class Draft:
         """The model's argmax after `path`, evaluated from nothing."""
         blocks = range(1, len(path) // BLOCK_SIZE + 2)
         with torch.inference_mode():
-            output = self.reference.forward(RaggedBatch((SequenceChunk(list(blocks), 0, path, 1),)))
+            output = self.reference.forward(RaggedBatch((Chunk(list(blocks), 0, path, 1),)))
         logits = output.logits[0, :VOCABULARY_SIZE]
         if self.params is not None and self.params.has_penalties:
             logits = torch.tensor(reference.edited_logits(self.params, logits.tolist(), path), dtype=torch.float64)

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.interface import Chunk, RaggedBatch, TreeRows
 from specdec.engine.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.device_models import load_on_device
@@ -60,20 +60,20 @@ class Tree:
         """The nodes down to one, itself the last."""
         return [*(self.path(self.parents[node]) if self.parents[node] >= 0 else []), node]
 
-    def chunk_of_prompt(self) -> SequenceChunk:
+    def chunk_of_prompt(self) -> Chunk:
         visible = numpy.zeros((len(self.prompt), len(self.positions)), dtype=bool)
         for row in range(len(self.prompt)):
             visible[row, self.cells[: row + 1]] = True
         rows = TreeRows(self.cells, list(range(len(self.prompt))), visible, self.positions)
-        return SequenceChunk(self.blocks, 0, self.prompt, 1, rows)
+        return Chunk(self.blocks, 0, self.prompt, 1, rows)
 
-    def chunk_of(self, nodes: list[int]) -> SequenceChunk:
+    def chunk_of(self, nodes: list[int]) -> Chunk:
         visible = numpy.zeros((len(nodes), len(self.positions)), dtype=bool)
         for row, node in enumerate(nodes):
             visible[row, self.cells + [self.node_cells[own] for own in self.path(node)]] = True
         cells = [self.node_cells[node] for node in nodes]
         rows = TreeRows(cells, self.positions[cells].tolist(), visible, self.positions)
-        return SequenceChunk(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
+        return Chunk(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
 
     def text(self, node: int) -> list[int]:
         return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
@@ -136,7 +136,7 @@ def test_nodes_have_the_bits_of_their_paths_as_chains(architecture: str, place: 
     found = model.forward(RaggedBatch(tuple(tree.chunk_of(nodes) for tree in trees))).logits
     for index, (tree, node) in enumerate((tree, node) for tree in trees for node in nodes):
         text = tree.text(node)
-        chain = SequenceChunk([20, 21, 22, 23], 0, text, 1)
+        chain = Chunk([20, 21, 22, 23], 0, text, 1)
         assert torch.equal(model.forward(RaggedBatch((chain,))).logits[0], found[index]), (index, node)
 
 
@@ -149,7 +149,7 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
     expected_by = model_class("llama").from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for start, end in ((0, 1), (1, 18), (18, 30)):
-        chunk = SequenceChunk([2, 1], start, token_ids[start:end], end - start)
+        chunk = Chunk([2, 1], start, token_ids[start:end], end - start)
         found.append(model.forward(RaggedBatch((chunk,))).logits)
     with torch.inference_mode():
         expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]

@@ -19,7 +19,7 @@ import torch
 
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
+from specdec.engine.interface import Chunk, RaggedBatch, StepOutput
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals, HeadToken
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
 from specdec.protocol.types import Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
@@ -277,7 +277,7 @@ class TableModel:
         self.clock.in_step_s += self.step_s(batch.row_count)
         return StepOutput(rows, (True,) * len(batch.chunks), rows)
 
-    def _seen(self, chunk: SequenceChunk) -> list[list[int]]:
+    def _seen(self, chunk: Chunk) -> list[list[int]]:
         """The tokens each row of a tree with logits sees, by position; each must see one token at every position."""
         assert self.storage is not None and chunk.tree is not None
         tokens = self.storage.read(chunk.block_ids, chunk.tree.visible.shape[1])

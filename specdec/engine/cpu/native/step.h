@@ -204,18 +204,9 @@ static void write_keys(step_state *step, const sd_layer *layer, sd_thread thread
     sd_rows own = *rows;
     own.count = end - first;
     own.slot = rows->slot + first;
-    own.copy_count = 0;
     char *row = item_of(step->qkv, first * step->qkv_size, model->type);
     write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size, item_of(row, value, model->type),
                step->qkv_size, single);
-    own.count = 1;
-    for (int64_t c = 0; c < rows->copy_count; c++) {
-        if (rows->copy_row[c] < first || rows->copy_row[c] >= end) continue;
-        own.slot = rows->copy_slot + c;
-        row = item_of(step->qkv, rows->copy_row[c] * step->qkv_size, model->type);
-        write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size,
-                   item_of(row, value, model->type), step->qkv_size, single);
-    }
 }
 
 // Returns 0 if the step ends here.
