@@ -59,7 +59,7 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     steps: list[StepMeasurement] = []
     margins = []
     for shape in (TINY,) if is_small else (ONE_B, EIGHT_B):
-        model = build(shape, device, torch.bfloat16, max(step.path_count for step in steps_requested))
+        model = build(shape, device, torch.bfloat16, max(step.sequences for step in steps_requested))
         timed = time_steps(model, shape.name, steps_requested, limit, 2 if is_small else rounds)
         margins.append({"model": shape.name} | margin_measurements(model))
         print_steps(timed)

@@ -15,7 +15,7 @@ from specdec.engine.parallel.commands import (
     Allocate,
     CommandReceiver,
     CommandSender,
-    CopyBlock,
+    CopySlots,
     Scrub,
     Step,
     Stop,
@@ -29,14 +29,14 @@ numbers = st.integers(0, 2**31 - 1)
 
 @st.composite
 def chunks(draw: st.DrawFn) -> Chunk:
-    """A chunk with more blocks than its positions need, as with reserved blocks, and with copied positions, as of the
-    further paths of a tree."""
+    """A chunk with more blocks than its cells need, as with reserved blocks, a chain or one with a tree below."""
     start = draw(st.integers(0, 100))
     token_ids = draw(st.lists(numbers, min_size=1, max_size=20))
-    needed = -(-(start + len(token_ids)) // BLOCK_SIZE)
-    block_ids = draw(st.lists(numbers, min_size=needed, max_size=needed + 3))
-    logit_count, copied_count = draw(st.integers(0, len(token_ids))), draw(st.integers(0, start))
-    return Chunk(block_ids, start, token_ids, logit_count, copied_count=copied_count)
+    cells = st.lists(st.integers(0, 150), min_size=1, max_size=5)
+    paths = draw(st.lists(cells, max_size=len(token_ids)))
+    chunk = Chunk([], start, token_ids, draw(st.integers(0, len(token_ids))), paths)
+    needed = -(-chunk.cell_end // BLOCK_SIZE)
+    return replace(chunk, block_ids=draw(st.lists(numbers, min_size=needed, max_size=needed + 3)))
 
 
 @given(st.lists(chunks(), max_size=5), st.lists(st.tuples(numbers, numbers, numbers), max_size=3))
@@ -45,7 +45,7 @@ def test_commands_arrive_unchanged(sent: list[Chunk], scrubs: list[tuple[int, in
 
     Conclusive: any numbers that fit a word, any shapes; the receiver's values equal the sender's.
     """
-    small = [Allocate(5, BLOCK_SIZE), CopyBlock(1, 2), *(Scrub(*scrub) for scrub in scrubs), Stop()]
+    small = [Allocate(5, BLOCK_SIZE), CopySlots((5, 6, 1, 2)), *(Scrub(*scrub) for scrub in scrubs), Stop()]
     ends, other = socket.socketpair()
     with ends, other:
         sender, receiver = CommandSender([ends]), CommandReceiver(other)
@@ -56,7 +56,7 @@ def test_commands_arrive_unchanged(sent: list[Chunk], scrubs: list[tuple[int, in
     assert received == small
     assert isinstance(step, Step) and len(step.batch.chunks) == len(sent)
     for found, chunk in zip(step.batch.chunks, sent):
-        assert found == replace(chunk, block_ids=chunk.block_ids[: -(-chunk.end // BLOCK_SIZE)])
+        assert found == replace(chunk, block_ids=chunk.block_ids[: -(-chunk.cell_end // BLOCK_SIZE)])
 
 
 def test_a_message_of_too_many_words_ends_the_connection() -> None:

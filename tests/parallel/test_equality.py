@@ -171,6 +171,8 @@ def test_a_bad_batch_costs_that_batch_only(followers: Followers, tiny_folder: Ca
         Chunk(good, 0, [-1], 1),
         Chunk(good[:1], 15, [1, 2], 1),
         Chunk(good, 0, [1], 2),
+        Chunk(good, 0, [1, 2], 1, [[1 << 10]]),
+        Chunk(good, 0, [1, 2], 1, [[-1, 1]]),
     ):
         with pytest.raises(ValueError):
             led.forward(RaggedBatch((chunk,)))

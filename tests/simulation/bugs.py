@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from specdec.draft_service.cells import Cells
+
 from specdec.coordinator.decode_loop import Generation
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
-from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import Drafter
-from specdec.engine.interface import RaggedBatch
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.runner import StepRunner
 from specdec.protocol import offer as offer_module
@@ -236,11 +236,10 @@ def with_other_noise(feed: Any, session: TargetSession) -> None:
 
 
 def swapped_paths(feed: Any, session: TargetSession) -> None:
-    """The blocks of two paths have each other's tokens."""
-    if len(session.branches) > 1:
-        first, second, *others = session.branches
-        tokens = first.token_ids, second.token_ids
-        session.branches = [first._replace(token_ids=tokens[1]), second._replace(token_ids=tokens[0]), *others]
+    """The last two draft tokens of a tree lie in each other's cells."""
+    if len(feed.paths) > 1:
+        *others, first, second = feed.paths
+        feed.paths = [*others, [*first[:-1], second[-1]], [*second[:-1], first[-1]]]
 
 
 def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -612,7 +611,7 @@ DRAFT = (
 
 CACHE = (
     Bug("the cache is not truncated", KVCache, "truncate", instead(lambda self, table, length: None)),
-    Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destinations: None)),
+    Bug("cells copied are not filled", TokenStorage, "copy_slots", instead(lambda self, sources, destinations: None)),
     Bug(
         "Close is not honoured",
         ItemHandler,
@@ -683,9 +682,13 @@ PATHS = (
         last_drawn_first,
     ),
     Bug("a tree is sent as a chain", Session, "_send_verification", without_parents),
-    Bug("rows of several paths are written once", RaggedBatch, "copied_rows", instead(lambda self: iter(()))),
-    Bug("a path begins without its committed positions", KVCache, "begin_branches", instead(lambda *arguments: None)),
-    Bug("the blocks of a path are not freed", KVCache, "drop_branch", instead(lambda self, branch: None)),
+    Bug("accepted rows stay in their cells", KVCache, "move", instead(lambda *arguments: None)),
+    Bug(
+        "accepted rows are taken from other cells",
+        TargetSession,
+        "_followed",
+        lambda real: lambda self: list(range(len(real(self)))),
+    ),
     Bug("two paths are taken for one another", Verifier, "_feed", fed(swapped_paths)),
     Bug(
         "a guess is offered with the draft's distribution",

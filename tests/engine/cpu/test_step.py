@@ -27,7 +27,7 @@ from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, ScoreRule, ker
 from specdec.engine.cpu.llama import LlamaModel, LlamaStep, SumOverRanks, llama_model
 from specdec.engine.cpu.llama_parts import PackedEmbedding
 from specdec.engine.cpu.plan import plan_step
-from specdec.engine.interface import Chunk, RaggedBatch, StepAbandoned, TreeRows
+from specdec.engine.interface import Chunk, RaggedBatch, StepAbandoned, tree_paths
 from specdec.engine.parallel.modules import RankSum, add_in_rank_order
 from specdec.engine.transformers_model import output_layer
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
@@ -158,15 +158,7 @@ def chain(blocks: Sequence[int], start: int, ids: Sequence[int], logit_count: in
 
 def tree(blocks: Sequence[int], start: int, ids: Sequence[int], parents: Sequence[int]) -> Chunk:
     """Nodes below the cached positions [0, start), in cells from `start` on; parent -1: none."""
-    count = start + len(ids)
-    visible = numpy.zeros((len(ids), count), dtype=bool)
-    positions = numpy.arange(count)
-    for node, parent in enumerate(parents):
-        visible[node] = visible[parent] if parent >= 0 else numpy.arange(count) < start
-        visible[node, start + node] = True
-        positions[start + node] = positions[start + parent] + 1 if parent >= 0 else start
-    cells = list(range(start, count))
-    return Chunk(blocks, start, ids, len(ids), TreeRows(cells, positions[start:].tolist(), visible, positions))
+    return Chunk(blocks, start, ids, len(ids), tree_paths([parent + 1 for parent in parents], start))
 
 
 @pytest.fixture(scope="module")
