@@ -126,9 +126,9 @@ class DraftSession(ReplicaSession):
         places = range(self.table.length, self.table.length + len(cells))
         self._free(cells)
         moved = [(cell, place) for cell, place in zip(cells, places) if cell != place]
-        vacated = iter([cell for cell in cells if cell not in places])
+        spare = iter([cell for cell in cells if cell not in places])
         for cell in [place for place in places if place in self.nodes]:
-            node, node_cell = self.nodes.pop(cell), next(vacated)
+            node, node_cell = self.nodes.pop(cell), next(spare)
             self.nodes[node_cell], node.cell = node, node_cell
             moved.append((cell, node_cell))
         self.cache.move(self.table, [source for source, _ in moved], [place for _, place in moved])

@@ -66,7 +66,7 @@ def no_hidden_reader(_model: CausalModel, _settings: Any) -> tuple[None, int]:
 class ReplicaKind(Generic[Payload, Answer]):
     """The differences between draft and target: name, service, stream, sampler, and the service for its sessions.
 
-    `messages`: the stream's request and response. `sample_feed`: a piece of a step to be timed. `has_stable_rows`: the
+    `messages`: the stream's request and response. `sample_feed`: a feed of a step to be timed. `has_stable_rows`: the
     model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
     `make_hidden_reader`: called with a loaded model and the settings, returns a reader and the number of its heads;
     raises SpecdecError.

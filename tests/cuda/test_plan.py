@@ -30,7 +30,7 @@ def planned(batch: RaggedBatch, shape: StepShape) -> dict[str, list]:
 
 
 def test_an_exact_plan_is_the_batch() -> None:
-    """Claim: tokens, positions, slots, tables and counts of a step are those of its sequence chunks, by hand."""
+    """Claim: tokens, positions, slots, tables and counts of a step are those of its chunks, by hand."""
     assert exact_shape(BATCH) == StepShape(4, 2, 3, query_max=3, key_max=17)
     assert planned(BATCH, exact_shape(BATCH)) == {
         "input_ids": [7, 8, 9, 4],

@@ -6,16 +6,16 @@ is renamed fails loudly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from specdec.draft_service.cells import Cells
 
 from specdec.coordinator.decode_loop import Generation
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import Drafter
+from specdec.draft_service.session import DraftSession
 from specdec.engine.kv_cache import KVCache
 from specdec.engine.runner import StepRunner
 from specdec.protocol import offer as offer_module
@@ -325,13 +325,24 @@ def held_beside_the_tree(self: Drafter, session: Any, item: Any) -> None:
     session.tokens[item.start_position :] = item.token_ids
 
 
-def sees_siblings(real: Callable) -> Callable:
-    """Every node of a step sees the others."""
+def of_another_path(real: Callable) -> Callable:
+    """The second node of a step sees the ancestors of the first, if it has as many."""
 
-    def mutant(self: Cells, paths: Any) -> Any:
-        rows = real(self, paths)
-        rows.visible[:, list(rows.cells)] = True
-        return rows
+    def mutant(self: Drafter, *arguments: Any) -> Any:
+        feed = real(self, *arguments)
+        if len(feed.paths) > 1 and len(feed.paths[0]) == len(feed.paths[1]):
+            feed.paths[1] = [*feed.paths[0][:-1], feed.paths[1][-1]]
+        return feed
+
+    return mutant
+
+
+def moved_one_by_one(real: Callable) -> Callable:
+    """Cells that are in each other's way overwrite each other."""
+
+    def mutant(self: KVCache, table: Any, sources: Any, destinations: Any) -> None:
+        for source, destination in zip(sources, destinations):
+            real(self, table, [source], [destination])
 
     return mutant
 
@@ -369,28 +380,10 @@ def never_again(real: Callable) -> Callable:
     return mutant
 
 
-def committed_free(real: Callable) -> Callable:
-    """Cells of committed tokens can be taken again."""
-
-    def mutant(self: Cells, cells: Any) -> None:
-        real(self, cells)
-        self.give_back(cells)
-
-    return mutant
-
-
-def taken_last(real: Callable) -> Callable:
-    """Cells that were freed are taken when there are no others."""
-
-    def mutant(self: Cells, position: int) -> int:
-        if self._end == self._capacity:
-            return real(self, position)
-        freed, self._freed = self._freed, []
-        cell = real(self, position)
-        self._freed = freed
-        return cell
-
-    return mutant
+def placed_lowest(self: DraftSession, node: Any) -> None:
+    """A node takes the lowest free cell, whatever its position."""
+    node.cell = next(cell for cell in itertools.count(self.table.length) if cell not in self.nodes)
+    self.nodes[node.cell] = node
 
 
 def heads_after_row(chosen: Callable[[VerificationRequest, int], int]) -> Callable[[Callable], Callable]:
@@ -625,9 +618,9 @@ CACHE = (
         "close",
         instead(lambda self, session: self._growing.pop(session, None) and None),
     ),
-    Bug("a node sees its siblings", Cells, "nodes", sees_siblings),
-    Bug("the cells of a committed path are free", Cells, "commit", committed_free),
-    Bug("cells of nodes left behind are lost", Cells, "give_back", instead(lambda self, cells: None)),
+    Bug("a node sees the path of another", Drafter, "_evaluate", of_another_path),
+    Bug("cells are moved one after the other", KVCache, "move", moved_one_by_one),
+    Bug("cells of nodes left behind are lost", DraftSession, "_free", instead(lambda self, cells: None)),
 )
 
 SPACE = (
@@ -745,4 +738,4 @@ SOURCES = (
 BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
-HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)
+HARMLESS = (Bug("the lowest free cell is taken", DraftSession, "place", instead(placed_lowest)),)

@@ -18,7 +18,7 @@ VOCABULARY_SIZE = 6
 
 
 class RecordingModel:
-    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk. In a step that
+    """Passes batches on to a model and records (start, row count, logit count) of every chunk. In a step that
     may be abandoned, it calls `before_layer` with the number of each layer."""
 
     def __init__(self, model: CausalModel):

@@ -1,9 +1,9 @@
 """Margins between the two best logits, on devices where a row's bits may depend on its neighbours.
 
 Kernels are chosen by the shape of a step, so a row's logits drift with the step's shape. The drift is measured when a
-model is warmed up: the same rows alone, in verifications of several widths, as a tree and beside other sequences. At a position
-with a smaller margin between its two best logits, another step might have chosen the other token; such positions are
-counted, in a sample of steps to save time.
+model is warmed up: the same rows alone, in verifications of several widths, as a tree and beside other sequences. At a
+position with a smaller margin between its two best logits, another step might have chosen the other token; such
+positions are counted, in a sample of steps to save time.
 """
 
 from __future__ import annotations
