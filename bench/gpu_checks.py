@@ -11,8 +11,8 @@ import transformers
 
 from specdec.bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import default_block_size
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.devices import default_block_size
 from specdec.engine.transformers_model import TransformersModel
 
 PROMPT_COUNT, NEW_COUNT = 96, 32

@@ -13,8 +13,8 @@ import torch
 from specdec.bench.gpu_checks import parents_of, random_ids
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import default_block_size
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.devices import default_block_size
 from specdec.engine.transformers_model import TransformersModel
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 

@@ -15,10 +15,10 @@ from typing import TypeAlias
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.draft_service.session import DraftSession
-from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.retokenizer import Reading, Retokenizer
-from specdec.engine.runner import StepReport
-from specdec.engine.scheduler import NOTHING, Engine, Turn
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.runner import StepReport
+from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth

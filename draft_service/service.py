@@ -8,9 +8,9 @@ from specdec.config import DraftSettings
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest, proposals
 from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, DraftFeed
-from specdec.engine.feed import Feed
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.scheduler import Engine
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.types import TOKENS_MAX, Description, ResolvedSamplingParams, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
 from specdec.telemetry.logs import get_logger

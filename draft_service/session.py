@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.decoding.paths import TokenCounts
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.retokenizer import Reading
 from specdec.protocol.growth import NO_CELL, DraftTreeNode, Growth
 from specdec.protocol.items import NO_TRACE, DraftNode, Trace

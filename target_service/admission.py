@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 from specdec.protocol.items import Open
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT

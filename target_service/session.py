@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from specdec.decoding.paths import TokenCounts
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.feed import Feed
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.scheduling.feed import Feed
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Verification, VerificationResult
 from specdec.protocol.shape import children

@@ -11,9 +11,9 @@ from functools import partial
 
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import tree_paths
-from specdec.engine.scheduler import NOTHING, Engine, Turn
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult

@@ -15,8 +15,8 @@ from pathlib import Path
 from specdec.bench.draft.reader import SPARE_TOKENS, Reader, texts_of
 from specdec.config import DraftSettings
 from specdec.draft_service.service import DRAFT
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Close, DraftItem, Nodes
 from specdec.protocol.types import ResolvedSamplingParams

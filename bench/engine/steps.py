@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.bench.engine.bandwidth import Reader, limit_ms, step_bytes
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.kv_cache import BlockTable, KVCache
 from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64

@@ -17,7 +17,7 @@ from specdec.bench.bars import Bar
 from specdec.bench.deepened import write_deepened
 from specdec.bench.engine.steps import BLOCK_SIZE, time_step
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 
 ROW_COUNTS, PATH_COUNTS, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16), (100, 900)

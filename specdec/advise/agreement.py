@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.engine.devices import default_block_size, find_device
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
+from specdec.engine.loading.devices import default_block_size, find_device
 from specdec.engine.retokenizer import Reading
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import NumericsError

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.distill.texts import LabelledTexts, label
-from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
-from specdec.engine.feed import Feed
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specdec.engine.config_check import TABLE_MODEL_TYPE
 from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch, StepOutput
-from specdec.engine.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
+from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
+from specdec.engine.loading.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
 from specdec.errors import ModelRefused
 
 MODEL_NAME = "table model (protocol tests only)"

@@ -17,15 +17,15 @@ import transformers
 from torch import nn
 
 from specdec.engine import attention
-from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
-from specdec.engine.config_check import served_positions
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
+from specdec.engine.loading.architectures import architecture_of
+from specdec.engine.loading.config_check import served_positions
+from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
+from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing

@@ -20,14 +20,14 @@ import torch
 from prometheus_client.core import Metric
 
 from specdec.config import DraftSettings, ModelSettings
-from specdec.engine.devices import default_block_size, find_device, prepare_libraries
-from specdec.engine.feed import Answer, Payload
 from specdec.engine.interface import CausalModel
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import Progress
+from specdec.engine.loading.devices import default_block_size, find_device, prepare_libraries
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.runner import HiddenReader, Sampler
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.feed import Answer, Payload
+from specdec.engine.scheduling.runner import HiddenReader, Sampler
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import IDLE_S, ItemHandler, ReplicaService

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 from specdec.config import ModelSettings
-from specdec.engine.devices import find_device, free_memory_bytes
-from specdec.engine.feed import Answer, Feed, Payload
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model_folder import open_model_folder, tokenizer_facts
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.devices import find_device, free_memory_bytes
+from specdec.engine.loading.model_folder import open_model_folder, tokenizer_facts
+from specdec.engine.scheduling.feed import Answer, Feed, Payload
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.types import CacheSize, Description, DraftVocabulary

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of, proposed
 from specdec.advise.forecast import expected_rounds
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.device_models import load_on_device

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.cuda import plan as plan_module
 from specdec.engine.cuda.plan import StepTensors
 from specdec.engine.cuda.storage import DeviceStorage
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.kv_cache import KVCache
 from specdec.protocol.shape import branches, path_tokens
 from tests.cuda.test_device_engine import TOLERANCE
 from tests.cuda.test_no_waiting import NoWaitingCopies

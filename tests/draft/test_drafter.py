@@ -18,8 +18,8 @@ from specdec.draft_service import drafter
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
 from specdec.draft_service.session import DraftSession
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
 from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from specdec.decoding.proposal import proposals
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.items import Commit, Failure

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from specdec.engine.feed import Feed
 from specdec.engine.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, load_heads, save_heads
 from specdec.engine.interface import HiddenStates
-from specdec.engine.model import load_model
-from specdec.engine.runner import StepRunner
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.runner import StepRunner
 from specdec.errors import ModelRefused
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import Driver, make_tiny_model, model_class, random_tokens

@@ -1,6 +1,6 @@
 """The content of the next step, over random schedules: no clock, no model, only arriving feeds and computed rows.
 
-Time is counted in steps. The promises are those of `specdec.engine.feed`, in its numbers.
+Time is counted in steps. The promises are those of `specdec.engine.scheduling.feed`, in its numbers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine import feed as feeds_module
-from specdec.engine.feed import Feed, choose, divide, rows_beside_short
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import Chunk
-from specdec.engine.kv_cache import BlockTable
+from specdec.engine.scheduling import feed as feeds_module
+from specdec.engine.scheduling.feed import Feed, choose, divide, rows_beside_short
 from tests.chaos.unshared_target import by_age
 
 Arrival = tuple[int, int, int]  # the step before which a feed arrives, rows for context, rows with logits

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
-from specdec.engine.kv_cache import BlockTable
 from specdec.protocol.shape import branches, path_tokens
 from tests.support.engine_models import Driver, random_tokens
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens, without_kernels

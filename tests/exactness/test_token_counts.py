@@ -17,7 +17,7 @@ from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import ProposalRequest, edited_rows
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service.session import DraftSession
-from specdec.engine.kv_cache import KVCache
+from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.table_model import TokenStorage
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import Growth

@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from specdec.cli.demo import CHAT_PROMPT_IDS
 from specdec.engine.heads import load_heads
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ModelRefused
 from specdec.models.data import PROMPTS_FILE, read_prompts
 

@@ -16,8 +16,8 @@ from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import Drafter
 from specdec.draft_service.session import DraftSession
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import StepRunner
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.scheduling.runner import StepRunner
 from specdec.protocol import offer as offer_module
 from specdec.protocol import rejection
 from specdec.protocol import session as session_module

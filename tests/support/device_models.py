@@ -13,8 +13,8 @@ import torch
 
 from specdec.engine import transformers_model
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import find_device
-from specdec.engine.model import load_model
+from specdec.engine.loading.devices import find_device
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
 

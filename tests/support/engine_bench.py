@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import Engine
 
 TIMEOUT_S = 20.0
 VOCABULARY_SIZE = 6

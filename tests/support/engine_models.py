@@ -18,10 +18,10 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.cpu import backend
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch, StepOutput
-from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 
 END_TOKEN = "<|end|>"
 OUTPUT_PADDING = 13  # output columns without a token: they must never be seen

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.verification import verify
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.table_model import write_table_model
 from specdec.protocol.items import (
     UINT32_MAX,

@@ -23,8 +23,8 @@ from specdec.engine.cpu.llama import LlamaModel, llama_model
 from specdec.engine.cpu.plan import StepPlan, plan_step
 from specdec.engine.cpu.products import OutputLayer, Product, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
-from specdec.engine.devices import keep_freed_memory
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
+from specdec.engine.loading.devices import keep_freed_memory
 from specdec.engine.parallel.modules import RankSum
 from specdec.engine.rotary_attention import table_angles
 

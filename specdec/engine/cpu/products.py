@@ -14,8 +14,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.cpu.kernels import Kernels, Norm
+from specdec.engine.loading.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.norms import norm_like
 from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, has_projections, table_angles
 from specdec.errors import ModelRefused

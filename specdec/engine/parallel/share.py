@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from specdec.engine.config_check import served_positions
-from specdec.engine.fitting import check_weights, empty_model
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, Progress
+from specdec.engine.loading.config_check import served_positions
+from specdec.engine.loading.fitting import check_weights, empty_model
+from specdec.engine.loading.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.commands import Allocate, CommandSender, CopySlots, Scrub, Step, Stop, pack
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup

@@ -15,9 +15,9 @@ from typing import Generic
 
 import torch
 
-from specdec.engine.feed import Answer, Feed, Payload
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import CausalModel, Chunk, RaggedBatch, StepAbandoned
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.scheduling.feed import Answer, Feed, Payload
 from specdec.errors import NumericsError, SpecdecError
 
 logger = logging.getLogger("specdec.engine")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import Chunk
-from specdec.engine.kv_cache import BlockTable
 from specdec.errors import SpecdecError
 
 Payload = TypeVar("Payload")  # input of the sampler for one feed

@@ -13,8 +13,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.engine.cache.prefix_index import PrefixIndex, chain_digests, root_digest
 from specdec.engine.interface import Storage
-from specdec.engine.prefix_index import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256

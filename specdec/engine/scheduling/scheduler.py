@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.feed import Answer, Feed, Payload, choose, rows_beside_short
-from specdec.engine.heartbeat import Heartbeat
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import CausalModel, StepAbandoned, StepFlag
-from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.runner import Chosen, HiddenReader, Sampler, StepReport, StepRunner
+from specdec.engine.scheduling.feed import Answer, Feed, Payload, choose, rows_beside_short
+from specdec.engine.scheduling.heartbeat import Heartbeat
+from specdec.engine.scheduling.runner import Chosen, HiddenReader, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -231,10 +231,7 @@ class Engine(Generic[Payload, Answer]):
             return
         turn = self._call(self._before_step) or NOTHING
         if turn.feeds:
-            chosen = [(feed, feed.chunk()) for feed in turn.feeds]
-            report, started_s, ended_s = self._timed(chosen)
-            self._finish(chosen, report, started_s, ended_s)
-            self._call(turn.done, report)
+            self._run_turn(turn)
         elif not self._waiting:
             self._run_post(turn.wake_s)
         elif turn.delay_s > 0:
@@ -261,6 +258,13 @@ class Engine(Generic[Payload, Answer]):
         self.heartbeat.works()
         self._call(function)
         return True
+
+    def _run_turn(self, turn: Turn[Payload, Answer]) -> None:
+        """Runs one step of the feeds chosen by a service."""
+        chosen = [(feed, feed.chunk()) for feed in turn.feeds]
+        report, started_s, ended_s = self._timed(chosen)
+        self._finish(chosen, report, started_s, ended_s)
+        self._call(turn.done, report)
 
     def _step(self) -> None:
         """Chooses feeds, runs them in one step and returns their results."""
