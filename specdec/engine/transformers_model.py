@@ -93,15 +93,15 @@ class TransformersModel:
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
-        if isinstance(step.attention, WholeStep):
-            result = step.attention.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        if isinstance(step.plan, WholeStep):
+            result = step.plan.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
         else:
             result = self._by_modules(input_ids, step)
         return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
 
     def _by_modules(self, input_ids: torch.Tensor, step: StepInput) -> StepResult:
         hidden = self._base(
-            input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
+            input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.plan
         ).last_hidden_state[0]  # [rows, hidden]
         chosen = None
         if len(step.logit_rows):

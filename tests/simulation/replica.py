@@ -14,7 +14,6 @@ from typing import Any
 from specdec.draft_service.drafter import Drafter
 from specdec.engine.scheduling.scheduler import Engine, Turn
 from specdec.errors import CacheExhausted
-from specdec.protocol.growth import NO_CELL
 from specdec.protocol.items import Close, Failure, MissingTokens
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler
@@ -251,8 +250,7 @@ class Process:
         for held in self.held.values():
             if self.traits.is_draft:
                 held.growth.check()
-                nodes = () if held.growth.root is None else held.growth.root.below()
-                held.cells.check(node.cell for node in nodes if node.cell != NO_CELL)
+                held.check()
 
     def check_idle(self) -> None:
         """Raises Violation unless all sessions, blocks and feeds are free."""
