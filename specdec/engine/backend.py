@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,28 +21,29 @@ from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 class StepInput:
     """Tensors of one step: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
 
-    `attention` is the plan of the attention modules: an `AttentionPlan` or another class with its `attend`.
+    `attention` is the plan of the attention modules: an `AttentionPlan` or another class with its `attend`. With `whole`
+    the step is one call, and there is none.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
     attention: Any
+    whole: WholeStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first; `hidden`
-    [logits, hidden], if the model returns hidden states."""
+    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first, or [rows], each
+    for its logits too; `hidden` [logits, hidden], if the model returns hidden states."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
     hidden: torch.Tensor | None = None
 
 
-@runtime_checkable
 class WholeStep(Protocol):
-    """A plan whose backend runs the model's layers in one call, in place of its modules."""
+    """A planned step that the backend runs in one call, in place of the model's modules."""
 
     def run(
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
