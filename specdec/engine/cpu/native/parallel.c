@@ -130,8 +130,8 @@ static void restore_rounding(uint64_t before) {
 // Whether waiting threads may spin: each has a core.
 static int may_spin(void) { return atomic_load(&pool.threads) <= atomic_load(&pool.cores); }
 
-// Takes parts of the job at hand until there are none, and runs them. A part that was taken, and does not count as ended
-// yet, keeps the job at hand: what was read of it before is then its own.
+// Takes parts of the job at hand until there are none, and runs them. A part that was taken, and does not yet count as
+// ended, keeps the job at hand: what was read of it before is then its own.
 static void take_parts(int32_t index) {
     uint64_t open = atomic_load_explicit(&pool.open, memory_order_acquire);
     const uint64_t number = open >> 32;

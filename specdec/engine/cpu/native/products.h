@@ -351,10 +351,12 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
     }
 }
 
-// Parts of a product: of whole tiles, a few for each thread, and at most PART_BYTES of weights where there are few rows.
+// Parts of a product: of whole tiles, a few for each thread; where rows are few, at most PART_BYTES of weights each.
 enum { PARTS_A_THREAD = 4, MANY_PARTS_A_THREAD = 2, PART_BYTES = 256 << 10 };
 
-INLINE int64_t tile_panels(int64_t rows) { return rows > TILE_ROWS ? BLOCK_PANELS : wide_panels[rows > 0 ? rows - 1 : 0]; }
+INLINE int64_t tile_panels(int64_t rows) {
+    return rows > TILE_ROWS ? BLOCK_PANELS : wide_panels[rows > 0 ? rows - 1 : 0];
+}
 
 static int64_t product_parts(const sd_weight *w, int64_t rows, int32_t threads) {
     if (threads <= 1) return 1;
