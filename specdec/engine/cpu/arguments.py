@@ -70,7 +70,7 @@ def address_of(array: numpy.ndarray) -> int | None:
         return None
     if not array.flags.writeable:
         return array.ctypes.data
-    return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 @dataclass(frozen=True, slots=True)
