@@ -19,17 +19,16 @@ from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first; `hidden`
-    [logits, hidden], if the model returns hidden states."""
+    """Result of a step. `logits` [logits, vocab] float32; `is_finite` [rows + logits] bool, rows first, or [rows], each
+    for its logits too; `hidden` [logits, hidden], if the model returns hidden states."""
 
     logits: torch.Tensor
     is_finite: torch.Tensor
     hidden: torch.Tensor | None = None
 
 
-@runtime_checkable
 class WholeStep(Protocol):
-    """A plan whose backend runs the model's layers in one call, in place of its modules."""
+    """A planned step that the backend runs in one call, in place of the model's modules."""
 
     def run(
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
@@ -40,12 +39,13 @@ class WholeStep(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """Tensors of one step: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64; and the plan of
-    its attention modules, or of all."""
+    its attention modules; or `whole`, with which the step is one call."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
-    plan: AttentionPlan | WholeStep
+    plan: AttentionPlan | None
+    whole: WholeStep | None = None
 
 
 @runtime_checkable

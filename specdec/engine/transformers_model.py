@@ -18,7 +18,7 @@ from torch import nn
 
 from specdec.engine import attention
 from specdec.engine.attention import measure_shape
-from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
+from specdec.engine.backend import Backend, StepInput, StepResult
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
@@ -93,8 +93,8 @@ class TransformersModel:
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
-        if isinstance(step.plan, WholeStep):
-            result = step.plan.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        if step.whole:
+            result = step.whole.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
         else:
             result = self._by_modules(input_ids, step)
         return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result

@@ -115,10 +115,10 @@ PLANTED = {
         "address",
         "heap-buffer-overflow",
     ),
-    "keys read before all are written": (
-        "step.h",
-        "    write_keys(step, layer, thread);\n    sd_meet(thread);\n",
-        "    write_keys(step, layer, thread);\n",
+    "a job before the parts of another have ended": (
+        "parallel.c",
+        "        await_change(&pool.caller, &pool.left, left, may_spin());",
+        "        break;",
         "thread",
         "data race",
     ),
@@ -129,7 +129,7 @@ PLANTED = {
     "what", [pytest.param(what, marks=pytest.mark.slow if "check" in what else pytest.mark.more) for what in PLANTED]
 )
 def test_planted_mistakes_are_found(what: str, tmp_path: Path, instructions: tuple[str, ...]) -> None:
-    """Claim: the same plans find a mistake: an index off by one, a check left out, a meeting of the threads left out.
+    """Claim: the same plans find a mistake: an index off by one, a check left out, a wait of the caller left out.
 
     Conclusive: the sources are the product's with one line changed.
     """

@@ -64,11 +64,11 @@ class NativeStep:
         is_whole = output is self.output
         word = self.flag.word if self.flag else None
         step = self.call.step(self.rows, input_ids, logit_rows, word, returns_hidden or not is_whole)
-        logits, is_finite = step.logits, step.is_finite[logit_rows]
+        logits, is_finite = step.logits, step.is_finite
         if not is_whole and step.hidden is not None and len(step.hidden):
             logits = output(step.hidden)
-            is_finite = is_finite & torch.isfinite(logits.sum(-1))
-        return StepResult(logits, torch.cat((step.is_finite, is_finite)), step.hidden if returns_hidden else None)
+            is_finite = torch.cat((is_finite, torch.isfinite(logits.sum(-1))))
+        return StepResult(logits, is_finite, step.hidden if returns_hidden else None)
 
 
 class CpuBackend:
@@ -149,7 +149,7 @@ class CpuBackend:
         rows = self._kernels.rows(block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict())
         if self._call and (should_abandon is None or isinstance(should_abandon, StepFlag)):
             call = NativeStep(self._call, rows, should_abandon, self._output)
-            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, call))
+            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 

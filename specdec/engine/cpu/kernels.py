@@ -270,9 +270,9 @@ class Kernels:
     def step(self, model: StepModel, rows: Rows, arguments: StepArguments) -> int:
         """Runs the model's step over these rows, into the results of `arguments`; returns structs.DONE, ABANDONED,
         EXCHANGE_FAILED or NO_MEMORY."""
-        if len(arguments.ids) != rows.count:
-            refuse("the length of ids", len(arguments.ids), f"{rows.count}, the number of rows")
-        last = int(rows.position.max(initial=0))
+        if arguments.row_count != rows.count:
+            refuse("the length of ids", arguments.row_count, f"{rows.count}, the number of rows")
+        last = max(rows.position.tolist(), default=0)
         if last >= model.struct.positions_max:
             refuse("the last position", last, f"below {model.struct.positions_max}, the model's")
         rows.check_cache("the cache", model.struct.layers[0].cache)

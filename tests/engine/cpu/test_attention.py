@@ -7,7 +7,7 @@ of rows beside it, of blocks that hold the keys, of what other slots hold, of th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,20 +27,6 @@ RULES = {"plain": (0.0, 0), "window": (0.0, 70), "softcap": (3.0, 0), "both": (3
 WIDTHS = (*range(1, 71), 127, 128, 129, 511, 512)
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="native kernels are off")
-
-
-@pytest.fixture(autouse=True)
-def keep_threads() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    torch.set_num_threads(count)
-
-
-@pytest.fixture
-def native() -> Kernels:
-    found = kernels()
-    assert found is not None
-    return found
 
 
 def rule_of(name: str, head_size: int) -> ScoreRule:

@@ -58,46 +58,48 @@ INLINE v16 v16_div(v16 a, v16 b) {
     return v16_load(dividends);
 }
 
-// c[0] + c[1] x + c[2] x^2 + ...
-INLINE float polynomial(const float *c, int count, float x) {
-    float sum = c[count - 1];
-    for (int i = count - 2; i >= 0; i--) sum = __builtin_fmaf(sum, x, c[i]);
-    return sum;
+// a where all bits of the mask are set, b where none is: no branch, which would keep compilers from vectors.
+INLINE float chosen(uint32_t mask, float a, float b) {
+    return float_of_bits((bits_of_float(a) & mask) | (bits_of_float(b) & ~mask));
 }
 
-// The rational functions are those of Sun's fdlibm (s_erf.c, 1993), in float32.
-static float erf_of(float x) {
-    static const float near_p[] = {1.2837916613e-01f, -3.2504209876e-01f, -2.8481749818e-02f, -5.7702702470e-03f,
-                                   -2.3763017452e-05f};
-    static const float near_q[] = {1.0f, 3.9791721106e-01f, 6.5022252500e-02f, 5.0813062117e-03f, 1.3249473704e-04f,
-                                   -3.9602282413e-06f};
-    static const float one_p[] = {-2.3621185683e-03f, 4.1485610604e-01f, -3.7220788002e-01f, 3.1834661961e-01f,
-                                  -1.1089469492e-01f, 3.5478305072e-02f, -2.1663755178e-03f};
-    static const float one_q[] = {1.0f, 1.0642088205e-01f, 5.4039794207e-01f, 7.1828655899e-02f, 1.2617121637e-01f,
-                                  1.3637083583e-02f, 1.1984500103e-02f};
-    static const float far_p[] = {-9.8649440333e-03f, -6.9385856390e-01f, -1.0558626175e+01f, -6.2375331879e+01f,
-                                  -1.6239666748e+02f, -1.8460508728e+02f, -8.1287437439e+01f, -9.8143291473e+00f};
-    static const float far_q[] = {1.0f, 1.9651271820e+01f, 1.3765776062e+02f, 4.3456588745e+02f, 6.4538726807e+02f,
-                                  4.2900814819e+02f, 1.0863500214e+02f, 6.5702495575e+00f, -6.0424413532e-02f};
-    static const float last_p[] = {-9.8649431020e-03f, -7.9928326607e-01f, -1.7757955551e+01f, -1.6063638306e+02f,
-                                   -6.3756646729e+02f, -1.0250950928e+03f, -4.8351919556e+02f};
-    static const float last_q[] = {1.0f, 3.0338060379e+01f, 3.2579251099e+02f, 1.5367296143e+03f, 3.1998581543e+03f,
-                                   2.5530502930e+03f, 4.7452853394e+02f, -2.2440952301e+01f};
-    const float size = __builtin_fabsf(x);
-    if (x != x) return x;
-    if (size < 0.84375f) return __builtin_fmaf(x, polynomial(near_p, 5, x * x) / polynomial(near_q, 6, x * x), x);
-    if (size < 1.25f) {
-        float s = size - 1.0f;
-        return __builtin_copysignf(8.4506291151e-01f + polynomial(one_p, 7, s) / polynomial(one_q, 7, s), x);
-    }
-    if (size >= 6.0f) return __builtin_copysignf(1.0f, x);
-    float s = 1.0f / (size * size);
-    float ratio = size < 2.857142857f ? polynomial(far_p, 8, s) / polynomial(far_q, 9, s)
-                                      : polynomial(last_p, 7, s) / polynomial(last_q, 8, s);
-    float head = float_of_bits(bits_of_float(size) & 0xfffff000u);  // its square is exact
+INLINE uint32_t mask_of(int is_set) { return 0u - (uint32_t)is_set; }
+
+// One of four, by the range of |x| in which x lies.
+#define BY_RANGE(near, one, far, last) chosen(is_near, near, chosen(is_one, one, chosen(is_far, far, last)))
+
+// The rational functions p(s) / q(s) are those of Sun's fdlibm (s_erf.c, 1993), in float32. There is no branch, so that
+// lanes of different ranges are computed together; a coefficient of zero before the first changes no bit.
+INLINE float erf_of(float x) {
+    const float size = __builtin_fabsf(x), square = size * size;
+    const uint32_t is_near = mask_of(size < 0.84375f), is_one = mask_of(size < 1.25f);
+    const uint32_t is_far = mask_of(size < 2.857142857f), is_last = mask_of(size < 6.0f), is_number = mask_of(x == x);
+    const float s = chosen(is_near, square, chosen(is_one, size - 1.0f, 1.0f / square));
+    float p = BY_RANGE(0.0f, 0.0f, -9.8143291473e+00f, 0.0f);
+    p = __builtin_fmaf(p, s, BY_RANGE(0.0f, -2.1663755178e-03f, -8.1287437439e+01f, -4.8351919556e+02f));
+    p = __builtin_fmaf(p, s, BY_RANGE(0.0f, 3.5478305072e-02f, -1.8460508728e+02f, -1.0250950928e+03f));
+    p = __builtin_fmaf(p, s, BY_RANGE(-2.3763017452e-05f, -1.1089469492e-01f, -1.6239666748e+02f, -6.3756646729e+02f));
+    p = __builtin_fmaf(p, s, BY_RANGE(-5.7702702470e-03f, 3.1834661961e-01f, -6.2375331879e+01f, -1.6063638306e+02f));
+    p = __builtin_fmaf(p, s, BY_RANGE(-2.8481749818e-02f, -3.7220788002e-01f, -1.0558626175e+01f, -1.7757955551e+01f));
+    p = __builtin_fmaf(p, s, BY_RANGE(-3.2504209876e-01f, 4.1485610604e-01f, -6.9385856390e-01f, -7.9928326607e-01f));
+    p = __builtin_fmaf(p, s, BY_RANGE(1.2837916613e-01f, -2.3621185683e-03f, -9.8649440333e-03f, -9.8649431020e-03f));
+    float q = BY_RANGE(0.0f, 0.0f, -6.0424413532e-02f, 0.0f);
+    q = __builtin_fmaf(q, s, BY_RANGE(0.0f, 0.0f, 6.5702495575e+00f, -2.2440952301e+01f));
+    q = __builtin_fmaf(q, s, BY_RANGE(0.0f, 1.1984500103e-02f, 1.0863500214e+02f, 4.7452853394e+02f));
+    q = __builtin_fmaf(q, s, BY_RANGE(-3.9602282413e-06f, 1.3637083583e-02f, 4.2900814819e+02f, 2.5530502930e+03f));
+    q = __builtin_fmaf(q, s, BY_RANGE(1.3249473704e-04f, 1.2617121637e-01f, 6.4538726807e+02f, 3.1998581543e+03f));
+    q = __builtin_fmaf(q, s, BY_RANGE(5.0813062117e-03f, 7.1828655899e-02f, 4.3456588745e+02f, 1.5367296143e+03f));
+    q = __builtin_fmaf(q, s, BY_RANGE(6.5022252500e-02f, 5.4039794207e-01f, 1.3765776062e+02f, 3.2579251099e+02f));
+    q = __builtin_fmaf(q, s, BY_RANGE(3.9791721106e-01f, 1.0642088205e-01f, 1.9651271820e+01f, 3.0338060379e+01f));
+    q = __builtin_fmaf(q, s, BY_RANGE(1.0f, 1.0f, 1.0f, 1.0f));
+    const float ratio = p / q, near = __builtin_fmaf(x, ratio, x), one = 8.4506291151e-01f + ratio;
+    const float head = float_of_bits(bits_of_float(size) & 0xfffff000u);  // its square is exact
     float tail = exp_of(__builtin_fmaf(-head, head, -0.5625f));
     tail *= exp_of(__builtin_fmaf(head - size, head + size, ratio));
-    return __builtin_copysignf(1.0f - tail / size, x);
+    const float far = chosen(is_last, 1.0f - tail / size, 1.0f);
+    const float found = chosen(is_near, near, __builtin_copysignf(chosen(is_one, one, far), x));
+    return chosen(is_number, found, x);
 }
+#undef BY_RANGE
 
 #endif

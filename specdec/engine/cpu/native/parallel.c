@@ -1,4 +1,8 @@
 // The pool of threads. A waiting thread spins for some microseconds, then sleeps: other processes need the cores.
+//
+// The caller publishes a job and takes parts of it like the workers; it waits for the parts that others have taken, not
+// for the workers themselves. A worker takes a part by a word that holds the job's number too, so one that comes late
+// finds nothing to take, whatever job runs by then.
 #define _GNU_SOURCE
 #include "parallel.h"
 
@@ -15,53 +19,56 @@
 
 enum { THREADS_MAX = 64, SPIN_NANOSECONDS = 40000, PAUSES_A_LOOK = 8, ALIGNMENT = 64 };
 
-// A count that threads wait to see changed.
+// Where one thread sleeps.
 typedef struct {
-    atomic_uint value;
-    atomic_int sleepers;
+    _Alignas(ALIGNMENT) atomic_int is_asleep;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-} gate;
+} bed;
 
-#define NEW_GATE {0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER}
+#define NEW_BED {0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER}
 
-// One program runs at a time; `is_busy` is held by its caller.
+// One caller at a time has it, who holds `is_busy`. What is read often lies apart from what is written often.
 static struct {
-    atomic_int is_busy, arrived;
-    int32_t started;  // workers that exist: indices 1 .. started
-    atomic_int cores;  // that this process may use; read by a worker that still leaves the program before
-    int32_t count;     // threads of the program that runs
-    void (*program)(void *argument, sd_thread thread);
-    void *argument;
-    gate meeting;
-    gate work[THREADS_MAX];  // of each worker: raised once for each program of which it is part
+    atomic_int is_busy;
+    int32_t started;   // workers that exist: indices 1 .. started
+    atomic_int cores;  // that this process may use
+    // The job. A worker reads it before it takes a part, which it cannot if the job is another by then.
+    _Alignas(ALIGNMENT) atomic_uint number;
+    atomic_int threads, parts;
+    _Atomic(sd_job) job;
+    _Atomic(void *) argument;
+    _Alignas(ALIGNMENT) _Atomic uint64_t open;  // the job's number << 32 | parts that nobody has taken
+    _Alignas(ALIGNMENT) atomic_uint left;       // parts that have not ended
+    bed caller, worker[THREADS_MAX];
 } pool;
 
 static pthread_once_t prepared = PTHREAD_ONCE_INIT;
 
-static void set_gate(gate *g) {
-    const gate fresh = NEW_GATE;
-    g->lock = fresh.lock;
-    g->changed = fresh.changed;
-    atomic_init(&g->value, 0);
-    atomic_init(&g->sleepers, 0);
+static void set_bed(bed *b) {
+    const bed fresh = NEW_BED;
+    b->lock = fresh.lock;
+    b->changed = fresh.changed;
+    atomic_init(&b->is_asleep, 0);
 }
 
 // Also the child's state after a fork: its parent's workers do not exist there.
 static void set_pool(void) {
     atomic_init(&pool.is_busy, 0);
-    atomic_init(&pool.arrived, 0);
     pool.started = 0;
-    set_gate(&pool.meeting);
-    for (int32_t i = 0; i < THREADS_MAX; i++) set_gate(&pool.work[i]);
+    atomic_init(&pool.parts, 0);
+    atomic_init(&pool.open, 0);
+    atomic_init(&pool.left, 0);
+    set_bed(&pool.caller);
+    for (int32_t i = 0; i < THREADS_MAX; i++) set_bed(&pool.worker[i]);
 }
 
-static void raise_gate(gate *g) {
-    atomic_fetch_add(&g->value, 1);
-    if (atomic_load(&g->sleepers) == 0) return;
-    pthread_mutex_lock(&g->lock);
-    pthread_cond_broadcast(&g->changed);
-    pthread_mutex_unlock(&g->lock);
+// After a change of what the thread waits for.
+static void wake(bed *b) {
+    if (!atomic_load(&b->is_asleep)) return;
+    pthread_mutex_lock(&b->lock);
+    pthread_cond_signal(&b->changed);
+    pthread_mutex_unlock(&b->lock);
 }
 
 static inline void pause_briefly(void) {
@@ -79,19 +86,19 @@ static int64_t now_nanoseconds(void) {
 }
 
 // Waits until the value differs from `seen`; `may_spin`: before it sleeps.
-static void await_gate(gate *g, unsigned seen, int may_spin) {
+static void await_change(bed *b, atomic_uint *value, unsigned seen, int may_spin) {
     int64_t end = may_spin ? now_nanoseconds() + SPIN_NANOSECONDS : 0;
     do {
         for (int i = 0; i < PAUSES_A_LOOK; i++) {
-            if (atomic_load_explicit(&g->value, memory_order_acquire) != seen) return;
+            if (atomic_load_explicit(value, memory_order_acquire) != seen) return;
             pause_briefly();
         }
     } while (may_spin && now_nanoseconds() < end);
-    pthread_mutex_lock(&g->lock);
-    atomic_fetch_add(&g->sleepers, 1);
-    while (atomic_load(&g->value) == seen) pthread_cond_wait(&g->changed, &g->lock);
-    atomic_fetch_sub(&g->sleepers, 1);
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_lock(&b->lock);
+    atomic_store(&b->is_asleep, 1);
+    while (atomic_load(value) == seen) pthread_cond_wait(&b->changed, &b->lock);
+    atomic_store(&b->is_asleep, 0);
+    pthread_mutex_unlock(&b->lock);
 }
 
 // To round to nearest, with denormals; returns what was set before.
@@ -120,26 +127,35 @@ static void restore_rounding(uint64_t before) {
 #endif
 }
 
-void sd_meet(sd_thread thread) {
-    if (thread.count == 1) return;
-    unsigned seen = atomic_load(&pool.meeting.value);
-    if (atomic_fetch_add(&pool.arrived, 1) + 1 == thread.count) {
-        atomic_store(&pool.arrived, 0);
-        raise_gate(&pool.meeting);
-    } else {
-        await_gate(&pool.meeting, seen, thread.count <= pool.cores);
+// Whether waiting threads may spin: each has a core.
+static int may_spin(void) { return atomic_load(&pool.threads) <= atomic_load(&pool.cores); }
+
+// Takes parts of the job at hand until there are none, and runs them. A part that was taken, and does not yet count as
+// ended, keeps the job at hand: what was read of it before is then its own.
+static void take_parts(int32_t index) {
+    uint64_t open = atomic_load_explicit(&pool.open, memory_order_acquire);
+    const uint64_t number = open >> 32;
+    const int32_t parts = atomic_load_explicit(&pool.parts, memory_order_relaxed);
+    const sd_job job = atomic_load_explicit(&pool.job, memory_order_relaxed);
+    void *argument = atomic_load_explicit(&pool.argument, memory_order_relaxed);
+    if (index >= atomic_load_explicit(&pool.threads, memory_order_relaxed)) return;
+    unsigned ended = 0;
+    while (open >> 32 == number && (uint32_t)open > 0) {
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+        job(argument, (sd_thread){parts - (int32_t)(uint32_t)open, parts});
+        ended++;
+        open = atomic_load_explicit(&pool.open, memory_order_relaxed);
     }
+    if (ended > 0 && atomic_fetch_sub(&pool.left, ended) == ended) wake(&pool.caller);
 }
 
 static void *work(void *place) {
-    gate *mine = place;
-    int32_t index = (int32_t)(mine - pool.work);
-    for (unsigned seen = 0;; seen++) {
-        await_gate(mine, seen, 1);
-        set_rounding();
-        sd_thread thread = {index, pool.count};
-        pool.program(pool.argument, thread);
-        sd_meet(thread);
+    bed *mine = place;
+    set_rounding();
+    for (;;) {
+        unsigned seen = atomic_load(&pool.number);
+        take_parts((int32_t)(mine - pool.worker));
+        await_change(mine, &pool.number, seen, may_spin());
     }
     return NULL;
 }
@@ -152,7 +168,7 @@ static int32_t grow(int32_t count) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.started + 1 < count) {
         pthread_t id;
-        if (pthread_create(&id, NULL, work, &pool.work[pool.started + 1]) != 0) break;
+        if (pthread_create(&id, NULL, work, &pool.worker[pool.started + 1]) != 0) break;
         pthread_detach(id);
         pool.started++;
     }
@@ -162,33 +178,51 @@ static int32_t grow(int32_t count) {
     return pool.started + 1 < count ? pool.started + 1 : count;
 }
 
-static void run_on_pool(void (*program)(void *argument, sd_thread thread), void *argument, int32_t threads) {
-    int32_t count = pool.started + 1 < threads ? grow(threads) : threads;
-    pool.program = program;
-    pool.argument = argument;
-    pool.count = count;
-    for (int32_t i = 1; i < count; i++) raise_gate(&pool.work[i]);
-    sd_thread thread = {0, count};
-    program(argument, thread);
-    sd_meet(thread);
-}
-
 static void prepare(void) {
     set_pool();
     pthread_atfork(NULL, NULL, set_pool);
 }
 
-void sd_run(void (*program)(void *argument, sd_thread thread), void *argument, int32_t threads) {
-    uint64_t before = set_rounding();
-    int32_t wanted = threads < THREADS_MAX ? threads : THREADS_MAX;
+sd_team sd_gather(int32_t threads) {
+    sd_team team = {threads < THREADS_MAX ? threads : THREADS_MAX, set_rounding()};
     pthread_once(&prepared, prepare);
-    if (wanted > 1 && atomic_exchange(&pool.is_busy, 1) == 0) {
-        run_on_pool(program, argument, wanted);
-        atomic_store(&pool.is_busy, 0);
-    } else {
-        program(argument, (sd_thread){0, 1});
+    if (team.threads > 1 && atomic_exchange(&pool.is_busy, 1) != 0) team.threads = 1;
+    if (team.threads > 1 && pool.started + 1 < team.threads) {
+        team.threads = grow(team.threads);
+        if (team.threads == 1) atomic_store(&pool.is_busy, 0);
     }
-    restore_rounding(before);
+    return team;
+}
+
+void sd_release(const sd_team *team) {
+    if (team->threads > 1) atomic_store(&pool.is_busy, 0);
+    restore_rounding(team->rounding);
+}
+
+void sd_share(const sd_team *team, sd_job job, void *argument, int64_t parts) {
+    if (team->threads <= 1 || parts <= 1) {
+        job(argument, (sd_thread){0, 1});
+        return;
+    }
+    const unsigned number = atomic_load_explicit(&pool.number, memory_order_relaxed) + 1;
+    const int32_t count = (int32_t)(parts < INT32_MAX ? parts : INT32_MAX);
+    atomic_store_explicit(&pool.job, job, memory_order_relaxed);
+    atomic_store_explicit(&pool.argument, argument, memory_order_relaxed);
+    atomic_store_explicit(&pool.threads, team->threads, memory_order_relaxed);
+    atomic_store_explicit(&pool.parts, count, memory_order_relaxed);
+    atomic_store_explicit(&pool.left, (unsigned)count, memory_order_relaxed);
+    atomic_store_explicit(&pool.open, (uint64_t)number << 32 | (uint32_t)count, memory_order_release);
+    atomic_store(&pool.number, number);
+    for (int32_t i = 1; i < team->threads && i < count; i++) wake(&pool.worker[i]);
+    take_parts(0);
+    for (unsigned left; (left = atomic_load_explicit(&pool.left, memory_order_acquire)) != 0;)
+        await_change(&pool.caller, &pool.left, left, may_spin());
+}
+
+void sd_run(sd_job job, void *argument, int32_t threads) {
+    const sd_team team = sd_gather(threads);
+    sd_share(&team, job, argument, team.threads);
+    sd_release(&team);
 }
 
 // Memory of one thread, freed at its end.

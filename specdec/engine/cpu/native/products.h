@@ -351,6 +351,29 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
     }
 }
 
+// Parts of a product: of whole tiles, a few for each thread; where rows are few, at most PART_BYTES of weights each.
+enum { PARTS_A_THREAD = 4, MANY_PARTS_A_THREAD = 2, PART_BYTES = 256 << 10 };
+
+INLINE int64_t tile_panels(int64_t rows) {
+    return rows > TILE_ROWS ? BLOCK_PANELS : wide_panels[rows > 0 ? rows - 1 : 0];
+}
+
+static int64_t product_parts(const sd_weight *w, int64_t rows, int32_t threads) {
+    if (threads <= 1) return 1;
+    int64_t tiles = quotient_up(quotient_up(w->out_size, LANES), tile_panels(rows));
+    if (rows > TILE_ROWS) return least(tiles, (int64_t)threads * MANY_PARTS_A_THREAD);
+    int64_t few = (int64_t)threads * PARTS_A_THREAD, small = w->out_size * w->in_size * 2 / PART_BYTES;
+    return least(tiles, few > small ? few : small);
+}
+
+// The panels of a part.
+static void share_panels(const sd_weight *w, int64_t rows, sd_thread part, int64_t *first, int64_t *end) {
+    int64_t panels = quotient_up(w->out_size, LANES), tile = tile_panels(rows);
+    sd_part(quotient_up(panels, tile), part, first, end);
+    *first = least(*first * tile, panels);
+    *end = least(*end * tile, panels);
+}
+
 static int64_t packed_bytes(int32_t type, int64_t out_size, int64_t in_size) {
     int64_t elements = type == SD_BFLOAT16 ? quotient_up(in_size, 2) * 2 : in_size;
     return quotient_up(out_size, LANES) * LANES * elements * (type == SD_FLOAT32 ? 4 : 2);
@@ -383,17 +406,19 @@ typedef struct {
     int64_t x_stride, y_stride, rows;
 } product_call;
 
-static void product_program(void *argument, sd_thread thread) {
+static void product_job(void *argument, sd_thread part) {
     const product_call *c = argument;
     int64_t first, end;
-    sd_part(quotient_up(c->weight->out_size, LANES), thread, &first, &end);
+    share_panels(c->weight, c->rows, part, &first, &end);
     product_part(c->weight, c->x, c->x_type, c->x_stride, c->y, c->y_type, c->y_stride, c->rows, first, end);
 }
 
 static void product(const sd_weight *weight, const void *x, int32_t x_type, int64_t x_stride, void *y, int32_t y_type,
                     int64_t y_stride, int64_t rows, int32_t threads) {
     product_call call = {weight, x, y, x_type, y_type, x_stride, y_stride, rows};
-    sd_run(product_program, &call, threads);
+    const sd_team team = sd_gather(threads);
+    sd_share(&team, product_job, &call, product_parts(weight, rows, team.threads));
+    sd_release(&team);
 }
 
 #endif
