@@ -1,7 +1,7 @@
 """The target's token of every row under `COUPLED`: argmax(score + G) over the support, ties to the lowest id.
 
 On a CPU with native kernels, rows that nothing but a temperature changes are decided by one call of these
-(`Kernels.race`), all others by torch, to the same token.
+(`engine.cpu.sampling`), all others by torch, to the same token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from specdec.decoding.distribution import (
 from specdec.decoding.edits import PathContext
 from specdec.decoding.host_copy import HostCopy
 from specdec.decoding.noise import gumbel, gumbel_keys
-from specdec.engine.cpu.kernels import UNDECIDED, kernels
+from specdec.engine.cpu.sampling import UNDECIDED, kernels_for, race
 from specdec.protocol.noise import Lane, stream_key
 
 
 def coupled_token_ids(logits: Tensor, contexts: Sequence[PathContext], host_copy: HostCopy) -> Tensor:
     """Returns the token of each row, for any draft tokens. Rows and `host_copy`: see `sampled_distribution`.
     # [rows] int64"""
-    native = kernels() if logits.device.type == "cpu" and logits.dtype is torch.float32 else None
+    native = kernels_for(logits)
     if native is None:
         return perturbed_token_ids(logits, contexts, host_copy)
     rows = [row_context(context, offset) for context in contexts for offset in range(context.row_count)]
@@ -38,7 +38,7 @@ def coupled_token_ids(logits: Tensor, contexts: Sequence[PathContext], host_copy
     found = [UNDECIDED] * len(rows)
     if raced:
         keys = [stream_key(rows[index].params.seed, Lane.GUMBEL, rows[index].first_position) for index in raced]
-        tokens = native.race(taken(logits, raced), keys, [rows[index].params.temperature for index in raced])
+        tokens = race(native, taken(logits, raced), keys, [rows[index].params.temperature for index in raced])
         for index, token_id in zip(raced, tokens):
             found[index] = token_id
     left = [index for index, token_id in enumerate(found) if token_id == UNDECIDED]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,9 +40,8 @@ class StepResult:
     hidden: torch.Tensor | None = None
 
 
-@runtime_checkable
 class WholeStep(Protocol):
-    """A plan whose backend runs the model's layers in one call, in place of its modules."""
+    """A plan whose backend runs the model's layers in one call, in place of its modules; no other plan has `run`."""
 
     def run(
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool

@@ -1,4 +1,4 @@
-"""The perturbed argmax of the native kernels: the token of torch in every row, or none."""
+"""Sampling on the native kernels: the target's token is that of torch in every row, or none; guesses are near it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from specdec.decoding import coupled
 from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.cpu.kernels import UNDECIDED, Kernels, kernels
+from specdec.engine.cpu.kernels import Kernels, kernels
+from specdec.engine.cpu.sampling import UNDECIDED, guess, race
 from specdec.protocol.noise import Lane, stream_key
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -31,7 +32,7 @@ def raced(logits: torch.Tensor, positions: range, temperature: float) -> list[in
     native = kernels()
     assert native is not None
     keys = [stream_key(SEED, Lane.GUMBEL, position) for position in positions]
-    return native.race(logits, keys, [temperature] * len(positions))
+    return race(native, logits, keys, [temperature] * len(positions))
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 2.0])
@@ -131,14 +132,33 @@ def test_a_batch_of_all_kinds_of_rows_has_the_tokens_of_torch(monkeypatch: pytes
     logits = torch.randn(sum(counts), 500) * 3
     asked: list[int] = []
 
-    race = Kernels.race
-
-    def counted(self: Kernels, rows: torch.Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
+    def counted(native: Kernels, rows: torch.Tensor, keys: list[int], temperatures: list[float]) -> list[int]:
         asked.append(len(rows))
-        return race(self, rows, keys, temperatures)
+        return race(native, rows, keys, temperatures)
 
-    monkeypatch.setattr(Kernels, "race", counted)
+    monkeypatch.setattr(coupled, "race", counted)
     found = verify(requests, counts, logits)
     assert asked == [9 + 9 + 4]
-    monkeypatch.setattr(coupled, "kernels", lambda: None)
+    monkeypatch.setattr(coupled, "kernels_for", lambda logits: None)
     assert verify(requests, counts, logits) == found
+
+
+@pytest.mark.parametrize("width", [1, 2, 17, 256, 257, 4096])
+def test_guesses_are_the_likeliest_with_their_shares(width: int) -> None:
+    """Claim: a draft's guesses are the tokens with the largest scores, and their shares those of the softmax over all
+    tokens, to 10^-5; tokens of probability 0 are no guesses. Conclusive: against float64 over all tokens, for flat and
+    steep rows; a share is wrong if any token is counted twice, left out, or given another's noise."""
+    native = kernels()
+    assert native is not None
+    torch.manual_seed(width)
+    rows, count = 40, min(4, width)
+    for number, (scale, temperature) in enumerate(((0.0, 1.0), (3.0, 0.7), (30.0, 2.0))):
+        logits = torch.randn(rows, width) * scale
+        logits[:, 1::3] = -math.inf
+        positions = range(100 * number, 100 * number + rows)
+        keys = [stream_key(SEED, Lane.GUMBEL, position) for position in positions]
+        wanted = (logits.double() / temperature + noise(positions, width)).softmax(1).topk(count, dim=1)
+        ids, shares = guess(native, logits, keys, [temperature] * rows, count)
+        assert torch.allclose(torch.tensor(shares, dtype=torch.float64), wanted.values, rtol=1e-5, atol=1e-20)
+        is_clear = wanted.values > 1e-12
+        assert torch.equal(torch.tensor(ids)[is_clear], wanted.indices[is_clear])

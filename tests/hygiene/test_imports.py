@@ -77,6 +77,7 @@ TABLE = (
             "specdec.protocol.noise",
             "specdec.protocol.shape",
             "specdec.engine.cpu.kernels",
+            "specdec.engine.cpu.sampling",
         ),
         NETWORK_LIBRARIES + ("asyncio", "transformers"),
     ),

@@ -192,6 +192,12 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     }
     sd_race(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, best, threads);
     add_bits(best, rows * 8);
+    int64_t count = model->vocabulary_size < 4 ? model->vocabulary_size : 4, *ids = memory_of(rows * count * 8);
+    float *shares = memory_of(rows * count * 4);
+    sd_guess(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, count, ids, shares,
+             threads);
+    add_bits(ids, rows * count * 8);
+    add_bits(shares, rows * count * 4);
     char *keys = qkv + attended * item_size(type), *values = keys + one * item_size(type);
     sd_write(&layer->cache, &p->rows, keys, qkv_size, values, qkv_size, threads);
     char *out = memory_of(rows * attended * item_size(type));

@@ -12,8 +12,7 @@ import functools
 import logging
 import os
 import zlib
-from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ CHOICES = ("avx2", "avx512", "avx512_bf16", "neon", "off")
 LIBRARY = Path(__file__).with_name("_kernels.so")
 SOURCES = Path(__file__).with_name("native")
 SLAB_BYTES = 64 << 20
-UNDECIDED = -1  # of `race`
 ACTIVATIONS = {
     "silu": structs.SILU,
     "gelu": structs.GELU_ERF,
@@ -100,6 +98,7 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     ),
     "sd_argmax": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
     "sd_race": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+    "sd_guess": (c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
     "sd_step": (
         *(POINTER(structs.ModelStruct), POINTER(structs.RowsStruct), POINTER(structs.StepStruct)),
         c_int32,
@@ -161,6 +160,11 @@ class Kernels:
 
     def __repr__(self) -> str:
         return f"Kernels(version {self.version}, {self.family}, {self.instructions})"
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The functions of kernels.h, for modules of this package; their arguments are not checked."""
+        return self._library
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -269,21 +273,6 @@ class Kernels:
         arguments = x.data_ptr(), stride, result.numel(), size, result.data_ptr(), torch.get_num_threads()
         self._library.sd_argmax(*arguments)
         return result
-
-    def race(self, x: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> list[int]:
-        """x [rows, size] float32 -> of each row the index of the largest x / temperature + noise of its key (of
-        `protocol.noise.stream_key`), or UNDECIDED where two are so close that another logarithm could choose the other
-        one. Temperatures are above 0."""
-        if x.dtype is not torch.float32 or x.dim() != 2 or not x.shape[1]:
-            refuse("x", f"{x.dtype} {list(x.shape)}", "torch.float32 [rows, size], of at least one")
-        count, size = x.shape
-        if not len(keys) == len(temperatures) == count:
-            refuse("keys and temperatures", f"{len(keys)} and {len(temperatures)}", f"one for each of {count} rows")
-        x, stride = _rows_of("x", x, size)
-        best = (c_int64 * count)()
-        arrays = (c_uint64 * count)(*keys), (c_double * count)(*temperatures), best
-        self._library.sd_race(x.data_ptr(), stride, count, size, *arrays, torch.get_num_threads())
-        return list(best)
 
     def step(self, model: StepModel, rows: Rows, arguments: StepArguments) -> int:
         """Runs the model's step over these rows, into the results of `arguments`; returns structs.DONE, ABANDONED,

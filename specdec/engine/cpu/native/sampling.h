@@ -1,4 +1,6 @@
-// The perturbed argmax of COUPLED: the token with the largest score s + G of a row. s = (x - largest x) / temperature,
+// Tokens under the noise of COUPLED: the target's choice, and the guesses of a draft.
+//
+// The target's choice is the perturbed argmax: the token with the largest score s + G of a row. s = (x - largest x) / temperature,
 // and G = -log(-log(u)), u = (h + 1/2) / 2^52 with the noise h of the row's key and the token's id (specdec/decoding/
 // noise.py).
 //
@@ -13,12 +15,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "elementary.h"
 #include "parallel.h"
 #include "simd.h"
 
-enum { RACED = 256 };              // tokens whose bounds are computed together
+enum { RACED = 256 };              // tokens that are computed together
 #define LEAST_GUMBEL -3.7          // G of h = 0 is -3.61
 #define SCORE_ERROR 1e-9           // relative to 1 + |score|: a hundred thousand times that of both logarithms together
+#define LEAST_SCORE -87.0f         // its e^s is the least normal number; below it a token counts for nothing
 #define INVERSE_TEMPERATURE_MAX 1e30
 #define LN2 0x1.62e42fefa39efp-1
 #define LN2_ABOVE 0x1.62e42fefa39f0p-1
@@ -30,12 +34,18 @@ INLINE uint64_t noise_of(uint64_t key, int64_t id) {
     return (h ^ (h >> 31)) >> 12;
 }
 
-// An upper bound of G.
-INLINE double gumbel_bound(uint64_t noise) {
+// 1 - u.
+INLINE double above(uint64_t noise) {
     uint64_t bits = noise | 0x3FF0000000000000u;
     double number;
     memcpy(&number, &bits, sizeof number);  // 1 + noise / 2^52
-    double rest = 2 - number - 0x1p-53;     // 1 - u, exact
+    return 2 - number - 0x1p-53;            // exact
+}
+
+// An upper bound of G.
+INLINE double gumbel_bound(uint64_t noise) {
+    double rest = above(noise);
+    uint64_t bits;
     memcpy(&bits, &rest, sizeof bits);
     return LN2_ABOVE * (1023 - (double)(int32_t)(bits >> 32) * 0x1p-20);
 }
@@ -103,6 +113,8 @@ typedef struct {
     const uint64_t *keys;
     const double *temperatures;
     int64_t *best;
+    int64_t count;  // of the guesses
+    float *shares;
 } race_call;
 
 static void race_program(void *argument, sd_thread thread) {
@@ -119,6 +131,77 @@ static void race(const float *x, int64_t stride, int64_t rows, int64_t size, con
     race_call call = {.x = x, .stride = stride, .rows = rows, .size = size, .keys = keys,
                       .temperatures = temperatures, .best = best};
     sd_run(race_program, &call, threads);
+}
+
+// The guesses of a draft under the same noise: the tokens with the largest e^s / -log(u), which is e^(s + G), and each
+// one's share of their sum over all tokens. They decide no text: everything is float32, in any order that is fast.
+
+// log of a normal number above 0, to 1e-7 of its value. `below`: 1 - x, which is precise where x is near 1.
+INLINE float near_log(float x, float below) {
+    int32_t bits = (int32_t)bits_of_float(x), exponent = (bits - 0x3F3504F3) >> 23;  // the bits of 1/sqrt 2
+    float m = float_of_bits((uint32_t)(bits - (int32_t)((uint32_t)exponent << 23)));
+    float far = m - 1.0f, f = exponent == 0 ? -below : far, z = f / (2.0f + f), square = z * z;
+    float sum = __builtin_fmaf(square, 0.111111111f, 0.142857143f);
+    sum = __builtin_fmaf(square, sum, 0.2f);
+    sum = __builtin_fmaf(square, sum, 0.333333333f);
+    return __builtin_fmaf((float)exponent, 0.693147181f, 2.0f * __builtin_fmaf(z * square, sum, z));
+}
+
+static void guess_row(const float *x, int64_t size, uint64_t key, double temperature, int64_t count, int64_t *ids,
+                      float *shares) {
+    float largest = largest_of(x, size), inverse = (float)(1 / temperature);
+    double total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        ids[i] = 0;
+        shares[i] = 0;
+    }
+    for (int64_t start = 0; start < size; start += RACED) {
+        int64_t width = size - start < RACED ? size - start : RACED;
+        float u[RACED], rest[RACED], scores[RACED], weights[RACED] = {0}, least = shares[count - 1];
+        int32_t is_any = 0;
+        for (int64_t j = 0; j < width; j++) {
+            double own = above(noise_of(key, start + j));
+            u[j] = (float)(1 - own);
+            rest[j] = (float)own;
+            scores[j] = (x[start + j] - largest) * inverse;
+        }
+        for (int64_t j = 0; j < width; j++) weights[j] = exp_of(scores[j]) / -near_log(u[j], rest[j]);
+        for (int64_t j = 0; j < width; j++) weights[j] = scores[j] > LEAST_SCORE ? weights[j] : 0.0f;
+        for (int64_t j = 0; j < width; j++) is_any |= weights[j] > least;
+        v16 sums = v16_zero();
+        for (int64_t j = 0; j < RACED; j += LANES) sums = v16_add(sums, v16_load(weights + j));
+        float lanes[LANES];
+        v16_store(lanes, sums);
+        for (int lane = 0; lane < LANES; lane++) total += (double)lanes[lane];
+        for (int64_t j = 0; is_any && j < width; j++) {
+            if (!(weights[j] > shares[count - 1])) continue;
+            int64_t place = count - 1;
+            for (; place > 0 && shares[place - 1] < weights[j]; place--) {
+                ids[place] = ids[place - 1];
+                shares[place] = shares[place - 1];
+            }
+            ids[place] = start + j;
+            shares[place] = weights[j];
+        }
+    }
+    for (int64_t i = 0; i < count; i++) shares[i] = total > 0 ? (float)((double)shares[i] / total) : 0.0f;
+}
+
+static void guess_program(void *argument, sd_thread thread) {
+    const race_call *c = argument;
+    int64_t first, end, count = c->count;
+    sd_part(c->rows, thread, &first, &end);
+    for (int64_t r = first; r < end; r++) {
+        guess_row(c->x + r * c->stride, c->size, c->keys[r], c->temperatures[r], count, c->best + r * count,
+                  c->shares + r * count);
+    }
+}
+
+static void guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+                  const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads) {
+    race_call call = {.x = x, .stride = stride, .rows = rows, .size = size, .keys = keys, .temperatures = temperatures,
+                      .best = ids, .count = count, .shares = shares};
+    sd_run(guess_program, &call, threads);
 }
 
 #endif

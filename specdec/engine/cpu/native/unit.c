@@ -32,5 +32,6 @@ const sd_kernels TABLE_OF(UNIT) = {
     .attend = attend,
     .argmax = argmax,
     .race = race,
+    .guess = guess,
     .step = step_on,
 };
