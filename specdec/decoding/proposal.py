@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -24,7 +24,9 @@ from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
 from specdec.decoding.noise import gumbel_bits, gumbel_keys
 from specdec.decoding.top import top
 from specdec.decoding.verification import in_order
-from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS
+from specdec.engine.cpu.kernels import Kernels
+from specdec.engine.cpu.sampling import guess, kernels_for
+from specdec.protocol.noise import GUMBEL_BITS, UNIFORM_BITS, Lane, stream_key
 from specdec.protocol.types import (
     DRAFT_PROBS_STEPS_PER_OCTAVE,
     DRAFT_PROBS_WEIGHTS,
@@ -119,10 +121,19 @@ def propose(requests: Sequence[ProposalRequest], logits: Tensor) -> list[Proposa
 
 def edited_rows(requests: Sequence[ProposalRequest], logits: Tensor) -> Tensor:
     """Returns the logits after all edits: the argument itself without edits."""
-    all_params = {id(request.params): request.params for request in requests}.values()
-    if not any(params.logit_bias or params.has_penalties or params.min_tokens for params in all_params):
+    if not any(map(may_edit, own_params(requests))):
         return logits
     return edited_logits(logits, [PathContext(request.params, request.path) for request in requests])
+
+
+def own_params(requests: Sequence[ProposalRequest]) -> Iterable[ResolvedSamplingParams]:
+    """Returns the parameters of all requests, those that several share once."""
+    return {id(request.params): request.params for request in requests}.values()
+
+
+def may_edit(params: ResolvedSamplingParams) -> bool:
+    """Whether an edit may change logits."""
+    return bool(params.logit_bias or params.has_penalties or params.min_tokens)
 
 
 def greedy_proposals(
@@ -140,11 +151,16 @@ def coupled_proposals(
 ) -> Callable[[], list[Proposal]]:
     """Returns a function for the tokens of highest score log p + noise, and their softmax shares of these scores."""
     all_params = [request.params for request in requests]
+    seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
+    if (native := native_guesser(requests, logits)) is not None:
+        keys = [stream_key(seed, Lane.GUMBEL, position) for seed, position in zip(seeds, positions)]
+        count = guess_count(requests, logits.shape[1])
+        found = guess(native, logits, keys, [params.temperature for params in all_params], count)
+        return guesses_of(requests, lambda: found[0], lambda: found[1])
     if logits.shape[1] > NOISED_TOKENS_MAX or any(params.top_k or params.top_p < 1 for params in all_params):
         scores, token_ids = likeliest_of_distribution(requests, logits, NOISED_LIKELIEST)
     else:
         scores, token_ids = tempered_distribution(requests, logits), None
-    seeds, positions = [params.seed for params in all_params], [len(request.path) for request in requests]
     if token_ids is None and not is_far(logits.device):
         raced = kept_noise(list(zip(seeds, positions)), scores.shape[1])
     else:
@@ -155,6 +171,12 @@ def coupled_proposals(
     shares = raced.softmax(1).gather(1, columns)
     chosen = columns if token_ids is None else token_ids.gather(1, columns)
     return guesses_of(requests, host_copy.bring(chosen), host_copy.bring(shares))
+
+
+def native_guesser(requests: Sequence[ProposalRequest], logits: Tensor) -> Kernels | None:
+    """Returns the native kernels if these requests' guesses need nothing but logits and temperatures."""
+    others = (params.top_k or params.top_p < 1 or params.min_p or may_edit(params) for params in own_params(requests))
+    return None if logits.shape[1] > NOISED_TOKENS_MAX or any(others) else kernels_for(logits)
 
 
 def noise(keys: Tensor, token_ids: Tensor) -> Tensor:

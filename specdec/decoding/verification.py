@@ -8,16 +8,16 @@ chain; without any this is plain decoding, by the same code.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from specdec.decoding.coupled import coupled_token_ids
 from specdec.decoding.distribution import (
     Support,
-    first_argmax,
     greedy_token_ids,
     in_row_order,
     likeliest,
@@ -28,7 +28,6 @@ from specdec.decoding.distribution import (
 )
 from specdec.decoding.edits import PathContext
 from specdec.decoding.host_copy import HostCopy, crossed, is_far, sent
-from specdec.decoding.noise import gumbel, gumbel_keys
 from specdec.protocol.noise import Lane, uniform
 from specdec.protocol.shape import branches, children, path_tokens
 from specdec.protocol.types import DraftProbs, PositionLogprobs, ResolvedSamplingParams, Rule, SamplerOutput
@@ -132,7 +131,7 @@ def output_of_rule(
     if rule is Rule.GREEDY:
         chosen = greedy_token_ids(logits, contexts)
     elif rule is Rule.COUPLED:
-        chosen = coupled_token_ids(sampled_distribution(logits, contexts, host_copy), contexts, logits.device)
+        chosen = coupled_token_ids(logits, contexts, host_copy)
     else:
         chosen, probs = rejection_output(sampled_distribution(logits, contexts, host_copy), requests)
         target_probs = host_copy.bring(probs)
@@ -140,7 +139,7 @@ def output_of_rule(
     ends = list(itertools.accumulate(request.row_count for request in requests))
     places = [slice(end - request.row_count, end) for end, request in zip(ends, requests)]
     tokens_of = [slice(place.start - index, place.stop - index - 1) for index, place in enumerate(places)]
-    reported = [logprobs_of(r, chosen[place], logits[place], host_copy) for r, place in zip(requests, places)]
+    reported = [logprobs_of(r, chosen, logits, place, host_copy) for r, place in zip(requests, places)]
 
     def finish() -> list[SamplerOutput]:
         tokens, probs = recovered(), target_probs()
@@ -153,11 +152,13 @@ def output_of_rule(
 
 
 def logprobs_of(
-    request: VerificationRequest, recovered: Tensor, logits: Tensor, host_copy: HostCopy
+    request: VerificationRequest, recovered: Tensor, logits: Tensor, place: slice, host_copy: HostCopy
 ) -> Callable[[], tuple[tuple[float, ...], tuple[PositionLogprobs, ...]]]:
-    """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`."""
+    """Returns a function for log-probabilities of draft and recovered tokens, if the request has `logprobs`. `place`:
+    its rows."""
     if request.params.logprobs is None:
         return lambda: ((), ())
+    recovered, logits = recovered[place], logits[place]
     following = children(request.parents, len(request.draft_token_ids))
     most = max(map(len, following))
     filled = [[request.draft_token_ids[index] for index in row] + [0] * (most - len(row)) for row in following]
@@ -200,23 +201,6 @@ def position_logprobs(
         return [[PositionLogprobs(value, *top) for value in line] for line, top in zip(chosen(), tops)]
 
     return finish
-
-
-def coupled_token_ids(supports: list[Support], contexts: Sequence[PathContext], device: torch.device) -> Tensor:
-    """Returns argmax(score + G) over the support, ties to the lowest id, for any draft tokens.  # [rows] int64"""
-    perturbed = perturbed_scores(supports, contexts, device)
-    return in_row_order([(support.rows, support.token_ids_at(first_argmax(scores))) for support, scores in perturbed])
-
-
-def perturbed_scores(
-    supports: list[Support], contexts: Sequence[PathContext], device: torch.device
-) -> Iterator[tuple[Support, Tensor]]:
-    """Yields each support with its scores plus the Gumbel noise of seed, position, token.  # [n, columns] float64"""
-    seeds = [context.params.seed for context in contexts for _ in range(context.row_count)]
-    positions = [context.first_position + offset for context in contexts for offset in range(context.row_count)]
-    keys = gumbel_keys(seeds, positions, device)
-    for support in supports:
-        yield support, gumbel(taken(keys, support.rows), support.ids).add_(support.scores)
 
 
 def rejection_output(supports: list[Support], requests: Sequence[VerificationRequest]) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,14 @@ TABLE = (
     ),
     Imports(
         "specdec.decoding",
-        ("specdec.errors", "specdec.protocol.types", "specdec.protocol.noise", "specdec.protocol.shape"),
+        (
+            "specdec.errors",
+            "specdec.protocol.types",
+            "specdec.protocol.noise",
+            "specdec.protocol.shape",
+            "specdec.engine.cpu.kernels",
+            "specdec.engine.cpu.sampling",
+        ),
         NETWORK_LIBRARIES + ("asyncio", "transformers"),
     ),
     Imports(

@@ -181,6 +181,20 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     int64_t *best = memory_of(rows * 8);
     sd_argmax(logits, model->vocabulary_size, rows, model->vocabulary_size, best, threads);
     add_bits(best, rows * 8);
+    uint64_t *seeds = memory_of(rows * 8);
+    double *temperatures = memory_of(rows * 8);
+    for (int64_t r = 0; r < rows; r++) {
+        seeds[r] = 0x9E3779B97F4A7C15u * (uint64_t)(r + 1);
+        temperatures[r] = 0.5 + (double)(r % 3);
+    }
+    sd_race(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, best, threads);
+    add_bits(best, rows * 8);
+    int64_t count = model->vocabulary_size < 4 ? model->vocabulary_size : 4, *ids = memory_of(rows * count * 8);
+    float *shares = memory_of(rows * count * 4);
+    sd_guess(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, count, ids, shares,
+             threads);
+    add_bits(ids, rows * count * 8);
+    add_bits(shares, rows * count * 4);
     char *keys = qkv + attended * item_size(type), *values = keys + one * item_size(type);
     sd_write(&layer->cache, &p->rows, keys, qkv_size, values, qkv_size, threads);
     char *out = memory_of(rows * attended * item_size(type));

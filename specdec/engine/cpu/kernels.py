@@ -97,6 +97,8 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
         *(c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32),
     ),
     "sd_argmax": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
+    "sd_race": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+    "sd_guess": (c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
     "sd_step": (
         *(POINTER(structs.ModelStruct), POINTER(structs.RowsStruct), POINTER(structs.StepStruct)),
         c_int32,
@@ -158,6 +160,11 @@ class Kernels:
 
     def __repr__(self) -> str:
         return f"Kernels(version {self.version}, {self.family}, {self.instructions})"
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The functions of kernels.h, for modules of this package; their arguments are not checked."""
+        return self._library
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -20,6 +20,10 @@ typedef struct {
     void (*attend)(const sd_cache *cache, const sd_rows *rows, const sd_rule *rule, int32_t heads, const void *queries,
                    int64_t query_stride, void *out, int64_t out_stride, int32_t threads);
     void (*argmax)(const float *x, int64_t stride, int64_t rows, int64_t size, int64_t *best, int32_t threads);
+    void (*race)(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+                 const double *temperatures, int64_t *best, int32_t threads);
+    void (*guess)(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+                  const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads);
     int32_t (*step)(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads);
 } sd_kernels;
 

@@ -94,6 +94,16 @@ void sd_argmax(const float *x, int64_t stride, int64_t rows, int64_t size, int64
     in_force()->argmax(x, stride, rows, size, best, threads);
 }
 
+void sd_race(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+             const double *temperatures, int64_t *best, int32_t threads) {
+    in_force()->race(x, stride, rows, size, keys, temperatures, best, threads);
+}
+
+void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+              const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads) {
+    in_force()->guess(x, stride, rows, size, keys, temperatures, count, ids, shares, threads);
+}
+
 int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments, int32_t threads) {
     return in_force()->step(model, rows, arguments, threads);
 }

@@ -143,6 +143,14 @@ SD_PUBLIC void sd_write(const sd_cache *cache, const sd_rows *rows, const void *
 SD_PUBLIC void sd_attend(const sd_cache *cache, const sd_rows *rows, const sd_rule *rule, int32_t heads,
                          const void *queries, int64_t query_stride, void *out, int64_t out_stride, int32_t threads);
 SD_PUBLIC void sd_argmax(const float *x, int64_t stride, int64_t rows, int64_t size, int64_t *best, int32_t threads);
+// The perturbed argmax: of each row the token with the largest x / temperature + Gumbel noise of the row's key, or -1
+// where two are too close to decide here (docs/exactness.md).
+SD_PUBLIC void sd_race(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+                       const double *temperatures, int64_t *best, int32_t threads);
+// A draft's guesses: of each row the `count` tokens with the largest x / temperature + noise, largest first, and their
+// shares of the softmax of all; id 0 with share 0 where there are fewer.
+SD_PUBLIC void sd_guess(const float *x, int64_t stride, int64_t rows, int64_t size, const uint64_t *keys,
+                        const double *temperatures, int64_t count, int64_t *ids, float *shares, int32_t threads);
 // Runs one step; returns SD_*.
 SD_PUBLIC int32_t sd_step(const sd_model *model, const sd_rows *rows, const sd_step_arguments *arguments,
                           int32_t threads);

@@ -6,6 +6,7 @@
 #include "rows.h"
 #include "attention.h"
 #include "step.h"
+#include "sampling.h"
 
 #define JOINED(a, b) a##b
 #define TABLE_OF(unit) JOINED(sd_kernels_, unit)
@@ -30,5 +31,7 @@ const sd_kernels TABLE_OF(UNIT) = {
     .write = write,
     .attend = attend,
     .argmax = argmax,
+    .race = race,
+    .guess = guess,
     .step = step_on,
 };

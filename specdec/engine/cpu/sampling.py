@@ -1,0 +1,62 @@
+"""Sampling by native kernels: tokens under the noise of `COUPLED`, where nothing but a temperature changes logits.
+
+A token of a text is decided here only if no other logarithm could choose another one: of two that are too close the
+caller decides, as without kernels. A draft's guesses are near, not exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int64, c_uint64
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.cpu.arguments import refuse
+from specdec.engine.cpu.kernels import Kernels, kernels
+
+UNDECIDED = -1
+
+
+def kernels_for(logits: Tensor) -> Kernels | None:
+    """Returns the kernels if they take these logits: float32 on a CPU, rows of at least one number."""
+    is_float = logits.dtype is torch.float32 and logits.device.type == "cpu"
+    return kernels() if is_float and logits.dim() == 2 and logits.shape[1] else None
+
+
+def race(native: Kernels, logits: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> list[int]:
+    """Returns of each row the token with the largest logit / temperature + noise of its key, or UNDECIDED.
+
+    logits: see `kernels_for`; keys: of `protocol.noise.stream_key`; temperatures above 0. Raises ValueError.
+    """
+    logits, arguments = _arguments(logits, keys, temperatures)
+    best = (c_int64 * len(keys))()
+    native.library.sd_race(*arguments, best, torch.get_num_threads())
+    return list(best)
+
+
+def guess(
+    native: Kernels, logits: Tensor, keys: Sequence[int], temperatures: Sequence[float], count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Returns of each row the `count` tokens with the largest logit / temperature + noise, largest first, and their
+    shares of the softmax of all; token 0 with share 0 where fewer have any. Arguments: see `race`."""
+    if not 1 <= count <= logits.shape[-1]:
+        refuse("count", count, f"from 1 to {logits.shape[-1]}, the tokens of a row")
+    logits, arguments = _arguments(logits, keys, temperatures)
+    ids, shares = (c_int64 * (len(keys) * count))(), (c_float * (len(keys) * count))()
+    native.library.sd_guess(*arguments, count, ids, shares, torch.get_num_threads())
+    places = [slice(end - count, end) for end in range(count, len(ids) + 1, count)]
+    return [ids[place] for place in places], [shares[place] for place in places]
+
+
+def _arguments(logits: Tensor, keys: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Returns the rows, to be kept during a call, and the call's first arguments. Raises ValueError."""
+    if kernels_for(logits) is None:
+        refuse("logits", f"{logits.dtype} {list(logits.shape)}", "torch.float32 [rows, tokens] of a CPU, at least one")
+    count, size = logits.shape
+    if not len(keys) == len(temperatures) == count:
+        refuse("keys and temperatures", f"{len(keys)} and {len(temperatures)}", f"one for each of {count} rows")
+    rows = logits if logits.stride(1) == 1 and logits.stride(0) >= size else logits.contiguous()
+    arrays = (c_uint64 * count)(*keys), (c_double * count)(*temperatures)
+    return rows, (rows.data_ptr(), rows.stride(0), count, size, *arrays)
