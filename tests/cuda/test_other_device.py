@@ -36,6 +36,9 @@ BATCH = RaggedBatch(
 )
 ALONE = RaggedBatch((SequenceChunk([1], 9, [5, 7, 8], 3),))
 COPIES = ("copy_", "_to_copy")
+# Each has what no other of them has: plain, layers as Conv1D, windows and norms of heads, parts of heads turned. The
+# others run with the longer tests.
+OFTEN = ("llama", "gpt2", "gemma3", "gpt_neox")
 
 
 class OnePlace(TorchDispatchMode):
@@ -69,7 +72,9 @@ def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -
 
 
 @pytest.mark.usefixtures("without_numbers")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.more] * (name not in OFTEN)) for name in ARCHITECTURES]
+)
 def test_a_step_stays_on_its_device(architecture: str) -> None:
     """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
     device alone, calls torch's own varlen_attn as documented, and returns float32 logits of the requested rows.

@@ -129,24 +129,32 @@ def test_bad_input_is_refused_before_anything_is_written(
 ):
     """Claim: each is refused in one line that names flag, value and limit; no text, no checkpoint is there after it."""
     monkeypatch.setattr(sys, "argv", ["specdec", *command(tmp_path, tmp_path / "texts", *flags)[3:]])
+    assert end_of_main() in (1, 2)
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1, said
+    assert not list(tmp_path.iterdir())
+
+
+def end_of_main() -> int | str | None:
+    """Runs the command of sys.argv in this process; returns its exit code."""
     thread_count = torch.get_num_threads()
     with pytest.raises(SystemExit) as ended:
         main()
     torch.set_num_threads(thread_count)
-    said = capsys.readouterr().err
-    assert ended.value.code in (1, 2) and sentence in said and len(said.splitlines()) == 1, said
-    assert not list(tmp_path.iterdir())
+    return ended.value.code
 
 
-def test_what_belongs_to_other_settings_is_refused(draft: Path, texts: Path, tmp_path: Path):
+def test_what_belongs_to_other_settings_is_refused(
+    draft: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Claim: with another loss, OUT's checkpoint is not continued, with another length of texts or prompts the texts
     are not learned; the sentence says what to do."""
     for out, flags, sentence in (
         (draft, ["--loss", "tv"], "is of other settings: remove it, or give another --out"),
         (tmp_path, ["--text-tokens", "25"], "another target, prompts or settings: give another --texts folder"),
     ):
-        done = subprocess.run(command(out, texts, *flags), capture_output=True, text=True)
-        assert done.returncode == 1 and sentence in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", ["specdec", *command(out, texts, *flags)[3:]])
+        assert end_of_main() == 1 and sentence in (said := capsys.readouterr().err), said
 
 
 def test_no_prompt_is_learned_and_tested():

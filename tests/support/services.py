@@ -164,6 +164,16 @@ class Services:
         child.wait_ready()
         return child, Client(child.address)
 
+    @contextlib.contextmanager
+    def coordinator_with(self, **own: Any) -> Iterator[Client]:
+        """A client of a second coordinator (see `start_coordinator`), which is stopped at the end."""
+        child, client = self.start_coordinator(**own)
+        try:
+            yield client
+        finally:
+            client.close()
+            child.stop()
+
 
 @contextlib.contextmanager
 def running(
