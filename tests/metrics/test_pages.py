@@ -23,7 +23,7 @@ from tests.support.services import MODELS, Outcome, fixed
 from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
-TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
+TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=2000)
 COUPLED = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
 UNSEEDED = {"temperature": 0.9, "ignore_eos": True}
 VLLM = "vllm:spec_decode_num_"
@@ -96,13 +96,14 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         outcomes += client.generate_all(requests, width=4)
         first = outcomes[0]
         outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
-        for proposers in (["PROPOSER_NGRAM"], ["PROPOSER_SUFFIX", "PROPOSER_DRAFT"]):
+        for proposers in (["PROPOSER_NGRAM"], ["PROPOSER_SUFFIX", "PROPOSER_DRAFT"], ["PROPOSER_PREDICTION"]):
             own = TREE | {"proposers": proposers}
-            outcomes.append(client.generate(PROMPT, max_tokens=40, speculative=own, **COUPLED))
+            prediction = first.token_ids if proposers == ["PROPOSER_PREDICTION"] else ()
+            outcomes.append(client.generate(PROMPT, max_tokens=40, speculative=own, prediction=prediction, **COUPLED))
         page = services.page("coordinator")
         check_sums(page, outcomes)
         offered = page.by_label("specdec_proposed_tokens_total", "proposer")
-        assert all(offered[name] for name in ("draft", "ngram", "suffix")), offered
+        assert all(offered[name] for name in ("draft", "ngram", "suffix", "prediction")), offered
         assert sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes) > 0
 
         def kill_the_draft(outcome: Outcome) -> None:
@@ -133,6 +134,7 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         until(serves_no_more)
 
 
+@pytest.mark.more
 def test_the_page_tells_five_proposers_apart():
     """Claim: with heads on the target and a predicted text, draft tokens of all five proposers are accepted, and the
     page has their sums. The first text is in the store for the later ones."""
@@ -142,7 +144,7 @@ def test_the_page_tells_five_proposers_apart():
         first = client.generate("import os", speculative=TREE, **asked)
         outcomes = [first]
         for name in ("DRAFT", "NGRAM", "SUFFIX", "PREDICTION", "HEADS"):
-            way = fixed(4, proposers=[f"PROPOSER_{name}"], draft_wait_ms=100)
+            way = fixed(4, proposers=[f"PROPOSER_{name}"], draft_wait_ms=2000)
             prediction = first.token_ids if name == "PREDICTION" else ()
             outcomes.append(client.generate("import os", speculative=way, prediction=prediction, **asked))
         assert {tuple(outcome.token_ids) for outcome in outcomes} == {tuple(first.token_ids)}

@@ -35,9 +35,7 @@ SELDOM = (
 PAYING = ("acceptance 0.7, RTT 0 ms", "acceptance 0.7, RTT 7 ms", "acceptance 0.85, RTT 30 ms")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.more] * (name in SELDOM)) for name in FAILING]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.more] * (name in SELDOM)) for name in FAILING])
 def test_a_draft_of_no_use_costs_next_to_nothing(name: str) -> None:
     """Claim: 0.98 of off, reached within 2 s of the change. Conclusive: the whole time counts, exploration included;
     off runs in the same world with the same seeds. Three cells known to miss the bar may not fall further."""

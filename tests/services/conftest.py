@@ -23,14 +23,14 @@ def table_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def table_services(table_models: tuple[Path, Path]) -> Iterator[Services]:
     """Services on table models: protocol tests only."""
     with running(*table_models, threads=1) as services:
         yield services
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def shipped_pair() -> Iterator[Services]:
     """The shipped pair and its heads, in float32; its greedy texts repeat themselves."""
     heads = {"heads": str(MODELS / "target-heads")}

@@ -36,7 +36,6 @@ def test_the_requests_policy_counts_else_the_services(table_services: Services, 
     prediction, result and reason. Conclusive: every pair of the two, distinguished by their counts; all texts are
     equal. (Table models compute nothing: this is about the protocol, not about speed.)"""
     with table_services.coordinator_with(speculation_policy=of_service) as client:
-        client.generate(speculative=REQUESTS["fixed"], **ASKED)  # a draft's first step may be late
         texts = set()
         for of_request, speculative in REQUESTS.items():
             outcome = client.generate(speculative=speculative, **ASKED)

@@ -40,7 +40,7 @@ def way_of(source: str, rows: int) -> dict[str, Any]:
     """A way to speculate with one source, or with all at once, by trees of up to `rows` draft tokens."""
     proposers = [*SOURCE_NAMES.values()] if source == "all" else [SOURCE_NAMES[source]]
     shape = {**TREE, "draft_window": rows} if source in ("all", "model") else {}
-    return fixed(rows, proposers=proposers, draft_wait_ms=20, **shape)
+    return fixed(rows, proposers=proposers, draft_wait_ms=2000, **shape)
 
 
 @pytest.fixture(
@@ -144,7 +144,7 @@ def test_sources_change_nothing_in_a_batch(
 def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, rows: int) -> None:
     """Claim: trees of 2 to 16 rows, 1, 3 and 8 streams at once, greedy and with seeds, give the texts of plain
     decoding, and are trees."""
-    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=100)
+    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=2000)
     requests = [
         {"prompt": PROMPT[index % 5 :], "max_tokens": 48, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
         | ({"seed": index} if index % 2 else {})
