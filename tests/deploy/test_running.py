@@ -157,7 +157,7 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
         client = Client(children["coordinator"].address)
         try:
             client.wait_for_draft()
-            asked = {"max_tokens": 24, "temperature": 0}
+            asked = {"max_tokens": 200, "temperature": 0}
             drafted = client.generate("def add(a, b):", speculative=fixed(3, draft_wait_ms=2000), **asked)
             plain = client.generate("def add(a, b):", speculative={"policy": "POLICY_OFF"}, **asked)
         finally:

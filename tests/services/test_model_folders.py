@@ -18,7 +18,7 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from tests.support.services import MODELS, Client, fixed
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"
-POSITIONS_MAX, DRAFT_POSITIONS_MAX = 96, 80
+POSITIONS_MAX, DRAFT_POSITIONS_MAX = 320, 300
 PROMPT = list(range(300, 310))
 
 

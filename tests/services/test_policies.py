@@ -6,7 +6,8 @@ import pytest
 
 from tests.support.services import Outcome, Services, fixed
 
-ASKED = {"prompt": [1, 2], "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+TOKENS = 450  # a draft that begins late on a busy machine still has a part in it
+ASKED = {"prompt": [1, 2], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 REQUESTS = {
     None: {},
     "auto": {"policy": "POLICY_AUTO"},
@@ -20,7 +21,7 @@ def check(policy: str, outcome: Outcome) -> None:
     statistics = outcome.finished.statistics
     assert statistics.observed_tokens_per_s > 0 and statistics.policy_reason
     if policy == "off":
-        assert statistics.num_rounds_off == statistics.rounds == 80 and not statistics.num_draft_tokens
+        assert statistics.num_rounds_off == statistics.rounds == TOKENS and not statistics.num_draft_tokens
         assert statistics.policy_reason == "off" and statistics.predicted_tokens_per_s == 0
     elif policy == "fixed":
         assert statistics.num_rounds_off == 0 < statistics.num_draft_tokens

@@ -62,7 +62,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
 def batch(pair: Services) -> list[tuple[dict[str, Any], Outcome]]:
     """Eight requests, greedy ones and seeded ones, and their texts, each generated alone by plain decoding."""
     requests = [
-        {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+        {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
         | {"prompt": f"{DIGITS} {index}," if index % 4 else PROMPT[index % 5 :]}
         | ({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0.0})
         for index in range(8)
@@ -146,7 +146,7 @@ def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, r
     decoding, and are trees."""
     way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=2000)
     requests = [
-        {"prompt": PROMPT[index % 5 :], "max_tokens": 48, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
+        {"prompt": PROMPT[index % 5 :], "max_tokens": 120, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
         | ({"seed": index} if index % 2 else {})
         for index in range(8)
     ]

@@ -26,7 +26,7 @@ def test_tokens_and_acceptances_are_kept_and_no_text(table_services: Services, t
     the file, which its owner alone may read."""
     file = tmp_path / "record.jsonl"
     with table_services.coordinator_with(record=file, record_notice=True) as client:
-        told = {"max_tokens": 200, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
+        told = {"max_tokens": 400, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
         whole = client.generate([1, 2, 3], **told)
         resumed = client.generate([1, 2, 3], **told, resume=whole.token_ids[:7])
     lines = [json.loads(line) for line in file.read_text().splitlines()]

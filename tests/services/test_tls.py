@@ -14,7 +14,7 @@ from specdec.cli.processes import arguments_of
 from tests.support.certificates import Authority
 
 # The fixed policy waits for its draft tokens; the automatic one may find that models of tables are not worth it.
-ASKED = ("<1><2>", "--seed", "3", "--max-tokens", "200", "--ignore-eos", "--policy", "fixed")
+ASKED = ("<1><2>", "--seed", "3", "--max-tokens", "400", "--ignore-eos", "--policy", "fixed")
 
 
 def specdec_generate(address: str, *flags: str) -> subprocess.CompletedProcess:
