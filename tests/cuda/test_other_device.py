@@ -23,7 +23,7 @@ from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.cuda.ways import candidates
 from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, TreeRows
 from specdec.engine.transformers_model import TransformersModel
-from tests.support.engine_models import ARCHITECTURES, model_class
+from tests.support.engine_models import ARCHITECTURES, SEVERAL_ARCHITECTURES, model_class
 
 META = torch.device("meta")
 BATCH = RaggedBatch(
@@ -36,9 +36,6 @@ BATCH = RaggedBatch(
 )
 ALONE = RaggedBatch((SequenceChunk([1], 9, [5, 7, 8], 3),))
 COPIES = ("copy_", "_to_copy")
-# Each has what no other of them has: plain, layers as Conv1D, windows and norms of heads, parts of heads turned. The
-# others run with the longer tests.
-OFTEN = ("llama", "gpt2", "gemma3", "gpt_neox")
 
 
 class OnePlace(TorchDispatchMode):
@@ -72,9 +69,7 @@ def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -
 
 
 @pytest.mark.usefixtures("without_numbers")
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.more] * (name not in OFTEN)) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("architecture", SEVERAL_ARCHITECTURES)
 def test_a_step_stays_on_its_device(architecture: str) -> None:
     """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
     device alone, calls torch's own varlen_attn as documented, and returns float32 logits of the requested rows.

@@ -32,7 +32,7 @@ from specdec.errors import ModelRefused
 from specdec.protocol.types import DraftVocabulary
 from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
-from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
+from tests.support.engine_models import ARCHITECTURES, SEVERAL_ARCHITECTURES, Driver, make_tiny_model
 from tests.support.services import MODELS, SHAPES, fixed, running
 
 PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
@@ -257,7 +257,7 @@ def test_every_architecture_is_distilled(
     assert load_model(str(settings.out), has_stable_rows=False).description.vocabulary_size == 288
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", SEVERAL_ARCHITECTURES)
 def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
     """Claim: for every supported architecture a student of one layer, of the target's size and of another, is loaded by
     `transformers` and by the engine; with the target's size and all its layers it is the target."""

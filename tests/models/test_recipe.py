@@ -96,6 +96,7 @@ def test_evaluate_reports_the_pair(pair: Pair, capsys: pytest.CaptureFixture[str
             assert 0 <= low <= value <= high <= 1
 
 
+@pytest.mark.more
 def test_students_are_compared(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: the command trains the students that are named on the same texts, the last with a part of the tokens only,
     and prints a line for each; finished ones are kept. Conclusive: both have their own record, of the same texts."""
