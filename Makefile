@@ -51,13 +51,13 @@ lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-test: install  ## Run the tests (some 14 minutes on two cores).
+test: install  ## Run the tests (some 9 minutes on two cores).
 	@{ $(BIN)/python -m pytest -q -m 'not slow and not more' $(BESIDE) \
 	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(TIMED); } \
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
 	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
 
-test-more: install  ## Run the longer tests that make test leaves out (20 to 35 minutes).
+test-more: install  ## Run the longer tests that make test leaves out (20 to 30 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(BESIDE)
 	@$(BIN)/python -m pytest -q -m 'more and not slow' $(TIMED)

@@ -32,7 +32,7 @@ from specdec.errors import ModelRefused
 from specdec.protocol.types import DraftVocabulary
 from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
-from tests.support.engine_models import ARCHITECTURES, SEVERAL_ARCHITECTURES, Driver, make_tiny_model
+from tests.support.engine_models import ARCHITECTURES, DIFFERENT, SEVERAL_ARCHITECTURES, Driver, make_tiny_model
 from tests.support.services import MODELS, SHAPES, fixed, running
 
 PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
@@ -231,7 +231,9 @@ def test_a_draft_with_a_part_of_the_tokens_says_so(draft: Path, texts: Path) -> 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DIFFERENT)) for name in ARCHITECTURES]
+)
 def test_every_architecture_is_distilled(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

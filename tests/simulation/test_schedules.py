@@ -12,7 +12,7 @@ from tests.simulation.tally import Tally
 from tests.simulation.transcript import Transcript
 
 SCHEDULE_COUNT = 400
-SCHEDULE_COUNT_MORE = 10_000
+SCHEDULE_COUNT_MORE = 5_000
 SCHEDULE_COUNT_LONG = 100_000
 
 
@@ -41,8 +41,8 @@ def test_schedules_keep_every_property() -> None:
 
 
 @pytest.mark.more
-def test_ten_thousand_schedules_keep_every_property() -> None:
-    """Claim: as above, over 25 times as many schedules, none of them run before."""
+def test_thousands_of_schedules_keep_every_property() -> None:
+    """Claim: as above, over a dozen times as many schedules, none of them run before."""
     assert check_schedules(SCHEDULE_COUNT, SCHEDULE_COUNT_MORE).count == SCHEDULE_COUNT_MORE
 
 
