@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-# Tests that compute in their own process with one thread: one file per core at once. The others start services, whose
-# times must not depend on other tests.
-COMPUTING := $(addprefix tests/,advise/test_enumeration.py advise/test_forecast.py bench/test_coverage.py \
-  bench/test_deepened.py bench/test_ranks.py chat coordinator cuda distill draft engine exactness hygiene models \
-  native package policy parallel/test_equality.py protocol simulation target)
+# Tests that judge how long something takes, or load the machine on purpose: one at a time, after all others, of which
+# one file per core runs at once.
+TIMED := $(addprefix tests/,bench/test_network.py bench/test_placement.py chaos metrics/test_page_readers.py \
+  parallel/test_failures.py parallel/test_hung_rank.py ray rpc/test_link.py rpc/test_silence.py \
+  services/test_engine_watch.py services/test_process_watch.py services/test_stuck_coordinator.py \
+  traces/test_shares.py)
+BESIDE := -n auto --maxprocesses 8 --dist loadfile $(addprefix --ignore=,$(TIMED))
 
 .PHONY: help install demo demo-chat lint test test-more test-fast test-long bench bench-quick bench-engine proto lock digests clean
 
@@ -49,16 +51,16 @@ lint: install  ## Check types, style and format (a few minutes the first time).
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-test: install  ## Run the tests (some 14 minutes on two cores).
-	@{ $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow and not more' $(COMPUTING) \
-	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(addprefix --ignore=,$(COMPUTING)); } \
+test: install  ## Run the tests (some 9 minutes on two cores).
+	@{ $(BIN)/python -m pytest -q -m 'not slow and not more' $(BESIDE) \
+	  && $(BIN)/python -m pytest -q -m 'not slow and not more' $(TIMED); } \
 	  && echo 'All tests passed: specdec works on this machine. `make test-more` runs the longer ones.' \
 	  || { echo 'Tests failed: the lines above that begin with FAILED name them. Run one alone: $(BIN)/python -m pytest NAME'; exit 1; }
 
-test-more: install  ## Run the longer tests that make test leaves out (20 to 35 minutes).
+test-more: install  ## Run the longer tests that make test leaves out (20 to 30 minutes).
 	@$(MAKE) --no-print-directory $(VENV)/.chat-installed || echo 'No chat model: the tests that need it are skipped.'
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'more and not slow' $(COMPUTING)
-	@$(BIN)/python -m pytest -q -m 'more and not slow' $(addprefix --ignore=,$(COMPUTING))
+	@$(BIN)/python -m pytest -q -m 'more and not slow' $(BESIDE)
+	@$(BIN)/python -m pytest -q -m 'more and not slow' $(TIMED)
 
 test-fast: install  ## Run the unit tests only (under a minute).
 	@$(BIN)/python -m pytest -q -m 'not slow and not more and not lengthy' tests/protocol tests/exactness tests/hygiene tests/rpc

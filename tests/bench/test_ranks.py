@@ -14,7 +14,7 @@ from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
-SAMPLES = 3000
+SAMPLES = 2000
 
 
 @pytest.mark.parametrize("drawn_count", [1, 3])

@@ -99,7 +99,8 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(folders):
     """The three services with table models, for tests that only send requests."""
-    serving = Serving("--model", str(folders / "target"), "--draft-model", str(folders / "draft"))
+    models = ["--model", str(folders / "target"), "--draft-model", str(folders / "draft")]
+    serving = Serving(*models, "--draft-wait-ms", "2000")  # a busy machine ends no speculation
     yield serving
     serving.end()
 
@@ -203,7 +204,7 @@ def test_generate_takes_a_predicted_text_from_a_file(serving, tmp_path):
 
 def test_generate_colours_what_the_draft_guessed(serving):
     """Colours on demand only: green for accepted draft tokens, yellow for recovered tokens; the text is the same."""
-    request = ("generate", "<1>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--policy", "fixed")
+    request = ("generate", "<1>", "--seed", "3", "--max-tokens", "400", "--ignore-eos", "--policy", "fixed")
     request = (*request, "--address", serving.address)
     plain, coloured = specdec(*request).stdout, specdec(*request, "--color", "always").stdout
     assert "\x1b" not in plain and "\x1b[32m" in coloured

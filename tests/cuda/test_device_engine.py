@@ -10,7 +10,7 @@ import torch
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.interface import Chunk, RaggedBatch
 from tests.support.device_models import device_driver
-from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
+from tests.support.engine_models import SEVERAL_ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
 
 TOLERANCE = 2e-4  # as in tests/engine: logits have standard deviation 3, sums in another order differ by about 1e-5
 PROMPT_LENGTHS = (1, 17, 70, 130)  # one token, over block borders, beyond the tiny models' windows
@@ -40,7 +40,7 @@ def run_rounds(driver: Driver, texts: list[list[int]]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in found]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SEVERAL_ARCHITECTURES)
 def test_every_architecture_answers_as_transformers_does(architecture: str, tmp_path: Path) -> None:
     """Claim: prompts, decodes and verifications of several sequences, in steps of their own shape and in steps padded
     to a captured one, give transformers' logits at every position, to the rounding of another order of additions.

@@ -22,7 +22,7 @@ from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.cuda.ways import candidates
 from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
-from tests.support.engine_models import ARCHITECTURES, model_class
+from tests.support.engine_models import ARCHITECTURES, SEVERAL_ARCHITECTURES, model_class
 
 META = torch.device("meta")
 BATCH = RaggedBatch(
@@ -68,7 +68,7 @@ def meta_model(architecture: str, dtype: torch.dtype, has_trees: bool = False) -
 
 
 @pytest.mark.usefixtures("without_numbers")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SEVERAL_ARCHITECTURES)
 def test_a_step_stays_on_its_device(architecture: str) -> None:
     """Claim: in every way of attending, of its own shape and replayed, a step of any architecture computes on its
     device alone, calls torch's own varlen_attn as documented, and returns float32 logits of the requested rows.

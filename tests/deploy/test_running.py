@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from deploy.requirements import ENGINE
 from specdec.cli.processes import Child, stop_all, wait_all_ready
 from specdec.config import ServiceSettings
 from specdec.settings import listening_host
-from specdec.v1 import types_pb2 as types_pb
 from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages
 from tests.deploy.manifests import SERVICES, arguments_of, environment_of, of_kind, overlay, parse, pods
@@ -32,7 +30,6 @@ from tests.hygiene.sources import ROOT
 from tests.support.ports import free_ports
 from tests.support.services import Client, fixed
 
-DRAFT_TIMEOUT_S = 60.0
 Command = tuple[list[str], dict[str, str]]  # arguments, variables
 FLAG_ADDRESS = re.compile(r"^(--(?:health|metrics)-address|--target|--draft)=.+:(\d+)$")
 LOOPBACK = "127.0.0.1" if listening_host("::") != "::" else "[::1]"
@@ -130,14 +127,6 @@ def test_a_draft_with_another_tokenizer_starts_from_its_image(tmp_path: Path) ->
         assert child.stop(20.0) == 0
 
 
-def wait_for_draft(client: Client) -> None:
-    """Returns once the coordinator uses its draft, for which its own readiness does not wait."""
-    deadline_s = time.monotonic() + DRAFT_TIMEOUT_S
-    while not (answer := client.stub.Describe(types_pb.DescribeRequest(), timeout=10)).HasField("draft"):
-        assert time.monotonic() < deadline_s, answer
-        time.sleep(0.05)
-
-
 def scaling_metric() -> str:
     """The metric of the autoscaler."""
     (scaler,) = of_kind(overlay("cpu-demo"), "HorizontalPodAutoscaler")
@@ -167,9 +156,9 @@ def test_what_containers_run_serves(command_of: Callable[[str], Command], tmp_pa
     with started(command_of, tmp_path) as children:
         client = Client(children["coordinator"].address)
         try:
-            wait_for_draft(client)
-            asked = {"max_tokens": 24, "temperature": 0}
-            drafted = client.generate("def add(a, b):", speculative=fixed(3), **asked)
+            client.wait_for_draft()
+            asked = {"max_tokens": 200, "temperature": 0}
+            drafted = client.generate("def add(a, b):", speculative=fixed(3, draft_wait_ms=2000), **asked)
             plain = client.generate("def add(a, b):", speculative={"policy": "POLICY_OFF"}, **asked)
         finally:
             client.close()

@@ -32,7 +32,7 @@ from specdec.errors import ModelRefused
 from specdec.protocol.types import DraftVocabulary
 from specdec.replica.loading import describe
 from specdec.telemetry.tracing import Tracing
-from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model
+from tests.support.engine_models import ARCHITECTURES, DIFFERENT, SEVERAL_ARCHITECTURES, Driver, make_tiny_model
 from tests.support.services import MODELS, SHAPES, fixed, running
 
 PROMPTS_FILE = MODELS / "heldout_prompts.jsonl"
@@ -129,24 +129,32 @@ def test_bad_input_is_refused_before_anything_is_written(
 ):
     """Claim: each is refused in one line that names flag, value and limit; no text, no checkpoint is there after it."""
     monkeypatch.setattr(sys, "argv", ["specdec", *command(tmp_path, tmp_path / "texts", *flags)[3:]])
+    assert end_of_main() in (1, 2)
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1, said
+    assert not list(tmp_path.iterdir())
+
+
+def end_of_main() -> int | str | None:
+    """Runs the command of sys.argv in this process; returns its exit code."""
     thread_count = torch.get_num_threads()
     with pytest.raises(SystemExit) as ended:
         main()
     torch.set_num_threads(thread_count)
-    said = capsys.readouterr().err
-    assert ended.value.code in (1, 2) and sentence in said and len(said.splitlines()) == 1, said
-    assert not list(tmp_path.iterdir())
+    return ended.value.code
 
 
-def test_what_belongs_to_other_settings_is_refused(draft: Path, texts: Path, tmp_path: Path):
+def test_what_belongs_to_other_settings_is_refused(
+    draft: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Claim: with another loss, OUT's checkpoint is not continued, with another length of texts or prompts the texts
     are not learned; the sentence says what to do."""
     for out, flags, sentence in (
         (draft, ["--loss", "tv"], "is of other settings: remove it, or give another --out"),
         (tmp_path, ["--text-tokens", "25"], "another target, prompts or settings: give another --texts folder"),
     ):
-        done = subprocess.run(command(out, texts, *flags), capture_output=True, text=True)
-        assert done.returncode == 1 and sentence in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", ["specdec", *command(out, texts, *flags)[3:]])
+        assert end_of_main() == 1 and sentence in (said := capsys.readouterr().err), said
 
 
 def test_no_prompt_is_learned_and_tested():
@@ -223,7 +231,9 @@ def test_a_draft_with_a_part_of_the_tokens_says_so(draft: Path, texts: Path) -> 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in DIFFERENT)) for name in ARCHITECTURES]
+)
 def test_every_architecture_is_distilled(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +259,7 @@ def test_every_architecture_is_distilled(
     assert load_model(str(settings.out), has_stable_rows=False).description.vocabulary_size == 288
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", SEVERAL_ARCHITECTURES)
 def test_every_architecture_gets_a_student(name: str, tmp_path: Path):
     """Claim: for every supported architecture a student of one layer, of the target's size and of another, is loaded by
     `transformers` and by the engine; with the target's size and all its layers it is the target."""

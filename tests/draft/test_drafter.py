@@ -168,7 +168,11 @@ class Draft:
 
 
 @pytest.mark.parametrize(
-    "penalties", [{}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}], ids=["plain", "penalties"]
+    "penalties",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.more),
+        pytest.param({"repetition_penalty": 1.3, "presence_penalty": 0.5}, id="penalties"),
+    ],
 )
 def test_every_branch_is_evaluated_on_its_own_path(model_folder: Path, penalties: dict[str, float]) -> None:
     """Claim: every node sees the cells of its own path and no other, and its penalties count that path: every proposal

@@ -93,7 +93,7 @@ def mixed_after(vocabulary_size: int) -> Callable[[Path], list]:
     return runs
 
 
-@pytest.mark.parametrize("depth, row_max", [(1, 99), (2, 5), (2, 99)])
+@pytest.mark.parametrize("depth, row_max", [(1, 99), (2, 5), pytest.param(2, 99, marks=pytest.mark.more)])
 def test_all_draws_of_mixed_sources_jointly(depth: int, row_max: int) -> None:
     """Claim: the same for trees of drawn tokens, n-grams and heads, whose tokens have all weight: siblings of several
     sources at one row, drawn tokens below those of a run, and tokens of a run below drawn ones. Conclusive: fractions

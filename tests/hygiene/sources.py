@@ -61,6 +61,7 @@ def modules_below(*folders: str) -> tuple[Module, ...]:
     return tuple(read_module(path) for path in chosen)
 
 
+@cache
 def read_module(path: str) -> Module:
     """A module of the project by its path."""
     text = (ROOT / path).read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from tests.support.services import MODELS, Outcome, fixed
 from tests.support.waiting import until
 
 PROMPT = [1, 2, 3]
-TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
+TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=2000)
 COUPLED = {"temperature": 0.9, "seed": 5, "ignore_eos": True}
 UNSEEDED = {"temperature": 0.9, "ignore_eos": True}
 VLLM = "vllm:spec_decode_num_"
@@ -84,7 +84,7 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
     with watched(table_models) as services:
         client, outcomes = services.services.client, []
         requests = [
-            {"prompt": PROMPT, "max_tokens": 40, "speculative": speculative | rule, **params}
+            {"prompt": PROMPT, "max_tokens": 100, "speculative": speculative | rule, **params}
             for params, rule in (
                 (COUPLED, {}),
                 (UNSEEDED, {"rule": "RULE_REJECTION"}),
@@ -95,10 +95,10 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         ]
         outcomes += client.generate_all(requests, width=4)
         first = outcomes[0]
-        outcomes.append(client.generate(PROMPT, max_tokens=60, speculative=TREE, resume=first.token_ids, **COUPLED))
+        outcomes.append(client.generate(PROMPT, max_tokens=160, speculative=TREE, resume=first.token_ids, **COUPLED))
         for proposers in (["PROPOSER_NGRAM"], ["PROPOSER_SUFFIX", "PROPOSER_DRAFT"]):
             own = TREE | {"proposers": proposers}
-            outcomes.append(client.generate(PROMPT, max_tokens=40, speculative=own, **COUPLED))
+            outcomes.append(client.generate(PROMPT, max_tokens=100, speculative=own, **COUPLED))
         page = services.page("coordinator")
         check_sums(page, outcomes)
         offered = page.by_label("specdec_proposed_tokens_total", "proposer")
@@ -106,15 +106,15 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         assert sum(outcome.finished.statistics.num_accepted_draft_tokens for outcome in outcomes) > 0
 
         def kill_the_draft(outcome: Outcome) -> None:
-            if len(outcome.token_ids) > 30 and services.services.draft.is_running:
+            if len(outcome.token_ids) > 100 and services.services.draft.is_running:
                 services.services.draft.stop(0.0)
 
         lost = Outcome()
-        request = client.request(PROMPT, max_tokens=120, speculative=TREE, **COUPLED)
+        request = client.request(PROMPT, max_tokens=300, speculative=TREE, **COUPLED)
         for response in client.stub.Generate(request, timeout=60):
             client.take(lost, response)
             kill_the_draft(lost)
-        assert lost.token_ids[:40] == first.token_ids
+        assert lost.token_ids[:100] == first.token_ids
         outcomes.append(lost)
         page = services.page("coordinator")
         check_sums(page, outcomes)
@@ -133,16 +133,17 @@ def test_the_page_sums_what_responses_say(table_models: tuple[Path, Path]):
         until(serves_no_more)
 
 
+@pytest.mark.more
 def test_the_page_tells_five_proposers_apart():
     """Claim: with heads on the target and a predicted text, draft tokens of all five proposers are accepted, and the
     page has their sums. The first text is in the store for the later ones."""
     heads = {"heads": str(MODELS / "target-heads")}
     with watched((MODELS / "target", MODELS / "draft"), target=heads) as services:
-        client, asked = services.services.client, {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        client, asked = services.services.client, {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
         first = client.generate("import os", speculative=TREE, **asked)
         outcomes = [first]
         for name in ("DRAFT", "NGRAM", "SUFFIX", "PREDICTION", "HEADS"):
-            way = fixed(4, proposers=[f"PROPOSER_{name}"], draft_wait_ms=100)
+            way = fixed(4, proposers=[f"PROPOSER_{name}"], draft_wait_ms=2000)
             prediction = first.token_ids if name == "PREDICTION" else ()
             outcomes.append(client.generate("import os", speculative=way, prediction=prediction, **asked))
         assert {tuple(outcome.token_ids) for outcome in outcomes} == {tuple(first.token_ids)}

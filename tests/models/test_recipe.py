@@ -55,11 +55,12 @@ def test_the_target_learns(pair: Pair) -> None:
 
 
 def test_the_draft_learns_the_target(pair: Pair) -> None:
-    """Claim: acceptance on held-out texts of the target rises under every rule at every temperature, and the draft is
-    what `specdec distill` makes with the recipe's settings: one layer, learned from windows of the training files."""
+    """Claim: acceptance on held-out texts of the target rises under every rule at every temperature, or is near 1, as
+    where greedy texts of so small a target are one token; and the draft is what `specdec distill` makes with the
+    recipe's settings: one layer, learned from windows of the training files."""
     facts = json.loads((pair.root / "draft" / "training.json").read_text())
     first, *_, last = (entry["acceptance"] for entry in facts["history"])
-    assert len(first) == 5 and all(last[name] > first[name] + 0.05 for name in first), (first, last)
+    assert len(first) == 5 and all(last[name] > min(first[name] + 0.05, 0.95) for name in first), (first, last)
     assert facts["settings"]["layers"] == 1 and facts["settings"]["loss"] == "kl"
     files = sorted(Path(facts["settings"]["corpus"]).iterdir())
     assert [file.read_text() for file in files] == [own.text for own in data.read_corpus(pair.data / "train.jsonl")]
@@ -95,6 +96,7 @@ def test_evaluate_reports_the_pair(pair: Pair, capsys: pytest.CaptureFixture[str
             assert 0 <= low <= value <= high <= 1
 
 
+@pytest.mark.more
 def test_students_are_compared(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim: the command trains the students that are named on the same texts, the last with a part of the tokens only,
     and prints a line for each; finished ones are kept. Conclusive: both have their own record, of the same texts."""

@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def followers() -> Iterator[Followers]:
     """Processes that are ranks of one model after another."""
     started = Followers()

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import types_pb2 as types_pb
-from tests.support.services import MODELS, Client, Outcome, fixed, running
+from tests.support.services import MODELS, Client, Outcome, Services, fixed, running
 
 PROMPTS = [json.loads(line)["prompt"] for line in (MODELS / "heldout_prompts.jsonl").read_text().splitlines()[:3]]
 BLOCK_SIZE = 16
@@ -142,20 +142,19 @@ def test_a_prefix_that_is_cached_changes_no_text(dtype: str) -> None:
         assert found[index] == 0 if index % 4 == 0 else found[index] >= whole - 64, f"request {index}"
 
 
-def test_tenants_do_not_find_each_others_prefixes(table_models: tuple[Path, Path]) -> None:
+def test_tenants_do_not_find_each_others_prefixes(table_services: Services) -> None:
     """Claim: requests of one salt find each other's prefixes and no others; no salt counts as a salt.
 
     Source: reliability.md, "no cross-tenant prefix sharing". Conclusive: the number of cached tokens of each request.
     """
-    prompt = [1, 2, 3, 4] * 50
-    with running(*table_models, threads=1, block_size=BLOCK_SIZE) as services:
-        found = [
-            services.client.generate(prompt, cache_salt=salt, max_tokens=3, temperature=0, ignore_eos=True)
-            for salt in ("", "a", "b", "", "a", "b", "c")
-        ]
-        counts = [outcome.finished.statistics.cached_prompt_tokens for outcome in found]
-        assert counts == [0, 0, 0, 192, 192, 192, 0]
-        assert len({tuple(outcome.token_ids) for outcome in found}) == 1
-        with pytest.raises(grpc.RpcError) as refused:
-            services.client.generate(prompt, cache_salt="s" * 129, max_tokens=3)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "cache_salt" in refused.value.details()
+    client, prompt = table_services.client, [1, 2, 3, 4] * 50
+    found = [
+        client.generate(prompt, cache_salt=salt, max_tokens=3, temperature=0, ignore_eos=True)
+        for salt in ("", "a", "b", "", "a", "b", "c")
+    ]
+    counts = [outcome.finished.statistics.cached_prompt_tokens for outcome in found]
+    assert counts == [0, 0, 0, 192, 192, 192, 0]
+    assert len({tuple(outcome.token_ids) for outcome in found}) == 1
+    with pytest.raises(grpc.RpcError) as refused:
+        client.generate(prompt, cache_salt="s" * 129, max_tokens=3)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "cache_salt" in refused.value.details()

@@ -29,7 +29,7 @@ ASKED = {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def services(table_models: tuple[Path, Path]) -> Iterator[Services]:
     """Services of all tests: what a test ends is its own."""
-    with running(*table_models, threads=1, max_num_seqs=8) as started:
+    with running(*table_models, {"draft_wait_ms": 50.0}, threads=1, max_num_seqs=8) as started:
         yield started
 
 

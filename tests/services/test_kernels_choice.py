@@ -15,16 +15,6 @@ from specdec.errors import ConfigError
 from tests.support.engine_models import make_tiny_model
 
 
-def log_of(folder: Path, model: Path) -> list[dict]:
-    """The lines of a draft service from its start until it serves."""
-    settings = DraftSettings(model=str(model), port=0, threads=1)
-    with (folder / "log").open("w+") as log:
-        with Child("draft", arguments_of(settings), stderr=log) as child:
-            child.wait_ready()
-        log.seek(0)
-        return [json.loads(line) for line in log]
-
-
 @pytest.mark.lengthy
 def test_the_choice_of_kernels_reaches_the_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: with SPECDEC_KERNELS=off in the environment of a command its services run without kernels, which the log
@@ -34,11 +24,17 @@ def test_the_choice_of_kernels_reaches_the_services(tmp_path: Path, monkeypatch:
     """
     assert KERNELS_VARIABLE == CHOICE_VARIABLE
     model = make_tiny_model(tmp_path / "model", "llama")
-    monkeypatch.setenv(KERNELS_VARIABLE, "off")
-    lines = log_of(tmp_path, model)
+    arguments = arguments_of(DraftSettings(model=str(model), port=0, threads=1))
+    with (tmp_path / "log").open("w+") as log:
+        monkeypatch.setenv(KERNELS_VARIABLE, "sse")
+        refused = Child("draft", arguments)
+        monkeypatch.setenv(KERNELS_VARIABLE, "off")
+        with refused, Child("draft", arguments, stderr=log) as child:
+            child.wait_ready()
+            with pytest.raises(ConfigError, match="SPECDEC_KERNELS is 'sse'; it must be one of avx2"):
+                refused.wait_ready()
+        log.seek(0)
+        lines = [json.loads(line) for line in log]
     (serving,) = [line for line in lines if line["event"] == "serving"]
     assert serving["kernels"] == "none"
     assert any("kernels" in line["event"] and "off" in line["event"] for line in lines)
-    monkeypatch.setenv(KERNELS_VARIABLE, "sse")
-    with pytest.raises(ConfigError, match="SPECDEC_KERNELS is 'sse'; it must be one of avx2"):
-        log_of(tmp_path, model)

@@ -18,7 +18,7 @@ from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from tests.support.services import MODELS, Client, fixed
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"
-POSITIONS_MAX, DRAFT_POSITIONS_MAX = 96, 80
+POSITIONS_MAX, DRAFT_POSITIONS_MAX = 320, 300
 PROMPT = list(range(300, 310))
 
 
@@ -139,8 +139,10 @@ def test_a_text_may_have_every_served_position(served: tuple[Client, Path]) -> N
     asked: dict[str, Any] = {"max_tokens": POSITIONS_MAX - len(PROMPT), "temperature": 0, "ignore_eos": True}
     plain = client.generate(PROMPT, speculative={"policy": "POLICY_OFF"}, **asked)
     assert len(plain.token_ids) == asked["max_tokens"]
+    client.wait_for_draft()
     for shape in (fixed(4), fixed(8, draft_nodes_per_step=4, draft_siblings=2)):
-        speculated = client.generate(PROMPT, speculative=shape, **asked)
+        own = {"proposers": ["PROPOSER_DRAFT"], "draft_wait_ms": 2000, **shape}
+        speculated = client.generate(PROMPT, speculative=own, **asked)
         assert speculated.token_ids == plain.token_ids
         assert sum(speculated.proposers) > 0
     with pytest.raises(Exception, match=f"the model's {POSITIONS_MAX} positions"):

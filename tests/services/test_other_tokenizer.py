@@ -18,7 +18,7 @@ from tests.support.services import MODELS, SHAPES, Services, fixed, running
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
-    with running(MODELS / "target", MODELS / "smollm2-draft", threads=1, block_size=64) as started:
+    with running(MODELS / "target", MODELS / "smollm2-draft", threads=1) as started:
         yield started
 
 

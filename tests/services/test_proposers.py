@@ -14,6 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from specdec.cli.processes import start
+from specdec.config import DraftSettings
 from specdec.engine.table_model import write_table_model
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed, running
@@ -38,7 +40,7 @@ def way_of(source: str, rows: int) -> dict[str, Any]:
     """A way to speculate with one source, or with all at once, by trees of up to `rows` draft tokens."""
     proposers = [*SOURCE_NAMES.values()] if source == "all" else [SOURCE_NAMES[source]]
     shape = {**TREE, "draft_window": rows} if source in ("all", "model") else {}
-    return fixed(rows, proposers=proposers, draft_wait_ms=20, **shape)
+    return fixed(rows, proposers=proposers, draft_wait_ms=2000, **shape)
 
 
 @pytest.fixture(
@@ -46,7 +48,10 @@ def way_of(source: str, rows: int) -> dict[str, Any]:
     params=["float32", *(pytest.param(own, marks=pytest.mark.slow) for own in ("bfloat16", "float32/2", "bfloat16/2"))],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
-    """The shipped pair and its heads; its greedy texts repeat themselves. A parameter is type/ranks of the target."""
+    """The shipped pair and its heads. A parameter is type/ranks of the target."""
+    if request.param == "float32":
+        yield request.getfixturevalue("shipped_pair")
+        return
     dtype, _, ranks = request.param.partition("/")
     own = {"heads": str(MODELS / "target-heads"), "tensor_parallel_size": int(ranks or 1)}
     with running(MODELS / "target", MODELS / "draft", threads=1, dtype=dtype, target=own) as services:
@@ -57,7 +62,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Services]:
 def batch(pair: Services) -> list[tuple[dict[str, Any], Outcome]]:
     """Eight requests, greedy ones and seeded ones, and their texts, each generated alone by plain decoding."""
     requests = [
-        {"max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+        {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
         | {"prompt": f"{DIGITS} {index}," if index % 4 else PROMPT[index % 5 :]}
         | ({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0.0})
         for index in range(8)
@@ -139,9 +144,9 @@ def test_sources_change_nothing_in_a_batch(
 def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, rows: int) -> None:
     """Claim: trees of 2 to 16 rows, 1, 3 and 8 streams at once, greedy and with seeds, give the texts of plain
     decoding, and are trees."""
-    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=100)
+    way = fixed(rows, draft_window=rows, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=2000)
     requests = [
-        {"prompt": PROMPT[index % 5 :], "max_tokens": 48, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
+        {"prompt": PROMPT[index % 5 :], "max_tokens": 120, "ignore_eos": True, "temperature": 0.9 * (index % 2)}
         | ({"seed": index} if index % 2 else {})
         for index in range(8)
     ]
@@ -193,26 +198,26 @@ def test_only_what_the_target_chose_is_remembered(pair: Services) -> None:
         assert all(own >= least for own, least in zip(found, counts)) and (counts[0] or not found[0]), found
 
 
-def test_a_service_without_a_draft(table_models: tuple[Path, Path]) -> None:
+def test_a_service_without_a_draft(table_services: Services) -> None:
     """Claim: a coordinator without a draft service speculates by its own proposers, by default, and says so."""
-    with running(table_models[0], None, {"speculation_policy": "auto"}, threads=1) as services:
-        off = plain(services.client, [1, 2, 3], 120, temperature=0.0)
-        on = services.client.generate([1, 2, 3], max_tokens=120, ignore_eos=True, temperature=0.0)
+    with table_services.coordinator_with(draft=None, speculation_policy="auto") as client:
+        off = plain(client, [1, 2, 3], 120, temperature=0.0)
+        on = client.generate([1, 2, 3], max_tokens=120, ignore_eos=True, temperature=0.0)
         assert on.comparable == off.comparable
         statistics = on.finished.statistics
         assert statistics.num_ngram_accepted_tokens > 60 and statistics.rounds < 60
         assert "no draft model" in statistics.policy_reason
 
 
-def test_heads_change_nothing_and_are_counted() -> None:
+@pytest.mark.parametrize("pair", ["float32"], indirect=True)
+def test_heads_change_nothing_and_are_counted(pair: Services) -> None:
     """Claim: with the shipped heads on the target and no draft, greedy and sampled texts are those of plain decoding,
     and tokens of the heads are accepted; a request that excludes heads gets none of their tokens."""
-    heads = {"heads": str(MODELS / "target-heads")}
-    with running(MODELS / "target", None, {"speculation_policy": "auto"}, threads=1, target=heads) as services:
+    with pair.coordinator_with(draft=None, speculation_policy="auto") as client:
         for asked in ({"temperature": 0.0}, {"temperature": 0.7, "seed": 4}):
-            off = plain(services.client, "import os", **asked)
+            off = plain(client, "import os", **asked)
             both = [
-                services.client.generate(
+                client.generate(
                     "import os", max_tokens=LENGTH, ignore_eos=True, speculative={"proposers": proposers}, **asked
                 )
                 for proposers in (["PROPOSER_HEADS"], ["PROPOSER_NGRAM"])
@@ -223,17 +228,20 @@ def test_heads_change_nothing_and_are_counted() -> None:
             assert both[0].finished.statistics.num_accepted_draft_tokens == counts[0]
 
 
-def test_proposers_go_on_when_the_draft_dies(table_models: tuple[Path, Path]) -> None:
+def test_proposers_go_on_when_the_draft_dies(table_services: Services, table_models: tuple[Path, Path]) -> None:
     """Claim: killing the draft leaves the text as it was, and the n-gram proposer goes on."""
-    with running(*table_models, {"speculation_policy": "auto"}, threads=1) as services:
-        off = plain(services.client, [1, 2, 3], 300, temperature=0.0)
-        outcome = Outcome()
-        request = services.client.request([1, 2, 3], max_tokens=300, ignore_eos=True, temperature=0.0)
-        for response in services.client.stub.Generate(request, timeout=60):
-            services.client.take(outcome, response)
-            if len(outcome.token_ids) > 20 and services.draft is not None and services.draft.is_running:
-                services.draft.process.kill()
-                time.sleep(0.2)
+    settings = DraftSettings(model=str(table_models[1]), port=0, threads=1, log_level="error")
+    with start("draft", settings) as draft:
+        address = draft.wait_ready()
+        with table_services.coordinator_with(draft=address, speculation_policy="auto") as client:
+            off = plain(client, [1, 2, 3], 300, temperature=0.0)
+            outcome = Outcome()
+            request = client.request([1, 2, 3], max_tokens=300, ignore_eos=True, temperature=0.0)
+            for response in client.stub.Generate(request, timeout=60):
+                client.take(outcome, response)
+                if len(outcome.token_ids) > 20 and draft.is_running:
+                    draft.process.kill()
+                    time.sleep(0.2)
         assert outcome.comparable == off.comparable
         assert outcome.proposers[-1] in (0, pb.PROPOSER_NGRAM) and pb.PROPOSER_NGRAM in outcome.proposers[-20:]
 

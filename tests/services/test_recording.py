@@ -15,22 +15,20 @@ from specdec.coordinator.recording import Recorder
 from specdec.errors import ConfigError
 from specdec.protocol.report import Delta
 from specdec.protocol.types import TokenKind
-from tests.support.services import fixed, running
+from tests.support.services import Services, fixed
 
 KINDS = {1: "1", 2: "0", 3: "-"}  # of the wire
 
 
-def test_tokens_and_acceptances_are_kept_and_no_text(table_models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tokens_and_acceptances_are_kept_and_no_text(table_services: Services, tmp_path: Path) -> None:
     """Claim: each generation is one line: its prompt's and output's token ids, what became of each draft token, and
     its temperature, as the client saw them; a resumed one continues after the tokens it was given. Nothing else is in
     the file, which its owner alone may read."""
     file = tmp_path / "record.jsonl"
-    with running(*table_models, {"record": file, "record_notice": True}) as services:
-        client = services.client
-        told = {"max_tokens": 200, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
+    with table_services.coordinator_with(record=file, record_notice=True) as client:
+        told = {"max_tokens": 400, "temperature": 0.7, "seed": 5, "ignore_eos": True, "speculative": fixed(3)}
         whole = client.generate([1, 2, 3], **told)
         resumed = client.generate([1, 2, 3], **told, resume=whole.token_ids[:7])
-        services.coordinator.stop()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [list(line) for line in lines] == [["prompt_ids", "output_ids", "accepted", "temperature"]] * 2
     assert lines[0]["prompt_ids"] == [1, 2, 3] and lines[0]["output_ids"] == whole.token_ids

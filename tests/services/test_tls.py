@@ -14,7 +14,7 @@ from specdec.cli.processes import arguments_of
 from tests.support.certificates import Authority
 
 # The fixed policy waits for its draft tokens; the automatic one may find that models of tables are not worth it.
-ASKED = ("<1><2>", "--seed", "3", "--max-tokens", "40", "--ignore-eos", "--policy", "fixed")
+ASKED = ("<1><2>", "--seed", "3", "--max-tokens", "400", "--ignore-eos", "--policy", "fixed")
 
 
 def specdec_generate(address: str, *flags: str) -> subprocess.CompletedProcess:
@@ -30,7 +30,7 @@ def test_all_three_services_and_the_client_speak_mutual_tls(table_models: tuple[
     tls = authority.issue(tmp_path / "services")
     mine = arguments_of(authority.issue(tmp_path / "client"))
     settings = tls.model_dump(exclude={"insecure"})
-    with running(*table_models, coordinator=settings, threads=1, **settings) as services:
+    with running(*table_models, coordinator={**settings, "draft_wait_ms": 2000.0}, threads=1, **settings) as services:
         specdec_generate(services.coordinator.address, *mine)  # a draft's first step may be late
         answered = specdec_generate(services.coordinator.address, *mine, "--json")
         assert answered.returncode == 0, answered.stderr

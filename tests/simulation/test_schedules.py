@@ -11,8 +11,8 @@ from tests.simulation.schedule import run_seed, run_without_faults
 from tests.simulation.tally import Tally
 from tests.simulation.transcript import Transcript
 
-SCHEDULE_COUNT = 1_000
-SCHEDULE_COUNT_MORE = 10_000
+SCHEDULE_COUNT = 400
+SCHEDULE_COUNT_MORE = 5_000
 SCHEDULE_COUNT_LONG = 100_000
 
 
@@ -28,7 +28,7 @@ def check_schedules(first: int, count: int) -> Tally:
     return tally
 
 
-def test_a_thousand_schedules_keep_every_property() -> None:
+def test_schedules_keep_every_property() -> None:
     """Claim: no late, lost, doubled, reordered or stale message, crash, freeze or partition changes a text, ends a
     request, is waited for without end or leaks anything.
 
@@ -41,8 +41,8 @@ def test_a_thousand_schedules_keep_every_property() -> None:
 
 
 @pytest.mark.more
-def test_ten_thousand_schedules_keep_every_property() -> None:
-    """Claim: as above, over ten times as many schedules, none of them run before."""
+def test_thousands_of_schedules_keep_every_property() -> None:
+    """Claim: as above, over a dozen times as many schedules, none of them run before."""
     assert check_schedules(SCHEDULE_COUNT, SCHEDULE_COUNT_MORE).count == SCHEDULE_COUNT_MORE
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -67,6 +68,12 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "olmo2": ("Olmo2ForCausalLM", SIZES),
     "cohere": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5}),
 }
+# Each has what no other of them has: nothing special; Conv1D; windows and norms of heads; heads turned in part.
+DIFFERENT = ("llama", "gpt2", "gemma3", "gpt_neox")
+# All, of which the others run with the longer tests.
+SEVERAL_ARCHITECTURES = [
+    pytest.param(name, marks=[pytest.mark.more] * (name not in DIFFERENT)) for name in ARCHITECTURES
+]
 
 
 def model_class(architecture: str) -> type[transformers.PreTrainedModel]:

@@ -22,6 +22,7 @@ from specdec.folders import EMBEDDED_MODELS
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb
+from tests.support.waiting import until
 
 MODELS = EMBEDDED_MODELS
 
@@ -144,6 +145,16 @@ class Client:
         with ThreadPoolExecutor(width) as pool:
             return list(pool.map(lambda ask: self.generate(**ask), requests))
 
+    def wait_for_draft(self) -> None:
+        """Returns once the coordinator has reached its draft, for which its own readiness does not wait. Raises
+        TimeoutError."""
+
+        def is_reached() -> bool:
+            answer = self.stub.Describe(types_pb.DescribeRequest(), timeout=10)
+            return answer.HasField("draft") or "not reached yet" not in answer.draft_absent_reason
+
+        until(is_reached, timeout_s=60.0)
+
     def close(self) -> None:
         self.channel.close()
 
@@ -160,9 +171,23 @@ class Services:
 
     def start_coordinator(self, **own: Any) -> tuple[Child, Client]:
         """A second, fresh coordinator on the same replicas, but for its `own` settings. The caller stops it."""
-        child = start("coordinator", self.settings.model_copy(update=own))
+        settings = self.settings.model_copy(update=own)
+        child = start("coordinator", settings)
         child.wait_ready()
-        return child, Client(child.address)
+        client = Client(child.address)
+        if settings.draft:
+            client.wait_for_draft()
+        return child, client
+
+    @contextlib.contextmanager
+    def coordinator_with(self, **own: Any) -> Iterator[Client]:
+        """A client of a second coordinator (see `start_coordinator`), which is stopped at the end."""
+        child, client = self.start_coordinator(**own)
+        try:
+            yield client
+        finally:
+            client.close()
+            child.stop()
 
 
 @contextlib.contextmanager
@@ -172,12 +197,16 @@ def running(
     """The services on free loopback ports, and a client; all are stopped at the end, also after errors.
 
     Requests speculate by the fixed policy by default, so that there is speculation to test: table models compute
-    nothing, so the automatic policy finds no gain in it.
+    nothing, so the automatic policy finds no gain in it. For the same reason the draft is connected, and a round waits
+    long for it: beside a fast target on a busy machine a short text would be over before a draft that was late once is
+    waited for again.
     """
-    own = {"speculation_policy": "fixed", **(coordinator or {})}
+    own = {"speculation_policy": "fixed", "draft_wait_ms": 2000.0, **(coordinator or {})}
     with harness.running(target_model, draft_model, own, **replicas) as started:
         client = Client(started.coordinator.address)
         try:
+            if started.draft is not None:
+                client.wait_for_draft()
             yield Services(started.target, started.draft, started.coordinator, client, started.settings)
         finally:
             client.close()

@@ -25,7 +25,7 @@ from tests.support.traces import ReadTrace, trace_of
 @pytest.fixture(scope="module")
 def outcome(services: Services, receiver: Receiver) -> Outcome:
     """A generation whose trace has arrived."""
-    asked = {"temperature": 0.7, "seed": 2, "ignore_eos": True, "speculative": fixed(3, draft_wait_ms=50)}
+    asked = {"temperature": 0.7, "seed": 2, "ignore_eos": True, "speculative": fixed(3, draft_wait_ms=2000)}
     generated = services.client.generate([1, 2, 3], max_tokens=400, **asked)
     trace_of(receiver, generated)
     return generated

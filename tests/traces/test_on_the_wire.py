@@ -15,11 +15,11 @@ import pytest
 from specdec.bench.otlp_receiver import Receiver
 from specdec.telemetry.trace_facts import facts_of
 from specdec.telemetry.trace_reader import TraceTree, spans_of
-from tests.support.services import Outcome, Services, fixed
-from tests.support.traces import CLIENT, INTERNAL, SERVER, ReadTrace, attributes, environment, trace_of, traced
+from tests.support.services import Client, Outcome, Services, fixed
+from tests.support.traces import CLIENT, INTERNAL, SERVER, SOON, ReadTrace, attributes, environment, trace_of, traced
 
 ROUNDING_NS = 100_000  # the target's times arrive in microseconds
-TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=100)
+TREE = fixed(4, draft_window=8, draft_nodes_per_step=4, draft_wait_ms=2000)
 ROW_COUNTS_MAX = {10: 75, 300: 160, 2000: 550}  # by rounds
 PROPOSERS = ("model", "ngram", "suffix", "prediction", "heads")  # as statistics name them
 SUMS = {
@@ -90,10 +90,12 @@ def check_times(trace: ReadTrace) -> None:
 
 @pytest.fixture(scope="module")
 def short(services: Services, receiver: Receiver) -> tuple[Outcome, ReadTrace]:
-    """A generation of some dozen rounds, and its trace. One before it waits until the draft answers fast."""
-    generate(services, 200)
-    outcome = generate(services, 40)
-    return outcome, trace_of(receiver, outcome)
+    """A generation of some dozen rounds, the first one that the draft did not begin too late for, and its trace."""
+    outcomes = [generate(services, 40)]
+    while not outcomes[-1].finished.statistics.num_draft_tokens:
+        assert len(outcomes) < 50, "the draft is not used"
+        outcomes.append(generate(services, 40))
+    return outcomes[-1], trace_of(receiver, outcomes[-1])
 
 
 def test_one_generation_is_one_trace_over_three_services(short: tuple[Outcome, ReadTrace]):
@@ -283,12 +285,12 @@ def test_texts_and_token_ids_never_leave(services: Services, receiver: Receiver)
     assert "<" not in everything and "my-label" not in everything
 
 
-def generated_within(services: Services, flags: str, trace_id: str, span_id: str) -> Outcome:
+def generated_within(client: Client, flags: str, trace_id: str, span_id: str) -> Outcome:
     """A generation whose client sends a trace context."""
     metadata, outcome = (("traceparent", f"00-{trace_id}-{span_id}-{flags}"),), Outcome()
-    request = services.client.request([1, 2], max_tokens=5, temperature=0.0)
-    for response in services.client.stub.Generate(request, metadata=metadata, timeout=30):
-        services.client.take(outcome, response)
+    request = client.request([1, 2], max_tokens=5, temperature=0.0)
+    for response in client.stub.Generate(request, metadata=metadata, timeout=30):
+        client.take(outcome, response)
     assert outcome.finished.trace_id == trace_id != outcome.started.request_id
     return outcome
 
@@ -298,13 +300,13 @@ def roots_of(receiver: Receiver, trace_ids: list[str]) -> list[str]:
     return [span.trace_id.hex() for _, span in receiver.spans() if span.trace_id.hex() in trace_ids and span.kind == 2]
 
 
-def test_a_followed_caller_decides(table_models, receiver: Receiver):
+def test_a_followed_caller_decides(services: Services, receiver: Receiver):
     """Claim: with --trace-parent-sampling the root is the caller's child in the caller's trace, and a caller that does
     not sample is respected: no span of that trace is sent."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    with traced(table_models, receiver.endpoint, {"trace_parent_sampling": True}) as services:
+    with environment(**SOON), services.coordinator_with(trace_parent_sampling=True) as client:
         for flags in ("00", "01"):
-            outcome = generated_within(services, flags, trace_id, span_id)
+            outcome = generated_within(client, flags, trace_id, span_id)
         trace = trace_of(receiver, outcome)
     roots = trace.named("Generate")
     assert len(roots) == 1 and roots[0].parent_span_id == bytes.fromhex(span_id)
@@ -323,9 +325,9 @@ def test_a_caller_does_not_override_the_ratio(services: Services, table_models, 
     variables = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.001"}
     with traced(table_models, receiver.endpoint, **variables) as few:
         for trace_id in unwanted:
-            generated_within(few, "01", trace_id, secrets.token_hex(8))
+            generated_within(few.client, "01", trace_id, secrets.token_hex(8))
     span_id = secrets.token_hex(8)
-    trace = trace_of(receiver, generated_within(services, "00", secrets.token_hex(16), span_id))
+    trace = trace_of(receiver, generated_within(services.client, "00", secrets.token_hex(16), span_id))
     assert [root.parent_span_id for root in trace.named("Generate")] == [bytes.fromhex(span_id)]
     assert roots_of(receiver, unwanted) == []
 
