@@ -88,11 +88,14 @@ def verify(requests: Sequence[VerificationRequest], row_counts: Sequence[int], l
     if list(row_counts) != expected or logits.shape[0] != sum(expected):
         raise ValueError(f"{list(row_counts)} rows for requests that need {expected}, and {logits.shape[0]} of logits")
     starts = [0, *itertools.accumulate(expected)]
+    by_rule: dict[Rule, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_rule.setdefault(request.params.rule, []).append(index)
 
     def compute(host_copy: HostCopy) -> Callable[[], list[SamplerOutput]]:
         finishes: list[tuple[list[int], Callable[[], list[SamplerOutput]]]] = []
-        for rule in Rule:
-            for chunk in chunks([i for i, r in enumerate(requests) if r.params.rule is rule], expected, logits):
+        for rule, indices in by_rule.items():
+            for chunk in chunks(indices, expected, logits):
                 chosen = [requests[index] for index in chunk]
                 rows = [row for index in chunk for row in range(starts[index], starts[index + 1])]
                 finishes.append((chunk, output_of_rule(rule, chosen, taken(logits, rows), host_copy)))
