@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,15 +21,13 @@ from specdec.engine.interface import RaggedBatch, StepOutput, Storage
 class StepInput:
     """Tensors of one step: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
 
-    `attention` is the plan of the attention modules: an `AttentionPlan` or another class with its `attend`. With `whole`
-    the step is one call, and there is none.
+    `attention` is the plan of the attention modules: an `AttentionPlan` or another class with its `attend`.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
     attention: Any
-    whole: WholeStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,9 @@ class StepResult:
     hidden: torch.Tensor | None = None
 
 
+@runtime_checkable
 class WholeStep(Protocol):
-    """A planned step that the backend runs in one call, in place of the model's modules."""
+    """A plan whose backend runs the model's layers in one call, in place of its modules."""
 
     def run(
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool

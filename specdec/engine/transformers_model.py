@@ -19,7 +19,7 @@ from torch import nn
 from specdec.engine import attention
 from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
-from specdec.engine.backend import Backend, StepInput, StepResult
+from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
 from specdec.engine.config_check import served_positions
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
@@ -93,8 +93,8 @@ class TransformersModel:
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
-        if step.whole:
-            result = step.whole.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        if isinstance(step.attention, WholeStep):
+            result = step.attention.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
         else:
             result = self._by_modules(input_ids, step)
         return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result

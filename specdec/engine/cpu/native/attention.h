@@ -355,7 +355,7 @@ typedef struct {
 } attention_tile;
 
 // Many rows share a tile, a head at a time. Few: the heads that share a key head do. Where there would be too few tiles
-// for all threads to end together, they have fewer rows; and fewer heads, which then read their keys again, only where a
+// for all threads to end together, they have fewer rows; and fewer heads, which read their keys again, only where a
 // thread would have none.
 static attention_tile tile_of(int64_t rows, int64_t kv_heads, int64_t group, int32_t threads) {
     const int is_few = rows < 2 * QUERIES_MAX;
