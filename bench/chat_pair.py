@@ -25,7 +25,7 @@ from specdec.bench.prompts import Prompt
 from specdec.bench.proposers.chat import chat_request
 from specdec.bench.proposers.texts import Found, Text, generate, per_second
 from specdec.chat.template import ChatTemplate
-from specdec.engine.chat_model import chat_model
+from specdec.engine.loading.chat_model import chat_model
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_DRAFT, EMBEDDED_MODELS
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from specdec.bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.feed import Feed
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, SamplerOutput
 

@@ -24,7 +24,7 @@ import transformers
 from specdec.bench.gpu_checks import check_greedy, check_logits, check_tree, margin_measurements
 from specdec.bench.gpu_models import EIGHT_B, ONE_B, TINY, build
 from specdec.bench.gpu_steps import STEPS, Step, StepMeasurement, bandwidth_gb_per_s, time_steps
-from specdec.engine.devices import find_device
+from specdec.engine.loading.devices import find_device
 
 GOALS = {("1B", 1, 1): (1.4, 1.2), ("8B", 1, 8): (1.25, 1.1)}  # model, sequences, rows: goal and stretch
 TINY_STEPS = (Step(1, 1), Step(1, 3), Step(2, 2), Step(1, 8, paths=4))
@@ -59,7 +59,7 @@ def run(device: torch.device, is_small: bool, rounds: int) -> dict[str, Any]:
     steps: list[StepMeasurement] = []
     margins = []
     for shape in (TINY,) if is_small else (ONE_B, EIGHT_B):
-        model = build(shape, device, torch.bfloat16, max(step.path_count for step in steps_requested))
+        model = build(shape, device, torch.bfloat16, max(step.sequences for step in steps_requested))
         timed = time_steps(model, shape.name, steps_requested, limit, 2 if is_small else rounds)
         margins.append({"model": shape.name} | margin_measurements(model))
         print_steps(timed)

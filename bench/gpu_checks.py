@@ -11,8 +11,8 @@ import transformers
 
 from specdec.bench.gpu_models import SMALL, engine_model, plain_model
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import default_block_size
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.devices import default_block_size
 from specdec.engine.transformers_model import TransformersModel
 
 PROMPT_COUNT, NEW_COUNT = 96, 32
@@ -42,7 +42,7 @@ class Text:
 
     def feed(self, start: int, token_ids: Sequence[int], logit_count: int) -> torch.Tensor:
         """Logits of the last rows of these tokens at `start`."""
-        chunk = SequenceChunk(self.block_ids, start, token_ids, logit_count)
+        chunk = Chunk(self.block_ids, start, token_ids, logit_count)
         return self._model.forward(RaggedBatch((chunk,))).logits
 
 
@@ -58,22 +58,9 @@ def random_ids(count: int, vocabulary: int) -> list[int]:
     return torch.randint(1, vocabulary, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def tree_chunks(
-    blocks: Sequence[Sequence[int]], start: int, token_ids: Sequence[int], block_size: int
-) -> list[SequenceChunk]:
-    """Returns the chunks of a tree at `start`, a path in each of `blocks`: a chain, then branches of one token, the
-    last one below the root. Blocks before the one where branches begin are the chain's."""
-    branch_count = len(blocks) - 1
-    chain_count = len(token_ids) - branch_count
-    first = (start + 1) // block_size
-    chunks = [SequenceChunk(blocks[0], start, token_ids[:chain_count], chain_count)]
-    for index, own in enumerate(blocks[1:]):
-        position = start + branch_count - index
-        table = [*blocks[0][:first], *own[first:]]
-        copied_count = position - max(start, first * block_size)
-        token = token_ids[chain_count + index]
-        chunks.append(SequenceChunk(table, position, [token], 1, copied_count=copied_count))
-    return chunks
+def parents_of(rows: int, paths: int) -> list[int]:
+    """Returns the shape of a tree of as many rows: a chain, then branches of one token, the last one below the root."""
+    return [*range(rows - paths), *reversed(range(paths - 1))] if paths > 1 else []
 
 
 @torch.inference_mode()
@@ -124,28 +111,26 @@ def check_logits(device: torch.device, dtype: torch.dtype) -> Check:
 
 @torch.inference_mode()
 def check_tree(device: torch.device, dtype: torch.dtype) -> Check:
-    """Logits of a tree after a text, in a captured step, and of its paths as chains, against the plain model's in
+    """Logits of a tree after a text, and of its paths as chains, against the plain model's in
     float32."""
     plain, exact = plain_and_exact(device, dtype)
     model = engine_model(plain, device, TREE_PATHS)
     block_size = default_block_size(device)
     block_count = -(-(PROMPT_COUNT + TREE_ROWS) // block_size)
-    storage = model.allocate(1 + (1 + TREE_PATHS) * block_count, block_size)
-    chain, *paths = (Text(model, 1 + index * block_count, block_count) for index in range(1 + TREE_PATHS))
+    model.allocate(1 + 2 * block_count, block_size)
+    chain, tree = (Text(model, 1 + index * block_count, block_count) for index in range(2))
     ids = random_ids(PROMPT_COUNT + TREE_ROWS, SMALL.vocabulary)
     prompt, token_ids = ids[:PROMPT_COUNT], ids[PROMPT_COUNT:]
-    for text in (chain, paths[0]):
+    for text in (chain, tree):
         text.feed(0, prompt, 1)
-    tree = [path.block_ids for path in paths]
-    first = (PROMPT_COUNT + 1) // block_size
-    storage.copy_block(tree[0][first], [blocks[first] for blocks in tree[1:]])
-    chunks = tree_chunks(tree, PROMPT_COUNT, token_ids, block_size)
-    found = model.forward(RaggedBatch(tuple(chunks))).logits
+    paths = tree_paths(parents_of(TREE_ROWS, TREE_PATHS), PROMPT_COUNT + 1)
+    chunk = Chunk(tree.block_ids, PROMPT_COUNT, token_ids, TREE_ROWS, paths)
+    found = model.forward(RaggedBatch((chunk,))).logits
     chains, wanted = [], []
-    for chunk in chunks:
-        path, count = [*token_ids[: chunk.start - PROMPT_COUNT], *chunk.token_ids], len(chunk.token_ids)
-        chains.append(chain.feed(PROMPT_COUNT, path, count))
-        wanted.append(exact(torch.tensor([[*prompt, *path]], device=device)).logits[0, -count:])
+    for cells in ([], *paths):
+        path = [token_ids[0], *(token_ids[cell - PROMPT_COUNT] for cell in cells)]
+        chains.append(chain.feed(PROMPT_COUNT, path, 1))
+        wanted.append(exact(torch.tensor([[*prompt, *path]], device=device)).logits[0, -1:])
     claim = f"a tree of {TREE_ROWS} rows on {TREE_PATHS} paths has their logits ({str(dtype).removeprefix('torch.')})"
     return compare(claim, found, torch.cat(chains), torch.cat(wanted), dtype, "chains")
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.bench.gpu_checks import random_ids, tree_chunks
+from specdec.bench.gpu_checks import parents_of, random_ids
 from specdec.decoding.verification import VerificationRequest, verify
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import default_block_size
-from specdec.engine.interface import RaggedBatch, SequenceChunk, Storage
+from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.devices import default_block_size
 from specdec.engine.transformers_model import TransformersModel
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -25,11 +25,6 @@ class Step(NamedTuple):
     sequences: int
     rows: int
     paths: int = 1
-
-    @property
-    def path_count(self) -> int:
-        """Paths of all sequences."""
-        return self.sequences * self.paths
 
 
 STEPS = (*(Step(1, rows) for rows in range(1, 9)), Step(1, 8, paths=4), Step(8, 5))
@@ -95,46 +90,41 @@ def time_steps(
     measurements = []
     for with_graphs in (True, False):
         backend.with_graphs = with_graphs
-        storage = prepare_cache(model, max(step.path_count for step in steps))
-        measurements += [time_step(model, storage, name, step, with_graphs, gb_per_s, rounds) for step in steps]
+        prepare_cache(model, max(step.sequences for step in steps))
+        measurements += [time_step(model, name, step, with_graphs, gb_per_s, rounds) for step in steps]
     return measurements
 
 
-def prepare_cache(model: TransformersModel, sequence_count: int) -> Storage:
-    """Allocates a cache for `sequence_count` sequences, or paths, each with CONTEXT positions filled."""
+def prepare_cache(model: TransformersModel, sequence_count: int) -> None:
+    """Allocates a cache for `sequence_count` sequences, each with CONTEXT positions filled."""
     block_size = default_block_size(model.backend.device)
     per_sequence = blocks_each(block_size)
-    storage = model.allocate(1 + sequence_count * per_sequence, block_size)
+    model.allocate(1 + sequence_count * per_sequence, block_size)
     prompt = random_ids(context_of(model), model.description.vocabulary_size)
     for index in range(sequence_count):
-        model.forward(RaggedBatch((SequenceChunk(blocks_of(index, block_size), 0, prompt, 1),)))
-    return storage
+        model.forward(RaggedBatch((Chunk(blocks_of(index, block_size), 0, prompt, 1),)))
 
 
 def time_step(
     model: TransformersModel,
-    storage: Storage,
     name: str,
     step: Step,
     with_graphs: bool,
     gb_per_s: float,
     rounds: int,
 ) -> StepMeasurement:
-    """One shape of step: the whole, copies of blocks to further paths included, and the forward alone."""
+    """One shape of step: the whole, and the forward alone."""
     device = model.backend.device
     start, block_size = context_of(model), default_block_size(device)
     token_ids = random_ids(step.rows, model.description.vocabulary_size)
-    tables = [blocks_of(index, block_size) for index in range(step.path_count)]
-    trees = [tables[index : index + step.paths] for index in range(0, step.path_count, step.paths)]
-    batch = RaggedBatch(tuple(chunk for tree in trees for chunk in tree_chunks(tree, start, token_ids, block_size)))
-    first = (start + 1) // block_size  # the block where branches begin
+    parents = tuple(parents_of(step.rows, step.paths))
+    paths = tree_paths(parents, start + 1)
+    tables = [blocks_of(index, block_size) for index in range(step.sequences)]
+    batch = RaggedBatch(tuple(Chunk(table, start, token_ids, step.rows, paths) for table in tables))
     params = ResolvedSamplingParams(Rule.GREEDY, seed=0, prompt_length=1, temperature=0.0)
-    parents = (*range(step.rows - step.paths), *reversed(range(step.paths - 1))) if step.paths > 1 else ()
     request = VerificationRequest(params, 0, [1] * start, tuple(token_ids[1:]), parents=parents)
 
     def whole() -> None:
-        for tree in trees if step.paths > 1 else ():
-            storage.copy_block(tree[0][first], [blocks[first] for blocks in tree[1:]])
         verify([request] * step.sequences, [step.rows] * step.sequences, model.forward(batch).logits)
 
     # Several in a row: while the device runs one, the host plans the next, so only the device's time is left.

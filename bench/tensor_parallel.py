@@ -28,9 +28,9 @@ from rich.table import Table
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.harness import TARGET_MODEL
 from specdec.cli.processes import python_command
-from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.model import load_model
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
 from specdec.engine.parallel.group import Ending
 from specdec.engine.parallel.place import RankPlace, listen
 from specdec.engine.parallel.rank import ModelSource, load_leader, run_follower
@@ -112,13 +112,13 @@ class Texts:
         self._tables = [self._cache.reserve(CACHED_COUNT + max(ROW_COUNTS)) for _ in range(max(SEQUENCE_COUNTS))]
         self._ids = torch.randint(1, 4096, (CACHED_COUNT + max(ROW_COUNTS),)).tolist()
         for table in self._tables:
-            model.forward(RaggedBatch((SequenceChunk(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
+            model.forward(RaggedBatch((Chunk(table.block_ids, 0, self._ids[:CACHED_COUNT], 0),)))
 
     def time_steps(self, sequence_count: int, row_count: int, step_count: int) -> list[float]:
         """Seconds of each step, after one that is not counted."""
         ids = self._ids[CACHED_COUNT : CACHED_COUNT + row_count]
         tables = self._tables[:sequence_count]
-        batch = RaggedBatch(tuple(SequenceChunk(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
+        batch = RaggedBatch(tuple(Chunk(table.block_ids, CACHED_COUNT, ids, row_count) for table in tables))
         times = []
         for _ in range(step_count + 1):
             started_s = time.perf_counter()

@@ -33,8 +33,8 @@ from specdec.advise.forecast import Estimate, resampled, share
 from specdec.advise.measuring import EVERYTHING, Text, written
 from specdec.advise.serving import observe, served
 from specdec.bench.harness import DRAFT_MODEL, heldout_prompts
-from specdec.engine.model import load_model, load_offline_target
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model import load_model, load_offline_target
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import SpecdecError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule

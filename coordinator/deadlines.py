@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from specdec.protocol.items import Verification, VerificationResult
 
 TICK_S = 1.0
-QUIET_S = 60.0  # the first step of a shape may load or measure kernels for so long: see `specdec.engine.heartbeat`
+QUIET_S = 60.0  # the first step of a shape may load or measure kernels for so long: see `engine.scheduling.heartbeat`
 FACTOR = 8.0  # as for a step: other coordinators' prompts, and long contexts, are not in the measured times
 TURN_FACTOR = 10.0  # ten minutes and more: a text that waits for longer is better resumed
 FADING = 0.99  # of the time of late answers, with each answer

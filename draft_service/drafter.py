@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest
-from specdec.draft_service.cells import Cells
 from specdec.draft_service.session import DraftSession
-from specdec.engine.interface import TreeRows
 from specdec.engine.retokenizer import Reading, Retokenizer
-from specdec.engine.runner import Piece, StepReport
-from specdec.engine.scheduler import NOTHING, Engine, Turn
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.runner import StepReport
+from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import CacheExhausted, InvalidRequest, SpecdecError
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import LIKELIHOOD_MIN, DraftTreeNode, Growth
@@ -39,18 +39,7 @@ LIKELIHOOD_MIN_MOST = 0.1  # with many sessions: a likelier path is worth its ev
 TREE_CELLS = 64  # beyond the committed tokens, for branches: a path's own cells are those of later tokens
 DETAILED_STEP_COUNT_MAX = 2  # detailed spans after each commit; more would crowd out the rounds they serve
 
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One session's part of a step: nodes, and the names reserved for the children that each sends.
-
-    `fed`: cells of committed tokens, the root's last; without nodes more committed tokens follow.
-    """
-
-    session: DraftSession
-    nodes: Sequence[DraftTreeNode]
-    names: Sequence[Sequence[int]]
-    fed: Sequence[int]
+DraftFeed: TypeAlias = Feed[list[ProposalRequest], list[Proposal]]
 
 
 class Drafter:
@@ -78,7 +67,6 @@ class Drafter:
         self._growing: dict[DraftSession, None] = {}  # sessions that may have nodes to evaluate, in order of arrival
         self._sessions: dict[DraftSession, None] = {}
         self._unsent: dict[DraftSession, None] = {}  # sessions with nodes to send
-        self._step: list[Evaluation] = []
         self._step_began_s = 0.0
         self._step_count = 0
 
@@ -110,7 +98,7 @@ class Drafter:
         table = self._engine.cache.open(self._cell_count(item))
         growth = Growth(item.params.rule, self._calibration)
         reading = Reading(self._retokenizer) if self._retokenizer else None
-        session = DraftSession(item, table, reply, Cells(table.capacity), growth, reading)
+        session = DraftSession(item, table, reply, self._engine.cache, growth, reading)
         self._sessions[session] = None
         return session
 
@@ -174,7 +162,7 @@ class Drafter:
         """Takes blocks for the committed tokens that are not fed yet. Where too few are free, also of those that idle
         sessions give up, the session gives up its own, so that waiting sessions never keep each other from growing, and
         waits."""
-        while not self._grow(session, len(session.read_tokens) - len(session.cells.committed)):
+        while not self._grow(session, session.unfed_count):
             left = [one for one in self._sessions if one.table.block_ids and one is not session]
             idlest = min(left, key=lambda one: one.active_s, default=session)
             if idlest is session or session.active_s - idlest.active_s < IDLE_S:
@@ -189,40 +177,37 @@ class Drafter:
         """Drops a session's tree and frees its blocks; a later commit feeds its tokens again."""
         self._send([session] if session in self._unsent else [])
         session.drop_tree()
-        session.cells = Cells(session.table.capacity)
         self._engine.cache.free(session.table)
 
     def _grow(self, session: DraftSession, count: int) -> bool:
         """Takes blocks until `count` cells are free, or as many as there are; returns whether these are enough."""
-        cache, table, cells = self._engine.cache, session.table, session.cells
-        if (lacking_count := count - cells.free_count) > 0:
+        cache, table = self._engine.cache, session.table
+        if (lacking_count := count - session.free_cell_count) > 0:
             most = (len(table.block_ids) + cache.free_block_count) * cache.block_size
-            cache.grow(table, min(cells.held_count + lacking_count, most, table.capacity))
-            cells.hold(len(table.block_ids) * cache.block_size)
-        return cells.free_count >= count
+            cache.grow(table, min(session.cell_end + lacking_count, most, table.capacity))
+        return session.free_cell_count >= count
 
     def next_step(self) -> Turn[list[ProposalRequest], list[Proposal]]:
         """Returns a step of committed tokens not fed yet, and of the likeliest nodes of all sessions."""
         self._step_began_s = time.perf_counter()
-        self._step = []
-        pieces: list[Piece[list[ProposalRequest]]] = []
+        feeds: list[DraftFeed] = []
         chosen: dict[DraftSession, list[DraftTreeNode]] = {}
         row_count_max = self._engine.rows_max
         for session in list(self._growing):
-            if session.growth.root is not None and len(session.cells.committed) < len(session.read_tokens):
+            if session.growth.root is not None and session.unfed_count:
                 if row_count_max > 0:
-                    pieces.append(self._feed(session, session.growth.root, row_count_max))
-                    row_count_max -= len(pieces[-1].token_ids)
+                    feeds.append(self._feed(session, session.growth.root, row_count_max))
+                    row_count_max -= feeds[-1].row_count
             elif nodes := self._take(session):
                 chosen[session] = nodes
             else:
                 del self._growing[session]
         if sum(map(len, chosen.values())) > STEP_NODES_MAX:
             give_back_unlikely(chosen)
-        pieces += [self._evaluate(session, nodes) for session, nodes in chosen.items() if nodes]
-        if not pieces:
+        feeds += [self._evaluate(session, nodes) for session, nodes in chosen.items() if nodes]
+        if not feeds:
             self._send(list(self._unsent))
-        return Turn(pieces=pieces, done=self._on_step) if pieces else NOTHING
+        return Turn(feeds=feeds, done=self._on_step) if feeds else NOTHING
 
     def _take(self, session: DraftSession) -> list[DraftTreeNode]:
         """Takes the session's next nodes to evaluate, likeliest first."""
@@ -230,7 +215,7 @@ class Drafter:
             return []
         if not self._waiting:
             self._grow(session, session.nodes_per_step)
-        count = min(session.nodes_per_step, session.cells.free_count)
+        count = min(session.nodes_per_step, session.free_cell_count)
         if not count:
             return []
         length_max = min(session.opened.length_max, self.description.positions_max - session.shift)
@@ -242,73 +227,75 @@ class Drafter:
         is_chain, wait_reach = session.nodes_per_step == 1 or is_drawn_tree, len(session.tokens) + session.wait_length
         return session.growth.take(count, reach, is_chain, likelihood_min, wait_reach)
 
-    def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> Piece[list[ProposalRequest]]:
-        """Returns a piece of committed tokens not in the cache, at most a chunk beside others; the root is the last."""
-        start = len(session.cells.committed)
+    def _feed(self, session: DraftSession, root: DraftTreeNode, row_count_max: int) -> DraftFeed:
+        """Returns committed tokens not in the cache, at most a chunk beside others; the root is the last."""
+        start = session.table.length
         chunk = row_count_max if len(self._growing) == 1 else self._engine.chunk_size
         token_ids = session.read_tokens[start : start + min(row_count_max, chunk)]
-        cells = [session.cells.take(start + index) for index in range(len(token_ids))]
-        paths = [[root]] if start + len(token_ids) == len(session.read_tokens) else []
-        return self._piece(session, paths, token_ids, session.cells.chain(cells), fed=cells)
+        is_last = start + len(token_ids) == len(session.read_tokens)
+        return self._feed_of(session, [root] if is_last else [], token_ids)
 
-    def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> Piece[list[ProposalRequest]]:
-        """Returns a piece of these nodes, each in a free cell."""
-        below = session.shift - 1
+    def _evaluate(self, session: DraftSession, nodes: list[DraftTreeNode]) -> DraftFeed:
+        """Returns these nodes, each in a free cell."""
         for node in nodes:
-            node.cell = session.cells.take(node.length + below)
-        paths = [session.growth.path(node) for node in nodes]
-        rows = session.cells.nodes([[node.cell for node in path] for path in paths])
-        return self._piece(session, paths, [node.token_id for node in nodes], rows, fed=[])
+            session.place(node)
+        return self._feed_of(session, nodes, [node.token_id for node in nodes])
 
-    def _piece(
-        self,
-        session: DraftSession,
-        paths: list[list[DraftTreeNode]],
-        token_ids: Sequence[int],
-        rows: TreeRows,
-        fed: list[int],
-    ) -> Piece[list[ProposalRequest]]:
-        """Returns one session's rows of a step; `paths` end with the nodes of its last rows, which need logits."""
+    def _feed_of(self, session: DraftSession, nodes: list[DraftTreeNode], token_ids: Sequence[int]) -> DraftFeed:
+        """Returns one session's rows of a step, of which the last are of `nodes` and need logits."""
+        paths = [session.growth.path(node) for node in nodes]
         growth, params, names, requests = session.growth, session.opened.params, [], []
         branch_count = session.siblings or (0 if session.nodes_per_step == 1 else BRANCH_COUNT)
         draws: tuple[int, ...] = ()
         tokens, length, width = session.tokens, len(session.tokens), session.opened.vocabulary_size
-        for path in paths:
-            filed = growth.file(path[-1])
+        for node, path in zip(nodes, paths):
+            filed = growth.file(node)
             if filed is not None:
                 session.grown.append(filed)
             names.append([growth.reserve_name() for _ in range(1 + session.siblings)])
             if params.rule is Rule.REJECTION:
                 draws = tuple(uniform_bits(session.secret, Lane.DRAFT, growth.epoch, name) for name in names[-1])
-            draft = () if fed else [node.token_id for node in path]
-            path_tokens = TokenPath(tokens, length, draft, session.counts)
+            path_tokens = TokenPath(tokens, length, [node.token_id for node in path], session.counts)
             requests.append(ProposalRequest(params, path_tokens, width, draws, branch_count))
-        self._step.append(Evaluation(session, [path[-1] for path in paths], names, fed))
-        return Piece(session.table, 0, token_ids, len(paths), requests, rows)
+        return Feed(
+            table=session.table,
+            start_position=session.table.length,
+            token_ids=token_ids,
+            logit_count=len(nodes),
+            payload=requests,
+            done=partial(self._evaluated, session, nodes, names),
+            failed=partial(self._failed, session),
+            paths=[[node.cell for node in path] for path in paths if path],
+        )
+
+    def _evaluated(
+        self,
+        session: DraftSession,
+        nodes: Sequence[DraftTreeNode],
+        names: Sequence[Sequence[int]],
+        proposals: list[Proposal] | None,
+        timing: StepTiming,
+    ) -> None:
+        """Adds the proposals of a step to the tree of a session."""
+        session.worked_s += timing.ended_s - self._step_began_s
+        for node, its_names, found in zip(nodes, names, proposals or ()):
+            session.grown += session.growth.evaluated(node, its_names, found.guesses, found.draft_probs, node.cell)
+        if session.grown:
+            self._unsent[session] = None
+
+    def _failed(self, session: DraftSession, error: SpecdecError) -> None:
+        """A session's rows failed: no drafting until the next commit."""
+        session.drop_tree()
+        session.grown.clear()
+        self._unsent.pop(session, None)
+        session.fail(error)
 
     def _on_step(self, report: StepReport[list[Proposal]]) -> None:
-        """Adds the proposals of a step to the trees, and sends one item per session with nodes that are due."""
-        now_s = time.perf_counter()
-        for own, outcome in zip(self._step, report.outcomes):
-            session = own.session
-            session.worked_s += now_s - self._step_began_s
-            if isinstance(outcome, SpecdecError):
-                session.cells.give_back(own.fed)
-                session.drop_tree()  # no drafting until the next commit
-                session.grown.clear()
-                self._unsent.pop(session, None)
-                session.fail(outcome)
-                continue
-            if own.fed:
-                session.cells.commit(own.fed)
-            for node, names, found in zip(own.nodes, own.names, outcome or ()):
-                session.grown += session.growth.evaluated(node, names, found.guesses, found.draft_probs, node.cell)
-            if session.grown:
-                self._unsent[session] = None
+        """Sends one item per session with nodes that are due after a step."""
         for session in self._unsent:
             session.held_step_count += 1
         due = [own for own in self._unsent if own.held_step_count > self._held_steps_max(own)]
-        self._send(due, report.row_count, now_s)
+        self._send(due, report.row_count, time.perf_counter())
 
     def _held_steps_max(self, session: DraftSession) -> int:
         """Returns the number of further steps that a session's nodes wait for. Under REJECTION none: when the steps end

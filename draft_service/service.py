@@ -7,11 +7,10 @@ from typing import Any
 from specdec.config import DraftSettings
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import Proposal, ProposalRequest, proposals
-from specdec.draft_service.cells import Cells
-from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Piece
-from specdec.engine.scheduler import Engine
+from specdec.draft_service.drafter import BRANCH_COUNT, TREE_CELLS, Drafter, DraftFeed
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.types import TOKENS_MAX, Description, ResolvedSamplingParams, Rule
 from specdec.replica.app import OnReady, ReplicaApp, ReplicaKind
 from specdec.telemetry.logs import get_logger
@@ -19,17 +18,14 @@ from specdec.telemetry.tracing import Tracing
 from specdec.v1 import draft_service_pb2 as draft_pb
 
 
-def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[list[ProposalRequest]]:
-    """Returns a step of `row_count` nodes below the committed tokens, or of those tokens if it is 0."""
-    cells = Cells(table.capacity)
-    context = [cells.take(position) for position in range(context_length)]
+def sample_feed(table: BlockTable, context_length: int, row_count: int) -> DraftFeed:
+    """Returns `row_count` nodes below the committed tokens, or those tokens if it is 0."""
     if not row_count:
-        return Piece(table, 0, [0] * context_length, 0, [], cells.chain(context))
-    cells.commit(context)
-    rows = cells.nodes([[cells.take(context_length)] for _ in range(row_count)])
+        return Feed(table, 0, [0] * context_length, 0, [])
     path, params = TokenPath([0] * context_length, context_length, [0]), ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0)
     requests = [ProposalRequest(params, path, TOKENS_MAX, (0,), BRANCH_COUNT)] * row_count
-    return Piece(table, 0, [0] * row_count, row_count, requests, rows)
+    paths = [[context_length + index] for index in range(row_count)]
+    return Feed(table, context_length, [0] * row_count, row_count, requests, paths=paths)
 
 
 def make_drafter(
@@ -49,7 +45,7 @@ DRAFT: ReplicaKind[list[ProposalRequest], list[Proposal]] = ReplicaKind(
     messages=(draft_pb.DraftRequest, draft_pb.DraftResponse),
     sampler=proposals,
     make_service=make_drafter,
-    sample_piece=sample_piece,
+    sample_feed=sample_feed,
     has_stable_rows=False,
     extra_positions=TREE_CELLS,
 )

@@ -1,22 +1,28 @@
-"""A session on the draft: its cells and its tree, which follow the committed tokens."""
+"""A session on the draft: its tree and the cells of its nodes, which follow the committed tokens.
+
+Committed tokens lie in the cells of their positions, nodes in any cells behind them: in that of its own position while
+it is free, so that a chain is in place, else in the last free one. A commit moves the nodes along its path to their
+positions, and those that were in the way to the cells that became free.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.decoding.paths import TokenCounts
-from specdec.draft_service.cells import Cells
+from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.retokenizer import Reading
-from specdec.protocol.growth import Growth
+from specdec.protocol.growth import NO_CELL, DraftTreeNode, Growth
 from specdec.protocol.items import NO_TRACE, DraftNode, Trace
 from specdec.replica.handler import ReplicaSession
 
 
 @dataclass(eq=False)
 class DraftSession(ReplicaSession):
-    """A session and its tree. `secret` keys the draft's own draws, which no other noise shares.
+    """A session and its tree. `nodes`: the evaluated ones by their cells. `secret` keys the draft's own draws, which no
+    other noise shares.
 
     `reading`: of a draft with another tokenizer. `wait_length`: of the proposal path that a verification waits for.
     `grown`: nodes to send; `held_step_count`: steps that ended since the first of them. `traced_step_count`: the number
@@ -24,7 +30,7 @@ class DraftSession(ReplicaSession):
     of its tokens, for penalties.
     """
 
-    cells: Cells
+    cache: KVCache
     growth: Growth
     reading: Reading | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64))
@@ -39,6 +45,7 @@ class DraftSession(ReplicaSession):
     group: Trace = NO_TRACE
     worked_s: float = 0.0
     counts: TokenCounts | None = field(default=None, init=False)
+    nodes: dict[int, DraftTreeNode] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.opened.params.has_penalties:
@@ -46,25 +53,48 @@ class DraftSession(ReplicaSession):
 
     @property
     def read_tokens(self) -> Sequence[int]:
-        """The committed tokens as the draft reads them, each in a cell at its position."""
+        """The committed tokens as the draft reads them, one at each position."""
         return self.tokens if self.reading is None else self.reading.tokens
+
+    @property
+    def unfed_count(self) -> int:
+        """The number of committed tokens that are not in the cache."""
+        return len(self.read_tokens) - self.table.length
 
     @property
     def shift(self) -> int:
         """The number of positions that a node below the root has more in the draft than in the target."""
         return len(self.read_tokens) - len(self.tokens)
 
+    @property
+    def cell_end(self) -> int:
+        """The cell after the last of its blocks."""
+        return min(len(self.table.block_ids) * self.cache.block_size, self.table.capacity)
+
+    @property
+    def free_cell_count(self) -> int:
+        """The number of cells for further tokens."""
+        return self.cell_end - self.table.length - len(self.nodes)
+
+    def place(self, node: DraftTreeNode) -> None:
+        """Gives a node that is about to be evaluated one of the free cells, of which there must be one."""
+        cell = node.length + self.shift - 1
+        if cell in self.nodes or cell >= self.cell_end:
+            cell = next(c for c in range(self.cell_end - 1, self.table.length - 1, -1) if c not in self.nodes)
+        node.cell = cell
+        self.nodes[cell] = node
+
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the tree below them."""
         if self.counts is not None:
             self.counts.move(self.tokens, min(length, self.counts.length))
         super().cut(length)
-        self.cells.truncate(length if self.reading is None else self.reading.cut(length))
+        self._truncate(length if self.reading is None else self.reading.cut(length))
         self.drop_tree()
 
     def drop_tree(self) -> None:
         """Ends the epoch: there is no tree until the next commit."""
-        self.cells.give_back(self.growth.drop())
+        self._free(self.growth.drop())
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Re-roots the tree at newly committed tokens; drops it if they leave it, or end a character begun before."""
@@ -72,8 +102,8 @@ class DraftSession(ReplicaSession):
             self.drop_tree()
             return
         kept, freed = self.growth.commit(token_ids)
-        self.cells.commit(kept)
-        self.cells.give_back(freed)
+        self._free(freed)
+        self._keep(kept)
         if self.reading is not None:
             self.reading.read(self.tokens)
 
@@ -81,5 +111,31 @@ class DraftSession(ReplicaSession):
         """Begins a tree at the last committed token: it is evaluated as it is fed."""
         if self.reading is not None:
             self.reading.read(self.tokens)
-        self.cells.truncate(len(self.read_tokens) - 1)
+        self._truncate(len(self.read_tokens) - 1)
         self.growth.restart(self.tokens)
+
+    def _truncate(self, length: int) -> None:
+        self.cache.truncate(self.table, min(length, self.table.length))
+
+    def _free(self, cells: Iterable[int]) -> None:
+        for cell in cells:
+            del self.nodes[cell]
+
+    def _keep(self, cells: Sequence[int]) -> None:
+        """Moves the values in these cells, of newly committed tokens, to the positions after the cached ones."""
+        places = range(self.table.length, self.table.length + len(cells))
+        self._free(cells)
+        moved = [(cell, place) for cell, place in zip(cells, places) if cell != place]
+        spare = iter([cell for cell in cells if cell not in places])
+        for cell in [place for place in places if place in self.nodes]:
+            node, node_cell = self.nodes.pop(cell), next(spare)
+            self.nodes[node_cell], node.cell = node, node_cell
+            moved.append((cell, node_cell))
+        self.cache.move(self.table, [source for source, _ in moved], [place for _, place in moved])
+        self.cache.advance(self.table, places.stop)
+
+    def check(self) -> None:
+        """Raises AssertionError unless its cells are those of its committed tokens and of the nodes of its tree."""
+        nodes = list(self.growth.root.below()) if self.growth.root is not None else []
+        assert {node.cell: node for node in nodes if node.cell != NO_CELL} == self.nodes, "nodes have their cells"
+        assert all(self.table.length <= cell < self.cell_end for cell in self.nodes), "cells of nodes"

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 from specdec.advise.forecast import Estimate
 from specdec.advise.measuring import EVERYTHING, readings_of, written
 from specdec.advise.report import cells_of
-from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_model_folder, shown_name
+from specdec.engine.loading.model import load_offline_target
+from specdec.engine.loading.model_folder import open_model_folder, shown_name
 from specdec.errors import ConfigError
 from specdec.models.console import run_command
 from specdec.models.data import PROMPTS_FILE, read_prompts

@@ -18,11 +18,12 @@ Rules, from which it follows that every session ends, whatever the others do:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
-from specdec.protocol.items import Open, Verification
+from specdec.protocol.items import Open
+from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 from specdec.replica.handler import IDLE_S as LEFT_S
 from specdec.replica.handler import Reply, log_names
 from specdec.replica.metrics import COUNTERS
@@ -34,9 +35,10 @@ RUN_SHARE = 0.25  # of the fed length, at least: a prompt token takes a tenth of
 IDLE_S = 0.25  # many times a coordinator's turnaround, and a pause no client notices
 
 
-def run_end(length: int, table: BlockTable) -> int:
-    """Returns the position at which the run of a session ends that is about to feed `length` tokens."""
-    return min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), table.capacity)
+def run_end(session: TargetSession) -> int:
+    """Returns the cell at which the run of a session ends that is about to feed its request."""
+    length = session.wanted_length
+    return max(length, min(length + max(RUN_POSITIONS, int(RUN_SHARE * length)), session.opened.length_max))
 
 
 class Admission:
@@ -57,7 +59,8 @@ class Admission:
 
     def open(self, item: Open, reply: Reply) -> TargetSession:
         """Returns a new session without blocks, now the youngest; its first verification allocates them."""
-        session = TargetSession(item, self._cache.open(item.length_max, item.cache_salt), reply)
+        capacity = min(item.length_max + DRAFT_LENGTH_LIMIT, self._cache.position_count)  # with the branches of a tree
+        session = TargetSession(item, self._cache.open(capacity, item.cache_salt), reply)
         self._sessions[session] = None
         return session
 
@@ -67,7 +70,6 @@ class Admission:
         self.waiting.discard(session)
         if session.table.block_ids:
             self.cache_prefix(session)
-        session.drop_branches(self._cache)
         self._cache.release(session.table)
 
     def give(self, session: TargetSession) -> bool:
@@ -125,10 +127,10 @@ class Admission:
 
     def _would_fit(self, session: TargetSession, preemptable: list[TargetSession]) -> bool:
         """Whether preempting these sessions would free enough blocks, if none were shared."""
-        cache, table, length = self._cache, session.table, session.wanted_length
-        end = length if table.block_ids else run_end(length, table)
-        freed_count = sum(other.block_count for other in preemptable)
-        needed_count = cache.blocks_for(end) - len(table.block_ids) + self._branch_block_count(session)
+        cache, table = self._cache, session.table
+        end = session.wanted_length if table.block_ids else run_end(session)
+        freed_count = sum(len(other.table.block_ids) for other in preemptable)
+        needed_count = cache.blocks_for(end) - len(table.block_ids)
         return needed_count <= cache.free_block_count + freed_count
 
     def _reopen(self, session: TargetSession) -> bool:
@@ -149,8 +151,8 @@ class Admission:
         cache, table, length = self._cache, session.table, session.wanted_length
         found = cache.match_prefix(table, session.tokens) if self._shares_prefixes else 0
         cache.truncate(table, min(found, len(session.tokens) - 1))
-        session.run_end = run_end(length, table)
-        if not self._grow(table, session.run_end) or not self._branch_out(session):
+        session.run_end = run_end(session)
+        if not self._grow(table, session.run_end):
             cache.free(table)
             return False
         session.holds(table.length)
@@ -160,31 +162,8 @@ class Admission:
         return True
 
     def _fits(self, session: TargetSession) -> bool:
-        """Allocates the blocks of a session's request, of all its paths or of none."""
-        return self._grow(session.table, session.wanted_length) and self._branch_out(session)
-
-    def exceeds_cache(self, length_max: int, item: Verification) -> bool:
-        """Whether the paths of a verification do not fit the whole cache beside a session of full length."""
-        ends = [item.base_position + part.depth + part.end - part.start for part in item.branches[1:]]
-        needed_count = self._cache.blocks_for(length_max) + self._block_count(item.base_position, ends)
-        return needed_count * self._cache.block_size > self._cache.position_count
-
-    def _block_count(self, base: int, ends: Sequence[int]) -> int:
-        """Returns the number of blocks of paths that leave the committed tokens at `base`."""
-        return sum(self._cache.blocks_for(end) - base // self._cache.block_size for end in ends)
-
-    def _branch_block_count(self, session: TargetSession) -> int:
-        """Returns the number of blocks of the further paths of a session's request."""
-        return self._block_count(len(session.tokens), session.wanted_ends)
-
-    def _branch_out(self, session: TargetSession) -> bool:
-        """Allocates the blocks of the further paths of a session's request."""
-        if not session.wanted_ends:
-            return True
-        if self._branch_block_count(session) > self._cache.free_block_count:
-            return False
-        session.branch_out(self._cache)
-        return True
+        """Allocates the blocks of a session's request, all of them or none."""
+        return self._grow(session.table, session.wanted_length)
 
     def _grow(self, table: BlockTable, end: int) -> bool:
         try:
@@ -209,7 +188,6 @@ class Admission:
         """Frees a session's blocks; its current or next request waits until it is reopened."""
         self.cache_prefix(session)
         length = session.table.length
-        session.drop_branches(self._cache)
         self._cache.free(session.table)
         self.counters["preemptions"] += 1
         session.preemptions += 1

@@ -6,10 +6,10 @@ import sys
 
 from specdec.config import TargetSettings
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.devices import prepare_libraries
-from specdec.engine.kv_cache import BlockTable
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.loading.devices import prepare_libraries
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.runner import Piece
+from specdec.engine.scheduling.feed import Feed
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput
 from specdec.replica.app import SWITCH_INTERVAL_S, OnReady, ReplicaApp, ReplicaKind, device
 from specdec.target_service.heads import load_head_proposer
@@ -18,14 +18,14 @@ from specdec.telemetry.logs import configure_logs
 from specdec.v1 import target_service_pb2 as target_pb
 
 
-def sample_piece(table: BlockTable, context_length: int, row_count: int) -> Piece[VerificationRequest]:
+def sample_feed(table: BlockTable, context_length: int, row_count: int) -> Feed[VerificationRequest, SamplerOutput]:
     """Returns a verification of `row_count` - 1 draft tokens that wants the proposals of heads, or its context if
     `row_count` is 0."""
     params, committed = ResolvedSamplingParams(Rule.GREEDY, 0, 1, 0.0), [0] * (context_length + 1)
     request = VerificationRequest(params, 0, committed, (0,) * (row_count - 1), wants_heads=True)
     if not row_count:
-        return Piece(table, 0, [0] * context_length, 0, request)
-    return Piece(table, context_length, [0] * row_count, row_count, request)
+        return Feed(table, 0, [0] * context_length, 0, request)
+    return Feed(table, context_length, [0] * row_count, row_count, request)
 
 
 TARGET: ReplicaKind[VerificationRequest, SamplerOutput] = ReplicaKind(
@@ -37,7 +37,7 @@ TARGET: ReplicaKind[VerificationRequest, SamplerOutput] = ReplicaKind(
     make_service=lambda engine, description, settings, tracing: Verifier(
         engine, description, settings.enable_prefix_caching, tracing
     ),
-    sample_piece=sample_piece,
+    sample_feed=sample_feed,
     make_hidden_reader=load_head_proposer,
 )
 

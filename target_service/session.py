@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from specdec.decoding.paths import TokenCounts
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.feed import Feed
-from specdec.engine.kv_cache import BranchBlocks, KVCache
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.scheduling.feed import Feed
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Verification, VerificationResult
-from specdec.protocol.shape import Branch, branches, path_tokens
+from specdec.protocol.shape import children
 from specdec.protocol.types import SamplerOutput
 from specdec.replica.handler import ReplicaSession
 
 
-class FedBranch(NamedTuple):
-    """A further path of a session's last tree: its blocks, and the draft tokens that followed `base` committed ones."""
-
-    blocks: BranchBlocks
-    base: int
-    token_ids: tuple[int, ...]
-
-
 @dataclass(eq=False)
 class TargetSession(ReplicaSession):
-    """One session. Its table grows with it; it holds the first `fed_length` of `tokens`, then `fed_draft`, up to the
-    table's length. The other paths of its last tree have their blocks in `branches`, each with the draft tokens of its
-    path, until the next verification tells which path was committed.
+    """One session. Its table grows with it; it holds the first `fed_length` of `tokens`, up to the table's length. The
+    draft tokens `fed_draft` were run behind them, token i in cell fed_length + i, as a tree of the shape `fed_parents`,
+    until the next verification tells which of them were committed.
 
     `last`: its last verification, taken at `requested_s` from a message that arrived at `arrived_s`; until it is
     answered `last_answer` is None, afterwards `work` is. `feed` does the work. `run_end`: no preemption before its
@@ -39,7 +29,7 @@ class TargetSession(ReplicaSession):
 
     fed_length: int = 0
     fed_draft: tuple[int, ...] = ()
-    branches: list[FedBranch] = field(default_factory=list)
+    fed_parents: tuple[int, ...] = ()
     work: VerificationRequest | None = None
     feed: Feed[VerificationRequest, SamplerOutput] | None = None
     is_admitted: bool = False
@@ -62,24 +52,9 @@ class TargetSession(ReplicaSession):
         return self.work is not None
 
     @property
-    def block_count(self) -> int:
-        """Blocks that it holds, those of its branches included."""
-        return len(self.table.block_ids) + sum(len(branch.blocks.block_ids) for branch in self.branches)
-
-    @property
     def wanted_length(self) -> int:
-        """Tokens its table must hold for the current request: the committed ones and those of the first path."""
-        return len(self.tokens) + (self.wanted_paths[0].end if self.work else 0)
-
-    @property
-    def wanted_paths(self) -> list[Branch]:
-        """The paths of the current request's draft tokens."""
-        return branches(self.work.parents, len(self.work.draft_token_ids)) if self.work else []
-
-    @property
-    def wanted_ends(self) -> list[int]:
-        """Tokens that each further path of the current request has, committed ones included."""
-        return [len(self.tokens) + part.depth + part.end - part.start for part in self.wanted_paths[1:]]
+        """Cells that its table must have for the current request: of the committed tokens and of all draft tokens."""
+        return len(self.tokens) + (len(self.work.draft_token_ids) if self.work else 0)
 
     def cut(self, length: int) -> None:
         """Drops committed tokens from `length` on, and the current request."""
@@ -99,43 +74,41 @@ class TargetSession(ReplicaSession):
         """Drops the current request; its pending feed will not run."""
         self.work = self.feed = None
 
-    def holds(self, length: int, drafted: tuple[int, ...] = ()) -> None:
-        """Its table holds the first `length` committed tokens, then these draft tokens, once the feed has run."""
-        self.fed_length, self.fed_draft = length, drafted
+    def holds(self, length: int, drafted: tuple[int, ...] = (), parents: tuple[int, ...] = ()) -> None:
+        """Its table holds the first `length` committed tokens; behind them these draft tokens were run."""
+        self.fed_length, self.fed_draft, self.fed_parents = length, drafted, parents
 
     def agreement(self) -> int:
-        """The number of committed tokens that the table holds already."""
-        return self._agreement(self.table.length, self.fed_length, self.fed_draft)
+        """The number of committed tokens that the table holds in the cells of their positions."""
+        length = min(self.fed_length, self.table.length)
+        if length == self.fed_length < self.table.length:  # draft tokens that were a chain
+            length += len(self._followed())
+        return min(length, self.table.length)
 
     def follow(self, cache: KVCache) -> None:
-        """Continues on the path of the last tree that agrees longest with the committed tokens; frees the others."""
-        for branch in self.branches:
-            length = self._agreement(branch.blocks.length, branch.base, branch.token_ids)
-            if length > self.agreement() and length >= branch.blocks.first * cache.block_size:
-                cache.continue_on(self.table, branch.blocks, length)
-                self.fed_draft = branch.token_ids
-            cache.drop_branch(branch.blocks)
-        self.branches.clear()
+        """Moves the rows of its last tree that the committed tokens follow to their positions."""
+        if not self.fed_parents:
+            return
+        if self.table.length == self.fed_length:
+            followed = self._followed()
+            end = self.fed_length + len(followed)
+            moved = [(self.fed_length + row, cell) for cell, row in enumerate(followed, self.fed_length)]
+            moved = [(source, cell) for source, cell in moved if source != cell]
+            cache.move(self.table, [source for source, _ in moved], [cell for _, cell in moved])
+            cache.advance(self.table, end)
+            self.holds(end)
+        else:
+            self.holds(self.table.length)
 
-    def branch_out(self, cache: KVCache) -> None:
-        """Takes blocks, which must be free, for the further paths of the current request."""
-        base, paths = len(self.tokens), path_tokens(self.wanted_paths, self.work.draft_token_ids if self.work else ())
-        self.branches = [
-            FedBranch(cache.take_branch(base, end), base, path) for end, path in zip(self.wanted_ends, paths[1:])
-        ]
-
-    def drop_branches(self, cache: KVCache) -> None:
-        """Frees all paths but that of its table."""
-        for branch in self.branches:
-            cache.drop_branch(branch.blocks)
-        self.branches.clear()
-
-    def _agreement(self, held_length: int, base: int, fed_draft: Sequence[int]) -> int:
-        """The number of committed tokens that a path holds, of `held_length` valid ones, the draft's from `base` on."""
-        length = min(self.fed_length, held_length)
-        if length == base:
-            for wanted, token_id in zip(self.tokens[length:], fed_draft[: held_length - length]):
-                if wanted != token_id:
-                    break
-                length += 1
-        return length
+    def _followed(self) -> list[int]:
+        """The draft tokens along which the committed tokens continue after `fed_length`."""
+        followed: list[int] = []
+        following = children(self.fed_parents, len(self.fed_draft))
+        row = 0
+        for token_id in self.tokens[self.fed_length :]:
+            drafted = next((index for index in following[row] if self.fed_draft[index] == token_id), None)
+            if drafted is None:
+                break
+            followed.append(drafted)
+            row = drafted + 1
+        return followed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specdec.engine.feed import StepTiming
+from specdec.engine.scheduling.feed import StepTiming
 from specdec.protocol.items import Verification
 from specdec.telemetry.spans import Attributes, Span, SpanKind, SpanLink, derived_span_id, drawn_span_id
 

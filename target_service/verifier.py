@@ -11,9 +11,9 @@ from functools import partial
 
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.feed import Feed, StepTiming
-from specdec.engine.runner import BranchRows
-from specdec.engine.scheduler import NOTHING, Engine, Turn
+from specdec.engine.interface import tree_paths
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import NOTHING, Engine, Turn
 from specdec.errors import InvalidRequest
 from specdec.policy.steps import StepCurve
 from specdec.protocol.items import UINT32_MAX, Extend, MissingTokens, Open, Verification, VerificationResult
@@ -124,24 +124,20 @@ class Verifier:
         work, length = session.work, session.table.length
         if work is None:  # tokens that disagree cancelled it while it waited for blocks
             return
-        first, *others = session.wanted_paths
-        base, drafted = len(session.tokens), work.draft_token_ids
+        base = len(session.tokens)
         feed = Feed(
             table=session.table,
             start_position=length,
-            token_ids=[*session.tokens[length:], *drafted[: first.end]],
+            token_ids=[*session.tokens[length:], *work.draft_token_ids],
             logit_count=work.row_count,
             payload=work,
             done=partial(self._answer, session),
             failed=session.fail,
             is_current=lambda: session.feed is feed,
-            branches=[
-                BranchRows(fed.blocks, base + part.depth, drafted[part.start : part.end])
-                for fed, part in zip(session.branches, others, strict=True)
-            ],
+            paths=tree_paths(work.parents, base),
         )
         session.feed = feed
-        session.holds(base, drafted[: first.end])
+        session.holds(base)
         self._engine.submit(feed)
         feed.submitted_s = session.requested_s
         rows = min(feed.row_count, self._engine.chunk_size)
@@ -155,10 +151,8 @@ class Verifier:
         if length > session.opened.length_max:
             limit = f"with its draft tokens at most length_max {session.opened.length_max}"
             raise InvalidRequest("base_position", length, limit)
-        if item.parents and self._admission.exceeds_cache(session.opened.length_max, item):
-            limit = (
-                f"fewer paths: beside a session of {session.opened.length_max} positions the cache lacks their blocks"
-            )
+        if item.base_position + len(item.draft_token_ids) > session.table.capacity:
+            limit = f"fewer draft tokens: beside {item.base_position} committed ones the cache lacks their blocks"
             raise InvalidRequest("parents", len(item.parents), limit)
 
     @staticmethod
@@ -176,6 +170,7 @@ class Verifier:
         assert item is not None, "a feed runs for the last verification"
         now_s = session.quiet_since_s = time.perf_counter()
         session.drop_work()
+        session.holds(session.fed_length, item.draft_token_ids, item.parents)
         session.active_s = time.monotonic()
         self._admission.cache_prefix(session)
         self._step_delay.answered(session, now_s)

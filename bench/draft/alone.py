@@ -15,8 +15,8 @@ from pathlib import Path
 from specdec.bench.draft.reader import SPARE_TOKENS, Reader, texts_of
 from specdec.config import DraftSettings
 from specdec.draft_service.service import DRAFT
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.items import Close, DraftItem, Nodes
 from specdec.protocol.types import ResolvedSamplingParams
@@ -80,10 +80,10 @@ class DraftAlone:
         """Runs one step of the draft; returns its seconds and its evaluated nodes, None for these without work."""
         began_s = time.perf_counter()
         turn = self._drafter.next_step()
-        if turn.pieces:
-            turn.done(self._engine.run(turn.pieces))
+        if turn.feeds:
+            turn.done(self._engine.run(turn.feeds))
         took_s = time.perf_counter() - began_s
-        evaluated = 0 if turn.pieces else None
+        evaluated = 0 if turn.feeds else None
         for answer in self._answers:
             if not isinstance(answer, Nodes) or evaluated is None:
                 raise SpecdecError(f"the draft answered {answer}")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from specdec.bench.engine.bandwidth import Reader, limit_ms, step_bytes
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
 
 BLOCK_SIZE = 64
@@ -74,18 +74,20 @@ class CachedTexts:
         first, *others = self._tables
         for start in range(0, length, PREFILL_ROWS):
             token_ids = self.token_ids[start : start + PREFILL_ROWS]
-            model.forward(RaggedBatch((SequenceChunk(first.block_ids, start, token_ids, 0),)))
+            model.forward(RaggedBatch((Chunk(first.block_ids, start, token_ids, 0),)))
         for table in others:
-            for source, destination in zip(first.block_ids, table.block_ids):
-                storage.copy_block(source, [destination])
+            slots = [slots_of(each.block_ids) for each in (first, table)]
+            storage.copy_slots(*slots)
 
     def batch(self, shape: Shape) -> RaggedBatch:
         """The step: its tokens are those of the text, so it writes what is there and may be repeated."""
         token_ids = self.token_ids[shape.context : shape.context + shape.rows]
         tables = self._tables[: shape.sequences]
-        return RaggedBatch(
-            tuple(SequenceChunk(table.block_ids, shape.context, token_ids, shape.rows) for table in tables)
-        )
+        return RaggedBatch(tuple(Chunk(table.block_ids, shape.context, token_ids, shape.rows) for table in tables))
+
+
+def slots_of(block_ids: Sequence[int]) -> list[int]:
+    return [block * BLOCK_SIZE + offset for block in block_ids for offset in range(BLOCK_SIZE)]
 
 
 def time_step(model: TransformersModel, batch: RaggedBatch) -> float:

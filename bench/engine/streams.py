@@ -17,9 +17,9 @@ import torch
 
 from specdec.bench.engine.steps import BLOCK_SIZE
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.feed import Feed, StepTiming
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.scheduler import Engine
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule, SamplerOutput

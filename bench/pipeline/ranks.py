@@ -22,8 +22,8 @@ from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.bench.pipeline.variants import rule_of
 from specdec.decoding.proposal import Proposal, ProposalRequest, propose
 from specdec.decoding.verification import VerificationRequest, verify
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.protocol.noise import UNIFORM_BITS
 from specdec.protocol.rejection import decide
 from specdec.protocol.types import ResolvedSamplingParams, Rule

@@ -18,7 +18,7 @@ from specdec.bench.pipeline.variants import OFF, RULES_DEFAULT, Variant, request
 from specdec.bench.prompts import Prompt, copying_prompts, copying_prompts_for_tuning, prose_prompts
 from specdec.bench.proposers.texts import Found, Text, generate, median_of, per_round, per_second, served
 from specdec.chat.template import ChatTemplate
-from specdec.engine.chat_model import chat_model
+from specdec.engine.loading.chat_model import chat_model
 from specdec.v1 import coordinator_service_pb2 as pb
 
 LOCAL = ("PROPOSER_NGRAM", "PROPOSER_SUFFIX")

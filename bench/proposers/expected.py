@@ -26,9 +26,9 @@ from specdec.bench.bars import Bar
 from specdec.bench.chat_pair import questions
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.engine.chat_model import chat_model
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.chat_model import chat_model
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import CHAT_DRAFT
 from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.protocol.calibration import Calibration

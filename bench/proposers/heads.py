@@ -31,7 +31,7 @@ from specdec.bench.proposers.texts import (
     shown,
 )
 from specdec.engine.heads import load_heads, save_heads
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.folders import EMBEDDED_MODELS, read_json
 
 RTTS_MS = (0.0, 5.0, 20.0, 50.0)

@@ -16,8 +16,8 @@ from rich.table import Table
 from specdec.bench.bars import Bar
 from specdec.bench.deepened import write_deepened
 from specdec.bench.engine.steps import BLOCK_SIZE, time_step
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model import load_model
+from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 
 ROW_COUNTS, PATH_COUNTS, CONTEXTS = (1, 2, 3, 5, 9, 17), (1, 2, 4, 8, 16), (100, 900)
@@ -27,15 +27,10 @@ FIRST_BLOCK = 1  # block 0 is always zero
 
 def verification(rows: int, paths: int, context: int) -> RaggedBatch:
     """A step of `rows` rows for one sequence: a chain, and siblings of its first token as the further paths."""
-    base, count = context, context // BLOCK_SIZE + 2
-    table = list(range(FIRST_BLOCK, FIRST_BLOCK + count))
-    first = base // BLOCK_SIZE
-    chunks = [SequenceChunk(table, base - 1, [7] * (rows - paths + 1), rows - paths + 1)]
-    for path in range(1, paths):
-        own = [FIRST_BLOCK + path * count + index for index in range(count - first)]
-        copied_count = base - max(base - 1, first * BLOCK_SIZE)
-        chunks.append(SequenceChunk([*table[:first], *own], base, [7 + path], 1, copied_count=copied_count))
-    return RaggedBatch(tuple(chunks))
+    table = list(range(FIRST_BLOCK, FIRST_BLOCK + (context + rows) // BLOCK_SIZE + 1))
+    token_ids = [7] * (rows - paths + 1) + [7 + path for path in range(1, paths)]
+    parents = [*range(rows - paths), *[0] * (paths - 1)] if paths > 1 else []
+    return RaggedBatch((Chunk(table, context - 1, token_ids, rows, tree_paths(parents, context)),))
 
 
 def measure_steps(asked: argparse.Namespace, console: Console) -> tuple[list[Table], list[Bar], dict[str, Any]]:
@@ -46,10 +41,8 @@ def measure_steps(asked: argparse.Namespace, console: Console) -> tuple[list[Tab
         model = load_model(str(write_deepened(Path(scratch))), "bfloat16")
         assert isinstance(model, TransformersModel)
         for context in CONTEXTS:
-            model.allocate(FIRST_BLOCK + (max(PATH_COUNTS) + 1) * (context // BLOCK_SIZE + 2), BLOCK_SIZE)
-            model.forward(
-                RaggedBatch((SequenceChunk(verification(1, 1, context).chunks[0].block_ids, 0, [5] * context, 0),))
-            )
+            model.allocate(FIRST_BLOCK + (context + max(ROW_COUNTS)) // BLOCK_SIZE + 1, BLOCK_SIZE)
+            model.forward(RaggedBatch((Chunk(verification(1, 1, context).chunks[0].block_ids, 0, [5] * context, 0),)))
             shapes = [
                 (rows, paths) for rows in ROW_COUNTS for paths in PATH_COUNTS if paths < rows or rows == paths == 1
             ]

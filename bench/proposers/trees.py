@@ -40,7 +40,7 @@ from specdec.bench.proposers.texts import (
     steps_of,
 )
 from specdec.chat.template import ChatTemplate
-from specdec.engine.chat_model import chat_model
+from specdec.engine.loading.chat_model import chat_model
 from specdec.folders import CHAT_DRAFT
 from specdec.models.chat_questions import CLASSES as CHAT_CLASSES
 from specdec.v1 import coordinator_service_pb2 as pb

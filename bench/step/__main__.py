@@ -42,8 +42,8 @@ from specdec.bench.step.parts import measure_parts
 from specdec.bench.step.picture import picture
 from specdec.bench.step.rows import Reading, measure_rows
 from specdec.bench.step.served import measure_served
-from specdec.engine.chat_model import chat_model
 from specdec.engine.cpu.kernels import kernels
+from specdec.engine.loading.chat_model import chat_model
 from specdec.errors import SpecdecError
 from specdec.telemetry.logs import configure_logs
 

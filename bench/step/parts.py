@@ -26,7 +26,7 @@ from specdec.bench.engine.streams import measure_streams
 from specdec.bench.proposers.steps import verification
 from specdec.bench.step.rows import CONTEXT
 from specdec.engine.cpu.kernels import Kernels, kernels
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
 
 PRODUCTS = ("linear", "addmm", "aten::mm", "aten::mv")
@@ -72,7 +72,7 @@ def measure_parts(folder: Path, name: str, threads: int, turns: int, tokens: int
     (stream,) = measure_streams(model, name, (1,), tokens, max(1, turns // 5))
     model.allocate(2 + CONTEXT // BLOCK_SIZE + 1, BLOCK_SIZE)
     batch = verification(1, 1, CONTEXT)
-    model.forward(RaggedBatch((SequenceChunk(batch.chunks[0].block_ids, 0, [5] * CONTEXT, 0),)))
+    model.forward(RaggedBatch((Chunk(batch.chunks[0].block_ids, 0, [5] * CONTEXT, 0),)))
     forward_ms = statistics.median(time_step(model, batch) for _ in range(turns))
     shares = kernel_shares(model, batch, turns) if kernels() else profiled_shares(model, batch)
     planning_ms, products_ms, attention_ms = (share * forward_ms for share in shares)

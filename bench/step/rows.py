@@ -21,8 +21,8 @@ from specdec.bench.deepened import load
 from specdec.bench.engine.steps import BLOCK_SIZE, time_step
 from specdec.bench.pipeline.measurements import Ratio, ratio_of
 from specdec.bench.proposers.steps import verification
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model_folder import WEIGHTS_FILE
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model_folder import WEIGHTS_FILE
 
 READ_BYTES = 10**9
 CONTEXT = 100  # cached tokens
@@ -98,7 +98,7 @@ def measure_rows(
     torch.set_num_threads(threads)
     model = load(folder, "bfloat16")
     model.allocate(1 + (TREE[1] + 1) * (CONTEXT // BLOCK_SIZE + 2), BLOCK_SIZE)
-    prompt = SequenceChunk(verification(1, 1, CONTEXT).chunks[0].block_ids, 0, [5] * CONTEXT, 0)
+    prompt = Chunk(verification(1, 1, CONTEXT).chunks[0].block_ids, 0, [5] * CONTEXT, 0)
     model.forward(RaggedBatch((prompt,)))
     batches = {(rows, 1): verification(rows, 1, CONTEXT) for rows in CHAINS} | {TREE: verification(*TREE, CONTEXT)}
     times_ms: dict[tuple[int, int], list[float]] = {shape: [] for shape in batches}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from specdec.decoding.proposal import ProposalRequest, propose
-from specdec.engine.devices import default_block_size, find_device
-from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk
+from specdec.engine.interface import CausalModel, Chunk, RaggedBatch
+from specdec.engine.loading.devices import default_block_size, find_device
 from specdec.engine.retokenizer import Reading
 from specdec.engine.transformers_model import TransformersModel
 from specdec.errors import NumericsError
@@ -102,7 +102,7 @@ class Reader:
         """Feeds tokens [start, end); returns the logits from `wanted_from` on."""
         if start == end:
             return torch.empty(0)
-        chunk = SequenceChunk(self._blocks, start, own[start:end], end - wanted_from)
+        chunk = Chunk(self._blocks, start, own[start:end], end - wanted_from)
         output = self._model.forward(RaggedBatch((chunk,)))
         if not all(output.is_finite):
             raise NumericsError(f"the logits of {self._model.description.model_name} are no numbers")

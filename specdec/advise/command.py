@@ -28,9 +28,9 @@ from specdec.advise.serving import (
     served,
 )
 from specdec.advise.settings import AdviseSettings
-from specdec.engine.devices import find_device, prepare_libraries
-from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import open_with_bar, shown_name
+from specdec.engine.loading.devices import find_device, prepare_libraries
+from specdec.engine.loading.model import load_offline_target
+from specdec.engine.loading.model_folder import open_with_bar, shown_name
 from specdec.protocol.types import Rule
 from specdec.terminal import make_console, print_text
 

@@ -18,8 +18,8 @@ from specdec.distill.plans import Plans
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import TextPlan, TextWriter
 from specdec.engine.interface import CausalModel
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import ModelFolder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import ModelFolder
 from specdec.errors import ConfigError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 

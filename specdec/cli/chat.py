@@ -68,7 +68,7 @@ def chat(settings: ChatSettings) -> int:
             import readline  # noqa: F401  # edits and recalls lines of input()
 
             from specdec.cli.generate import LEGEND
-            from specdec.engine.model_folder import shown_name
+            from specdec.engine.loading.model_folder import shown_name
 
             name = shown_name(settings.model)
             print_text(f"{name}: a line is a message; {NEW} begins anew, {QUIT} or Ctrl-D ends. ", end="")
@@ -85,7 +85,7 @@ def chat(settings: ChatSettings) -> int:
 def template_of(model: str) -> tuple[Path, ChatTemplate]:
     """Returns the folder of a model, and its chat template. Raises ConfigError, ModelRefused."""
     from specdec.chat.template import ChatTemplate
-    from specdec.engine.model_folder import open_with_bar
+    from specdec.engine.loading.model_folder import open_with_bar
 
     folder = open_with_bar(model).path
     template = ChatTemplate.read(folder)

@@ -48,7 +48,7 @@ def serve(settings: ServeSettings) -> int:
 def running(settings: ServeSettings, children: list[Child]) -> Iterator[tuple[Child, Child, Child | None, list[str]]]:
     """Yields coordinator, target, draft (None without one), and the size of each cache as text. At the end it stops all
     `children`, a list that it fills. Raises SpecdecError when a service cannot start."""
-    from specdec.engine.model_folder import open_with_bar
+    from specdec.engine.loading.model_folder import open_with_bar
     from specdec.rpc.ports import check_port
 
     check_port(settings.host, settings.port)  # before two models are loaded

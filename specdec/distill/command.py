@@ -36,10 +36,10 @@ from specdec.distill.student import (
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Learner, Plan, Progress, Trainer, check_checkpoint
 from specdec.distill.writing import TextWriter
-from specdec.engine.devices import find_device, prepare_libraries
 from specdec.engine.heads import save_heads
-from specdec.engine.model import load_offline_target
-from specdec.engine.model_folder import ModelFolder, open_with_bar
+from specdec.engine.loading.devices import find_device, prepare_libraries
+from specdec.engine.loading.model import load_offline_target
+from specdec.engine.loading.model_folder import ModelFolder, open_with_bar
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError

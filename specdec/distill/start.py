@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from specdec.engine.fitting import config_of
-from specdec.engine.model_folder import ModelFolder, open_model_folder
+from specdec.engine.loading.fitting import config_of
+from specdec.engine.loading.model_folder import ModelFolder, open_model_folder
 from specdec.engine.transformers_model import read_weights
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.errors import ConfigError

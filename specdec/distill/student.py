@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specdec.chat.template import TEMPLATE_FILES
 from specdec.distill.texts import LabelledTexts
-from specdec.engine.fitting import class_of, config_of
-from specdec.engine.model_folder import ModelFolder, write_manifest
+from specdec.engine.loading.fitting import class_of, config_of
+from specdec.engine.loading.model_folder import ModelFolder, write_manifest
 from specdec.engine.transformers_model import dtype_of, read_weights
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError

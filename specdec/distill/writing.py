@@ -15,11 +15,11 @@ from torch import Tensor
 
 from specdec.decoding.proposal import ProposalRequest, propose
 from specdec.distill.texts import LabelledTexts, label
-from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Piece
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import SpecdecError
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 
@@ -94,7 +94,7 @@ class _Writing:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The sampler's input for one piece: the request for the token after its last row."""
+    """The sampler's input for one feed: the request for the token after its last row."""
 
     request: ProposalRequest
 
@@ -103,7 +103,7 @@ Written = tuple[int, Tensor, Tensor]  # token, likeliest ids and log-probabiliti
 
 
 def _sample(payloads: Sequence[_Row], row_counts: Sequence[int], logits: Tensor) -> list[Written]:
-    """Labels all rows, and draws the token after the last row of each piece."""
+    """Labels all rows, and draws the token after the last row of each feed."""
     ids, log_probs = label(logits)
     ends = torch.tensor(row_counts).cumsum(0) - 1
     drawn = propose([payload.request for payload in payloads], logits[ends])
@@ -145,12 +145,12 @@ class TextWriter:
             if not running:
                 return _joined([done[index] for index in sorted(done)])
             chosen = self._chosen(running)
-            report = self._engine.call(partial(self._engine.run, [piece for _, piece in chosen]))
-            for (index, piece), outcome in zip(chosen, report.outcomes):
+            report = self._engine.call(partial(self._engine.run, [feed for _, feed in chosen]))
+            for (index, feed), outcome in zip(chosen, report.outcomes):
                 if isinstance(outcome, SpecdecError) or outcome is None:
                     raise outcome or SpecdecError("a step of the target gave no token")
                 own = running[index]
-                own.fed_count += len(piece.token_ids)
+                own.fed_count += len(feed.token_ids)
                 own.ids.append(outcome[1])
                 own.log_probs.append(outcome[2])
                 if own.fed_count == len(own.tokens) and not own.add(outcome[0], self._end_token_ids):
@@ -165,7 +165,7 @@ class TextWriter:
             running[index] = _Writing(plan, table)
             running[index].begin_passage()
 
-    def _chosen(self, running: dict[int, _Writing]) -> list[tuple[int, Piece[_Row]]]:
+    def _chosen(self, running: dict[int, _Writing]) -> list[tuple[int, Feed[_Row, Written]]]:
         """Returns a step: of every text its tokens not fed yet, as far as they fit."""
         chosen, left = [], ROWS_MAX
         for index, own in running.items():
@@ -174,8 +174,8 @@ class TextWriter:
                 break
             left -= len(token_ids)
             request = ProposalRequest(_params(own), own.tokens[: own.fed_count + len(token_ids)], self._vocabulary_size)
-            piece = Piece(own.table, own.fed_count, token_ids, len(token_ids), _Row(request))
-            chosen.append((index, piece))
+            feed: Feed[_Row, Written] = Feed(own.table, own.fed_count, token_ids, len(token_ids), _Row(request))
+            chosen.append((index, feed))
         return chosen
 
     @property

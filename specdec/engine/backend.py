@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from specdec.engine.attention import AttentionShape
+from specdec.engine.attention import AttentionPlan, AttentionShape
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """Tensors of one step: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64.
-
-    `attention` is the plan of the attention modules: an `AttentionPlan` or another class with its `attend`.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
-    attention: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +35,28 @@ class WholeStep(Protocol):
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool
     ) -> StepResult:
         """Runs the step: input_ids [1, rows] int64, logit_rows [logits] int64, `output` the model's output layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Tensors of one step: `input_ids`, `position_ids` [1, rows] int64; `logit_rows` [logits] int64; and the plan of
+    its attention modules, or of all."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    plan: AttentionPlan | WholeStep
+
+
+@runtime_checkable
+class Product(Protocol):
+    """A matrix product that a backend computes in place of a library's layer."""
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out] float32, not rounded."""
+
+    def take_bias(self) -> torch.Tensor | None:
+        """Returns the bias [out] float32, if any; the product no longer adds it."""
 
 
 Compute = Callable[[StepInput], StepResult]

@@ -1,17 +1,16 @@
 """The interface between engine and model: a ragged batch in, logits and one finite flag per chunk out.
 
-A sequence chunk is one sequence's tokens in this step, at absolute positions; a batch is any mix of chunks. A model
+A chunk is one sequence's rows in this step, at absolute positions; a batch is any mix of chunks. A model
 owns the storage of cached positions, addressed by block ids; it has no sessions and no scheduling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy
 import torch
 
 from specdec.engine.vocabulary_map import VocabularyMap
@@ -37,50 +36,45 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeRows:
-    """Cells, positions and visible cells of the rows of a chunk that are nodes of a tree.
+class Chunk:
+    """Rows of one sequence to run in a step; logits of the last `logit_count`.
 
-    A cell is one slot in a sequence's blocks: cell c is offset c % block size of block_ids[c // block size]. Row i is
-    written to cell cells[i] and has position positions[i]; it attends to the cells of visible[i], its own included,
-    whose positions are cell_positions. Cells invisible to every row may hold any values.
-    """
-
-    cells: Sequence[int]
-    positions: Sequence[int]
-    visible: numpy.ndarray  # [rows, cells] bool
-    cell_positions: numpy.ndarray  # [cells] int64
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
-    """Tokens of one sequence to run at positions [start, start + len(token_ids)); logits of the last `logit_count`.
-
-    `block_ids` cover at least those positions, in order. Positions [0, start) are read from the cache, those of the
-    chunk are written to it; later positions of the blocks are ignored. `logit_count` is 0 inside a long prompt. `tree`,
-    if given, holds the rows' cells, and `start` has no meaning: for models whose rows may depend on each other.
-
-    A sequence with several paths has one chunk for each, one after the other in the batch. The `copied_count` positions
-    before `start` are those of the chunk before, at the same positions: computed there, and written here too.
+    A cell is one place in a sequence's blocks: cell c is offset c % block size of block_ids[c // block size]. The first
+    rows are a chain at the positions from `start` to `base`, each in the cell of its position; cells [0, start) hold
+    the positions before them. The last len(paths) rows are nodes of a tree, below `base`: a node sees the positions
+    before `base` and then the cells of its path, in the order of their positions; the last cell is its own, to which it
+    is written. Cells that no row sees may hold any values. `logit_count` is 0 inside a long prompt.
     """
 
     block_ids: Sequence[int]
     start: int
     token_ids: Sequence[int]
     logit_count: int
-    tree: TreeRows | None = None
-    copied_count: int = 0
+    paths: Sequence[Sequence[int]] = ()
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
+    def base(self) -> int:
+        """The position after the chain, at which the paths of nodes begin."""
+        return self.start + len(self.token_ids) - len(self.paths)
 
-    def rows_of_tree(self) -> TreeRows:
-        """Returns its rows as those of a tree; without a tree, a chain on the positions before it."""
-        if self.tree is not None:
-            return self.tree
-        places = numpy.arange(self.end)
-        own = places[self.start :]
-        return TreeRows(own.tolist(), own.tolist(), places[None] <= own[:, None], places)
+    @property
+    def cell_end(self) -> int:
+        """The cell after the last that its rows are written to, or that a chain sees."""
+        return max(self.base, *(path[-1] + 1 for path in self.paths)) if self.paths else self.base
+
+    @property
+    def position_max(self) -> int:
+        """The highest position of its rows."""
+        return self.base + max(map(len, self.paths), default=0) - 1
+
+
+def tree_paths(parents: Sequence[int], base: int) -> list[list[int]]:
+    """Returns the paths of the nodes of a tree below `base`, node i in cell base + i. `parents[i]`: 0 for a child of
+    the token before `base`, k + 1 for one of node k (`protocol.shape`)."""
+    paths: list[list[int]] = [[]]
+    for index, parent in enumerate(parents):
+        paths.append([*paths[parent], base + index])
+    return paths[1:]
 
 
 class StepFlag:
@@ -106,11 +100,11 @@ class StepAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """The chunks of one step; no sequence twice, except one with several paths. `should_abandon` is asked in each
+    """The chunks of one step; no sequence twice. `should_abandon` is asked in each
     layer, before its keys are written, by models on one CPU; others run the step to its end. One that is no `StepFlag`
     is asked by modules alone, so the step is not one call."""
 
-    chunks: tuple[SequenceChunk, ...]
+    chunks: tuple[Chunk, ...]
     should_abandon: Callable[[], bool] | None = None
 
     @property
@@ -120,17 +114,6 @@ class RaggedBatch:
     @property
     def logit_count(self) -> int:
         return sum(chunk.logit_count for chunk in self.chunks)
-
-    def copied_rows(self) -> Iterator[tuple[SequenceChunk, list[int]]]:
-        """Yields each chunk with copied positions, and the rows of the batch that these are, in order."""
-        first_row, path, path_start = 0, list[int](), 0
-        for chunk in self.chunks:
-            above = path[chunk.start - chunk.copied_count - path_start :][: chunk.copied_count]
-            if chunk.copied_count:
-                yield chunk, above
-            path = [*above, *range(first_row, first_row + len(chunk.token_ids))]
-            path_start = chunk.start - chunk.copied_count
-            first_row += len(chunk.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +129,11 @@ class StepOutput:
 
 
 class Storage(Protocol):
-    """Blocks of cached positions. Block 0 is always zero: it stands in block tables where a sequence has no block."""
+    """Blocks of cached positions. Block 0 is always zero: it stands in block tables where a sequence has no block. A
+    slot is one place of the storage, block by block: offset o of block b is slot b * block size + o."""
 
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        """Copies block `source` to the blocks `destinations`."""
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies the values of the slots `sources` to `destinations`; reads all of them before it writes any."""
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         """Zeroes offsets [start, end) of one block, so that not-a-number in it cannot reach a later owner."""

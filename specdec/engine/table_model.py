@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specdec.engine.config_check import TABLE_MODEL_TYPE
-from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, StepOutput
-from specdec.engine.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
+from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch, StepOutput
+from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
+from specdec.engine.loading.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
 from specdec.errors import ModelRefused
 
 MODEL_NAME = "table model (protocol tests only)"
@@ -33,8 +33,9 @@ class TokenStorage:
     def __init__(self, block_count: int, block_size: int):
         self.token_ids = numpy.zeros((block_count, block_size), dtype=numpy.int64)  # [blocks, block size]
 
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        self.token_ids[list(destinations)] = self.token_ids[source]
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        slots = self.token_ids.reshape(-1)
+        slots[list(destinations)] = slots[list(sources)]
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.token_ids[block_id, start:end] = 0
@@ -61,38 +62,26 @@ class TableModel:
         """Writes the batch's token ids, then reads each row's last two tokens back from the cache."""
         if self._storage is None:
             raise RuntimeError("forward was called before allocate")
-        cells = self._storage.token_ids
-        block_size = cells.shape[1]
-        tables = [numpy.asarray(chunk.block_ids, dtype=numpy.int64) for chunk in batch.chunks]
-        for chunk, blocks in zip(batch.chunks, tables):
-            places = numpy.asarray(chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end))
-            cells[blocks[places // block_size], places % block_size] = chunk.token_ids
-        token_ids = [token_id for chunk in batch.chunks for token_id in chunk.token_ids]
-        for chunk, rows in batch.copied_rows():
-            places, blocks = numpy.arange(chunk.start - len(rows), chunk.start), numpy.asarray(chunk.block_ids)
-            cells[blocks[places // block_size], places % block_size] = [token_ids[row] for row in rows]
-        previous: list[numpy.ndarray] = []
-        last: list[numpy.ndarray] = []
-        for chunk, blocks in zip(batch.chunks, tables):
-            places, before, is_first = _last_two(chunk)
-            last.append(cells[blocks[places // block_size], places % block_size])
-            found = cells[blocks[before // block_size], before % block_size]
-            previous.append(numpy.where(is_first, self._before, found))
+        slots, block_size = self._storage.token_ids.reshape(-1), self._storage.token_ids.shape[1]
+        seen: list[numpy.ndarray] = []
+        for chunk in batch.chunks:
+            blocks = numpy.asarray(chunk.block_ids, dtype=numpy.int64)
+            pairs = _last_two(chunk)
+            seen.append(numpy.where(pairs < 0, -1, blocks[pairs // block_size] * block_size + pairs % block_size))
+            slots[seen[-1][:, 1]] = chunk.token_ids
+        wanted = numpy.concatenate([pairs[len(pairs) - s.logit_count :] for pairs, s in zip(seen, batch.chunks)])
+        previous = numpy.where(wanted[:, 0] < 0, self._before, slots[wanted[:, 0]])
         # logits: [sum of logit counts, vocab] float32
-        logits = self._table[torch.from_numpy(numpy.concatenate(previous)), torch.from_numpy(numpy.concatenate(last))]
+        logits = self._table[torch.from_numpy(previous), torch.from_numpy(slots[wanted[:, 1]])]
         is_finite = iter(torch.isfinite(logits).all(-1).tolist())
         return StepOutput(logits, tuple(all(list(islice(is_finite, s.logit_count))) for s in batch.chunks))
 
 
-def _last_two(chunk: SequenceChunk) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Returns for each row with logits its cell, the cell of the token before it, and whether it is at position 0."""
-    if chunk.tree is None:
-        places = numpy.arange(chunk.end - chunk.logit_count, chunk.end)
-        return places, numpy.maximum(places - 1, 0), places == 0
-    rows, first = chunk.tree, len(chunk.token_ids) - chunk.logit_count
-    places, positions = numpy.asarray(rows.cells)[first:], numpy.asarray(rows.positions)[first:]
-    is_before = rows.visible[first:] & (rows.cell_positions[: rows.visible.shape[1]] == positions[:, None] - 1)
-    return places, is_before.argmax(axis=1), positions == 0
+def _last_two(chunk: Chunk) -> numpy.ndarray:
+    """Returns for each row the cell of the token before it, -1 at position 0, and its own.  # [rows, 2]"""
+    chain = [(position - 1, position) for position in range(chunk.start, chunk.base)]
+    nodes = [(path[-2] if len(path) > 1 else chunk.base - 1, path[-1]) for path in chunk.paths]
+    return numpy.array(chain + nodes, dtype=numpy.int64)
 
 
 def load_table_model(folder: ModelFolder, digest: str, positions_max: int) -> TableModel:

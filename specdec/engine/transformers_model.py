@@ -17,15 +17,15 @@ import transformers
 from torch import nn
 
 from specdec.engine import attention
-from specdec.engine.architectures import architecture_of
 from specdec.engine.attention import measure_shape
 from specdec.engine.backend import Backend, StepInput, StepResult, WholeStep
-from specdec.engine.config_check import served_positions
 from specdec.engine.cpu.backend import CpuBackend
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.fitting import check_weights, class_of, config_of, empty_model
 from specdec.engine.interface import ModelDescription, RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
+from specdec.engine.loading.architectures import architecture_of
+from specdec.engine.loading.config_check import served_positions
+from specdec.engine.loading.fitting import check_weights, class_of, config_of, empty_model
+from specdec.engine.loading.model_folder import ModelFolder, end_tokens_of, tokenizer_facts, warn_of_unknown_ends
 from specdec.engine.retokenizer import Retokenizer
 from specdec.engine.vocabulary_map import VOCABULARY_FILE, VocabularyMap
 from specdec.errors import ModelRefused, refusing
@@ -93,15 +93,15 @@ class TransformersModel:
 
     def _compute(self, step: StepInput) -> StepResult:
         input_ids = self._vocabulary.own(step.input_ids) if self._vocabulary else step.input_ids
-        if isinstance(step.attention, WholeStep):
-            result = step.attention.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
+        if isinstance(step.plan, WholeStep):
+            result = step.plan.run(input_ids, step.logit_rows, self._output, self.returns_hidden)
         else:
             result = self._by_modules(input_ids, step)
         return replace(result, logits=self._vocabulary.spread(result.logits)) if self._vocabulary else result
 
     def _by_modules(self, input_ids: torch.Tensor, step: StepInput) -> StepResult:
         hidden = self._base(
-            input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.attention
+            input_ids=input_ids, position_ids=step.position_ids, use_cache=False, plan=step.plan
         ).last_hidden_state[0]  # [rows, hidden]
         chosen = None
         if len(step.logit_rows):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 from specdec.errors import InvalidRequest, ReplicaUnavailable
-from specdec.protocol.shape import Branch, branches, check_shape, depth_of
+from specdec.protocol.shape import check_shape, depth_of
 from specdec.protocol.types import (
     DRAFT_LENGTH_LIMIT,
     NODES_PER_STEP_LIMIT,
@@ -148,11 +148,6 @@ class Verification(NamedTuple):
         """The fields that determine the answer: a round sent again with equal content gets the same one (the suffix may
         differ)."""
         return self.base_position, self.draft_token_ids, self.draft_probs, self.parents, self.wants_heads
-
-    @property
-    def branches(self) -> list[Branch]:
-        """The paths of the draft tokens."""
-        return branches(self.parents, len(self.draft_token_ids))
 
     @property
     def depth(self) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specdec.errors import InvalidRequest
 from specdec.protocol.types import CacheSize
 
-PATH_COUNT_MAX = 16  # of one tree: each has cache blocks of its own
+PATH_COUNT_MAX = 16  # of one tree
 
 
 class Branch(NamedTuple):
@@ -90,10 +90,9 @@ def check_shape(parents: Sequence[int], token_ids: Sequence[int]) -> None:
 
 
 def path_count_max(cache: CacheSize | None, length_max: int, depth_max: int) -> int:
-    """Returns the most paths of `depth_max` draft tokens for which a target's cache has blocks beside a session of full
+    """Returns the most paths of `depth_max` draft tokens for which a target's cache has cells beside a session of full
     length, so that a session that is alone never waits for blocks; at least 1, a chain."""
     if cache is None:
         return 1
-    own_count = 1 + -(-depth_max // cache.block_size)  # of a path: from the block of its base to that of its end
-    spare_count = cache.block_count - -(-length_max // cache.block_size)
-    return min(max(1, 1 + spare_count // own_count), PATH_COUNT_MAX)
+    spare_count = cache.block_count * cache.block_size - length_max
+    return min(max(1, 1 + spare_count // max(1, depth_max)), PATH_COUNT_MAX)

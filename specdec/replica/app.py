@@ -20,17 +20,18 @@ import torch
 from prometheus_client.core import Metric
 
 from specdec.config import DraftSettings, ModelSettings
-from specdec.engine.devices import default_block_size, find_device, prepare_libraries
 from specdec.engine.interface import CausalModel
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import Progress
+from specdec.engine.loading.devices import default_block_size, find_device, prepare_libraries
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import Progress
 from specdec.engine.parallel.place import RankPlace
-from specdec.engine.runner import Answer, HiddenReader, Payload, Sampler
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.feed import Answer, Payload
+from specdec.engine.scheduling.runner import HiddenReader, Sampler
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE, RANK_LOST_EXIT_CODE, CacheExhausted, ReplicaUnavailable
 from specdec.protocol.types import Description
 from specdec.replica.handler import IDLE_S, ItemHandler, ReplicaService
-from specdec.replica.loading import SamplePiece, describe, measure_hidden_times, measure_step_times
+from specdec.replica.loading import SampleFeed, describe, measure_hidden_times, measure_step_times
 from specdec.replica.metrics import ReplicaMetrics, page_metrics
 from specdec.replica.startup import StartupTimes
 from specdec.replica.stream import ReplicaStream
@@ -65,7 +66,7 @@ def no_hidden_reader(_model: CausalModel, _settings: Any) -> tuple[None, int]:
 class ReplicaKind(Generic[Payload, Answer]):
     """The differences between draft and target: name, service, stream, sampler, and the service for its sessions.
 
-    `messages`: the stream's request and response. `sample_piece`: a piece of a step to be timed. `has_stable_rows`: the
+    `messages`: the stream's request and response. `sample_feed`: a feed of a step to be timed. `has_stable_rows`: the
     model's rows must not depend on their neighbours. `extra_positions`: of a session in the cache, beyond its tokens.
     `make_hidden_reader`: called with a loaded model and the settings, returns a reader and the number of its heads;
     raises SpecdecError.
@@ -78,7 +79,7 @@ class ReplicaKind(Generic[Payload, Answer]):
     sampler: Sampler[Payload, Answer]
     # Called with an engine, its description, the settings of its own kind and the tracing.
     make_service: Callable[[Engine[Payload, Answer], Description, Any, Tracing], ReplicaService]
-    sample_piece: SamplePiece[Payload]
+    sample_feed: SampleFeed[Payload, Answer]
     has_stable_rows: bool = True
     extra_positions: int = 0
     make_hidden_reader: MakeReader[Payload, Answer] = no_hidden_reader
@@ -264,7 +265,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         progress("warming up", 1.0)
         engine.start(service.next_step)
         progress("timing steps", 1.0)
-        sample = self._kind.sample_piece
+        sample = self._kind.sample_feed
         times = engine.call(lambda: measure_step_times(engine, description.positions_max, sample))
         head_times = engine.call(lambda: measure_hidden_times(engine, sample)) if num_heads else ()
         self._description = replace(

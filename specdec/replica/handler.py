@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.scheduler import Turn
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.scheduling.scheduler import Turn
 from specdec.errors import CacheExhausted, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import Close, DraftItem, Extend, MissingTokens, Open, TargetItem
 from specdec.protocol.types import Description, ResolvedSamplingParams, check_token_ids

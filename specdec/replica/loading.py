@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 from specdec.config import ModelSettings
-from specdec.engine.devices import find_device, free_memory_bytes
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model_folder import open_model_folder, tokenizer_facts
-from specdec.engine.runner import Payload, Piece
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.devices import find_device, free_memory_bytes
+from specdec.engine.loading.model_folder import open_model_folder, tokenizer_facts
+from specdec.engine.scheduling.feed import Answer, Feed, Payload
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, ConfigError
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.types import CacheSize, Description, DraftVocabulary
@@ -28,7 +27,7 @@ REPEATS = 3  # the minimum counts: other work of the machine only makes a step l
 BUDGET_S = 0.25  # spent, a row count has one repeat
 
 # (table, context length, rows); no rows: the context itself
-SamplePiece = Callable[[BlockTable, int, int], Piece[Payload]]
+SampleFeed = Callable[[BlockTable, int, int], Feed[Payload, Answer]]
 
 
 def describe(model: CausalModel, settings: ModelSettings, extra_positions: int = 0) -> Description:
@@ -90,7 +89,7 @@ def choose_cache_size(model: CausalModel, positions_max: int, settings: ModelSet
 
 
 def measure_step_times(
-    engine: Engine[Payload, Any], positions_max: int, sample: SamplePiece[Payload]
+    engine: Engine[Payload, Answer], positions_max: int, sample: SampleFeed[Payload, Answer]
 ) -> tuple[tuple[int, float], ...]:
     """Returns (rows, seconds) of steps for one session, ascending, without the reading of hidden states; none if the
     cache is too small. Engine thread only.
@@ -120,7 +119,9 @@ def measure_step_times(
     return tuple(found)
 
 
-def measure_hidden_times(engine: Engine[Payload, Any], sample: SamplePiece[Payload]) -> tuple[tuple[int, float], ...]:
+def measure_hidden_times(
+    engine: Engine[Payload, Answer], sample: SampleFeed[Payload, Answer]
+) -> tuple[tuple[int, float], ...]:
     """Returns (sessions, seconds) of the reading of hidden states in steps of as many sessions, ascending; none if
     nothing reads them. Engine thread only."""
     began_s = time.perf_counter()

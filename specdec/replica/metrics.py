@@ -11,8 +11,8 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.scheduler import Engine
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.items import Failure
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import CacheExhausted, DeliveryStalled, InvalidRequest, ReplicaUnavailable, SpecdecError
 from specdec.protocol.items import ITEM_COUNT_MAX, Commit, DraftItem, Failure, TargetItem, Verification
 from specdec.replica.handler import STOPPING, ItemHandler

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from specdec.engine.heartbeat import Work
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.heartbeat import Work
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from specdec.process_watch import ProcessWatch
 from specdec.telemetry.logs import flush_logs, get_logger

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.advise.agreement import Agreement, Reader, agreement_along, agreement_of, proposed
 from specdec.advise.forecast import expected_rounds
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model import load_model
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
 from specdec.protocol.types import ResolvedSamplingParams, Rule
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.device_models import load_on_device
@@ -107,7 +107,7 @@ def test_readers_of_one_model_do_not_meet(tmp_path: Path, has_graphs: bool) -> N
     load = partial(load_on_device, made, True) if has_graphs else partial(load_model, str(made), "float32")
     model, fresh = (load(has_stable_rows=False) for _ in range(2))
     model.allocate(3, 16)
-    model.forward(RaggedBatch((SequenceChunk([1, 2], 0, [5, 6, 7], 1),)))
+    model.forward(RaggedBatch((Chunk([1, 2], 0, [5, 6, 7], 1),)))
     first, ids, others = Reader(model, 64), list(range(2, 14)), list(range(14, 26))
     list(first.read(ids, 3))
     kept = first.hidden

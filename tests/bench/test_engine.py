@@ -16,7 +16,7 @@ from specdec.bench.engine.steps import BLOCK_SIZE, CachedTexts, Shape, StepMeasu
 from specdec.bench.engine.streams import Block, StreamMeasurement, Streams, gain, measurement_of
 from specdec.bench.harness import DRAFT_MODEL
 from specdec.decoding.verification import verify
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
 from tests.support.threads import one_thread  # noqa: F401

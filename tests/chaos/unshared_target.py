@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.config import TargetSettings
-from specdec.engine import feed as feed_module
-from specdec.engine.feed import Feed
+from specdec.engine.scheduling import feed as feed_module
+from specdec.engine.scheduling.feed import Feed
 from specdec.replica import app as app_module
 from specdec.target_service.service import run
 

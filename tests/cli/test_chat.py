@@ -26,9 +26,9 @@ from specdec.cli.demo import CHAT_PROMPT_IDS, heldout_prompts
 from specdec.config import ServeSettings
 from specdec.distill.command import distill
 from specdec.distill.settings import DistillSettings
-from specdec.engine import chat_model, model_folder
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading import chat_model, model_folder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_MODEL
 from specdec.protocol.types import ResolvedSamplingParams, Rule

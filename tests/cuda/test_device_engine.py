@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from tests.support.device_models import device_driver
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, model_class, random_tokens
 
@@ -137,7 +137,7 @@ def test_logits_outlive_the_next_step(llama: Path) -> None:
 def test_bad_block_tables_are_found_by_planning(llama: Path) -> None:
     """Claim: a batch whose table is too short raises when it is planned, before any other rank receives it."""
     driver = device_driver(llama, False)
-    batch = RaggedBatch((SequenceChunk([1], 15, [1, 2, 3], 1),))
+    batch = RaggedBatch((Chunk([1], 15, [1, 2, 3], 1),))
     with pytest.raises((IndexError, ValueError)):
         driver.model.backend.plan(batch)
 

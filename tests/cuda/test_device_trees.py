@@ -6,22 +6,21 @@ additions: there a row's bits may depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec.engine.cache.kv_cache import KVCache
 from specdec.engine.cuda import plan as plan_module
 from specdec.engine.cuda.plan import StepTensors
 from specdec.engine.cuda.storage import DeviceStorage
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import Piece
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.protocol.shape import branches, path_tokens
 from tests.cuda.test_device_engine import TOLERANCE
 from tests.cuda.test_no_waiting import NoWaitingCopies
-from tests.engine.test_target_trees import NODE_COUNT, PARENTS, Chains, run_tree, tree_piece
+from tests.engine.test_target_trees import COMMITTED, NODE_COUNT, PARENTS, Chains, go_on, run_tree, tree_chunk
 from tests.support.device_models import device_driver
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 
@@ -46,100 +45,97 @@ def largest_difference(chains: Chains, rows: torch.Tensor, tokens: list[int]) ->
     return worst
 
 
-def check_tree(driver: Driver, base: int, neighbours: list[Piece[None]], with_graphs: bool) -> None:
+def check_tree(driver: Driver, base: int, neighbours: list[Chunk], with_graphs: bool) -> None:
     """Raises AssertionError unless a tree after `base` tokens, and the text after one of its paths, has the logits of
-    chains, in a step captured or not."""
+    chains."""
     text, tokens = random_tokens(base, base), random_tokens(NODE_COUNT, 1000 + base)
     table = driver.open(base + 40)
     if base > 1:
         driver.feed(table, text[:-1], 1)
-    piece, blocks = tree_piece(driver, table, text[-1], tokens)
-    rows = run_tree(driver, piece, neighbours)
-    chunks = [chunk for each in (*neighbours, piece) for chunk in each.chunks(driver.cache.block_size)]
-    shape = driver.model.backend.plan(RaggedBatch(tuple(chunks)))
-    assert shape.copy_count and (shape in driver.model.backend._graphs) == with_graphs
+    chunk = tree_chunk(driver, table, text[-1], tokens)
+    rows = run_tree(driver, table, chunk, neighbours)
+    shape = driver.model.backend.plan(RaggedBatch((*neighbours, chunk)))
+    assert shape.has_trees and (shape in (driver.model.backend._graphs or ())) == with_graphs
     chains = Chains(driver, text)
     assert largest_difference(chains, rows, tokens) < TOLERANCE
-    path = path_tokens(PARTS, tokens)[4]
-    driver.cache.continue_on(table, blocks[3], base + len(path))
-    after = random_tokens(3, 7)
+    go_on(driver, table, COMMITTED)
+    path, after = [tokens[node] for node in COMMITTED], random_tokens(3, 7)
     found, wanted = driver.feed(table, after), chains.rows([*path, *after])[len(path) + 1 :]
     assert float((found - wanted).abs().max()) < TOLERANCE
     chains.close()
-    for branch in blocks:
-        driver.cache.drop_branch(branch)
     driver.cache.release(table)
     driver.cache.check_integrity()
 
 
-@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind", ["target", "target, graphs", "draft, captured"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_row_has_the_logits_of_its_path(name: str, with_graphs: bool, folder_of: Callable[[str], Path]) -> None:
-    """Claim: shape, siblings and committed length change no row of a tree, alone and behind a long neighbour, in steps
-    of their own shape and in padded ones; and after a branch is kept, the text goes on as that path does.
-    Conclusive: ten nodes on six paths, on both sides of block borders, with other tokens each time; the next test shows
-    what a row moves by if one copy is missing."""
-    driver = device_driver(folder_of(name), with_graphs, sequences_max=8)
+def test_each_row_has_the_logits_of_its_path(name: str, kind: str, folder_of: Callable[[str], Path]) -> None:
+    """Claim: shape, siblings and committed length change no row of a tree, alone and behind a long neighbour, of a
+    target, whose trees have a shape of their own, and of a draft, whose steps are padded to captured ones; and after
+    rows are accepted, the text goes on as their path does. Conclusive: ten nodes on six paths, on both sides of block
+    borders, with other tokens each time; the next test shows what a row moves by if one key is missing."""
+    is_draft = kind.startswith("draft")
+    driver = device_driver(folder_of(name), kind != "target", sequences_max=8, has_stable_rows=not is_draft)
     longest = driver.open(300)
     driver.feed(longest, random_tokens(280, 13), 1)
     for base in BASES:
-        check_tree(driver, base, [Piece(longest, 280, [1, 2, 3], 3, None)] if base % 2 else [], with_graphs)
+        neighbour = [Chunk(longest.block_ids, 280, [1, 2, 3], 3)] if base % 2 else []
+        check_tree(driver, base, neighbour, is_draft)
     storage = driver.model.backend._storage
     assert all(not layer[:, 0].any() for layer in storage.layers), "the zero block was written to"
 
 
-def without_the_last(self: RaggedBatch) -> Iterator[tuple[SequenceChunk, list[int]]]:
-    """`RaggedBatch.copied_rows` but for the last path's, which is one."""
-    yield from list(COPIED_ROWS(self))[:-1]
+def without_a_key(tensors: StepTensors, batch: RaggedBatch) -> None:
+    """`fill_trees` but for the first key of the last row's path."""
+    FILL_TREES(tensors, batch)
+    chunk = batch.chunks[-1]
+    tensors.visible[batch.row_count - 1, chunk.paths[-1][0]] = 0
 
 
-def all_of_the_root(tensors: StepTensors, batch: RaggedBatch, block_size: int) -> None:
-    """`fill_copies` with the root's row for every copy."""
-    FILL_COPIES(tensors, batch, block_size)
-    tensors.sources[tensors.shape.row_count :] = 0
+def of_other_rows(tensors: StepTensors, batch: RaggedBatch) -> None:
+    """`fill_trees` where every row also sees the first node."""
+    FILL_TREES(tensors, batch)
+    chunk = batch.chunks[-1]
+    tensors.visible[: batch.row_count, chunk.paths[0][0]] = 1
 
 
-def of_nothing(tensors: StepTensors, batch: RaggedBatch, block_size: int) -> None:
-    """`fill_copies` of a batch without copies."""
-    FILL_COPIES(tensors, RaggedBatch(()), block_size)
-
-
-COPIED_ROWS, FILL_COPIES = RaggedBatch.copied_rows, plan_module.fill_copies
+FILL_TREES = plan_module.fill_trees
 FAULTS = {
-    "one copy left out": (RaggedBatch, "copied_rows", without_the_last),
-    "no copies": (plan_module, "fill_copies", of_nothing),
-    "copies of the root": (plan_module, "fill_copies", all_of_the_root),
-    "no committed positions": (KVCache, "begin_branches", lambda self, table, branches: None),
+    "a key left out": (plan_module, "fill_trees", without_a_key),
+    "a sibling seen": (plan_module, "fill_trees", of_other_rows),
+    "no committed positions": (KVCache, "move", lambda self, table, sources, destinations: None),
 }
 
 
-@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_can_fail(
-    fault: str, with_graphs: bool, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_can_fail(fault: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault moves a row by more than a hundred tolerances."""
-    driver = device_driver(folder_of("llama"), with_graphs, sequences_max=8)
+    driver = device_driver(folder_of("llama"), False, sequences_max=8)
     text, tokens = random_tokens(20, 3), random_tokens(NODE_COUNT, 2)
     table = driver.open(60)
     driver.feed(table, text[:-1], 1)
     owner, name, broken = FAULTS[fault]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
-        piece, _ = tree_piece(driver, table, text[-1], tokens)
-        rows = run_tree(driver, piece)
-    assert largest_difference(Chains(driver, text), rows, tokens) > 100 * TOLERANCE
+        rows = run_tree(driver, table, tree_chunk(driver, table, text[-1], tokens))
+        go_on(driver, table, COMMITTED)
+    chains = Chains(driver, text)
+    path = [tokens[node] for node in COMMITTED]
+    after = (driver.feed(table, [1]) - chains.rows([*path, 1])[-1:]).abs().max()
+    assert max(largest_difference(chains, rows, tokens), float(after)) > 100 * TOLERANCE
 
 
-def test_blocks_of_branches_are_copied_without_waiting() -> None:
-    """Claim: the block where branches begin is copied to them, and nothing waits for the device."""
+def test_slots_are_copied_all_at_once_without_waiting() -> None:
+    """Claim: slots that change places do not overwrite each other, and nothing waits for the device."""
     meta = torch.device("meta")
     with NoWaitingCopies():
-        DeviceStorage(2, 8, 16, 2, 4, torch.bfloat16, meta).copy_block(1, [2, 5])
+        DeviceStorage(2, 8, 16, 2, 4, torch.bfloat16, meta).copy_slots([17, 40], [40, 17])
     storage = DeviceStorage(2, 8, 16, 2, 4, torch.bfloat16, torch.device("cpu"))
     for layer in storage.layers:
-        layer[:, 1] = torch.randn(layer[:, 1].shape)
-    storage.copy_block(1, [2, 5])
-    for layer in storage.layers:
-        used = [index for index in range(9) if layer[:, index].any()]
-        assert used == [1, 2, 5] and torch.equal(layer[:, 2], layer[:, 1]) and torch.equal(layer[:, 5], layer[:, 1])
+        layer[:, 1:3] = torch.randn(layer[:, 1:3].shape)
+    before = [layer.clone() for layer in storage.layers]
+    storage.copy_slots([17, 40], [40, 17])
+    for layer, was in zip(storage.layers, before):
+        expected = was.clone()
+        expected[:, 1, 1], expected[:, 2, 8] = was[:, 2, 8], was[:, 1, 1]
+        assert torch.equal(layer, expected) and not torch.equal(layer, was)

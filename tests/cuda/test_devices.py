@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specdec.config import DraftSettings
-from specdec.engine.devices import default_block_size, find_device, free_memory_bytes
-from specdec.engine.model import load_model
+from specdec.engine.loading.devices import default_block_size, find_device, free_memory_bytes
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import backend_for
 from specdec.errors import ConfigError
 from tests.support.engine_models import make_tiny_model

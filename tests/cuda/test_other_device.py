@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,20 +20,20 @@ from specdec.engine.cuda import modules
 from specdec.engine.cuda.attention import DENSE, Way
 from specdec.engine.cuda.backend import DeviceBackend
 from specdec.engine.cuda.ways import candidates
-from specdec.engine.interface import ModelDescription, RaggedBatch, SequenceChunk, TreeRows
+from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import ARCHITECTURES, model_class
 
 META = torch.device("meta")
 BATCH = RaggedBatch(
     (
-        SequenceChunk([1], 0, [5] * 9, 3),
-        SequenceChunk([2], 30, [6], 1),
-        SequenceChunk([3], 7, [8, 9], 0),
-        SequenceChunk([4], 8, [7], 1, copied_count=1),  # a further path of the sequence before
+        Chunk([1], 0, [5] * 9, 3),
+        Chunk([2], 30, [6], 1),
+        Chunk([3], 7, [8, 9], 0),
+        Chunk([4], 8, [7], 1),
     )
 )
-ALONE = RaggedBatch((SequenceChunk([1], 9, [5, 7, 8], 3),))
+ALONE = RaggedBatch((Chunk([1], 9, [5, 7, 8], 3),))
 COPIES = ("copy_", "_to_copy")
 
 
@@ -93,10 +92,11 @@ def test_a_step_stays_on_its_device(architecture: str) -> None:
         assert backend.graph_count > 0
     draft = meta_model(architecture, torch.bfloat16, has_trees=True)
     draft.allocate(8, 256)
-    rows = TreeRows([300, 9], [4, 4], numpy.arange(301)[None] < [[3], [2]], numpy.arange(301))
-    with OnePlace():
-        output = draft.forward(RaggedBatch((SequenceChunk([1, 4], 0, [5, 6], 2, rows), SequenceChunk([2], 30, [6], 1))))
-    assert output.logits.shape == (3, 288) and output.logits.device == META
+    for each in (model, draft):
+        with OnePlace():
+            tree = Chunk([1, 4], 4, [5, 6], 2, [[300], [300, 9]])
+            output = each.forward(RaggedBatch((tree, Chunk([2], 30, [6], 1))))
+        assert output.logits.shape == (3, 288) and output.logits.device == META
     assert model.product_bytes > 0 and model.cache_bytes_per_position > 0
     with OnePlace(), pytest.raises(AssertionError, match="two places"):
         torch.empty(3, 2, device=META).index_select(0, torch.tensor([1]))

@@ -23,10 +23,10 @@ from specdec.distill.settings import DistillSettings
 from specdec.distill.student import StudentShape, build_student, save_student
 from specdec.draft_service.drafter import TREE_CELLS
 from specdec.draft_service.service import make_drafter
-from specdec.engine.architectures import SUPPORTED
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.architectures import SUPPORTED
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ModelRefused
 from specdec.protocol.types import DraftVocabulary

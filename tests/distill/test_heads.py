@@ -15,7 +15,7 @@ from specdec.distill.losses import Labels, certain_acceptance
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.training import Data, Plan, Trainer
 from specdec.engine.heads import load_heads
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.transformers_model import read_weights
 from tests.support.engine_models import make_tiny_model
 

@@ -15,8 +15,8 @@ from specdec.distill.plans import QUESTION_TOKENS_MAX, Plans, turn_parts
 from specdec.distill.settings import DistillSettings
 from specdec.distill.writing import Passage, TextWriter
 from specdec.engine.interface import CausalModel
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from tests.support.engine_models import make_tiny_model
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.distill.student import StudentShape, build_student, most_used
 from specdec.distill.texts import LabelledTexts
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model_folder import open_model_folder
 from tests.support.engine_models import make_tiny_model
 
 

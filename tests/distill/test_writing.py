@@ -15,8 +15,8 @@ from specdec.distill.plans import Plans, recorded_acceptance, records_of, text_f
 from specdec.distill.settings import DistillSettings
 from specdec.distill.texts import LabelledTexts
 from specdec.distill.writing import Passage, TextPlan, TextWriter
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from tests.support.services import MODELS
 

@@ -17,9 +17,9 @@ from specdec.decoding.proposal import proposals
 from specdec.draft_service import drafter
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
 from specdec.draft_service.session import DraftSession
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.protocol.items import Close, Commit, Failure, MissingTokens, Nodes, Open
 from specdec.protocol.tree import DraftTree, TreeNode
 from specdec.protocol.types import Description, ResolvedSamplingParams, Rule
@@ -65,6 +65,7 @@ class Draft:
         self.failures: list[Failure] = []
         self.errors: list[AssertionError] = []
         self.node_counts: list[int] = []
+        self.step_rows: list[int] = []
         self.epochs: dict[int, list[int]] = {}
         self.reference = load_model(str(folder), "float32")
         self.reference.allocate(LENGTH_MAX // BLOCK_SIZE + 2, BLOCK_SIZE)
@@ -133,7 +134,7 @@ class Draft:
         """The model's argmax after `path`, evaluated from nothing."""
         blocks = range(1, len(path) // BLOCK_SIZE + 2)
         with torch.inference_mode():
-            output = self.reference.forward(RaggedBatch((SequenceChunk(list(blocks), 0, path, 1),)))
+            output = self.reference.forward(RaggedBatch((Chunk(list(blocks), 0, path, 1),)))
         logits = output.logits[0, :VOCABULARY_SIZE]
         if self.params is not None and self.params.has_penalties:
             logits = torch.tensor(reference.edited_logits(self.params, logits.tolist(), path), dtype=torch.float64)
@@ -150,15 +151,16 @@ class Draft:
     def step(self) -> bool:
         """One step; False where there is nothing to do."""
         turn = self.drafter.next_step()
-        if turn.pieces:
-            self.engine._run_pieces(turn)
+        if turn.feeds:
+            report = self.engine.run(turn.feeds)
+            self.step_rows.append(report.row_count)
+            turn.done(report)
         for error in self.errors:
             raise error
         for session in self.sessions:
             session.growth.check()
-            nodes = () if session.growth.root is None else session.growth.root.below()
-            session.cells.check(node.cell for node in nodes if node.cell != -1)
-        return bool(turn.pieces)
+            session.check()
+        return bool(turn.feeds)
 
     @property
     def sessions(self) -> list[DraftSession]:
@@ -315,8 +317,7 @@ def test_nothing_is_fed_twice(model_folder: Path) -> None:
     """Claim: a token goes through the model once: after commits along evaluated paths only nodes are evaluated, and a
     commit beside the tree feeds the one new token. Conclusive: the rows of every step are counted."""
     draft = Draft(model_folder)
-    rows: list[int] = []
-    draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
+    rows = draft.step_rows
     prompt = list(range(2, 23))
     draft.open(1, prompt, window=4, nodes_per_step=1)
     draft.settle()
@@ -337,8 +338,7 @@ def test_prompts_are_fed_in_chunks_beside_others(model_folder: Path) -> None:
     and both are right. Conclusive: rows of every step, and every proposal against the model from nothing."""
     draft = Draft(model_folder)
     draft.engine.chunk_size = 16
-    rows: list[int] = []
-    draft.engine._stepped = lambda row_count, *_: rows.append(row_count)
+    rows = draft.step_rows
     draft.open(1, list(range(2, 12)), window=16, nodes_per_step=1)
     draft.step()
     draft.open(2, list(range(3, 53)), window=2, nodes_per_step=1)
@@ -357,7 +357,7 @@ def test_branches_never_take_the_cells_of_committed_tokens(model_folder: Path, m
     draft.open(1, [rng.randrange(1, VOCABULARY_SIZE) for _ in range(LENGTH_MAX - 40)], window=16)
     while len(draft.trees[1].committed) < LENGTH_MAX - 2:
         draft.settle()
-        full += draft.sessions[0].cells.free_count == 0
+        full += draft.sessions[0].free_cell_count == 0
         root = draft.trees[1].root
         assert root.proposal is not None, "growth goes on"
         draft.commit(1, rng.choice([root.proposal.token_id, *root.children, rng.randrange(1, VOCABULARY_SIZE)]))

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from specdec.decoding.proposal import proposals
 from specdec.draft_service.drafter import TREE_CELLS, Drafter
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.vocabulary_map import VocabularyMap
 from specdec.folders import EMBEDDED_MODELS
 from specdec.protocol.items import Commit, Failure
@@ -54,7 +54,7 @@ class OtherDraft(Draft):
         own = self.map.own(torch.tensor([*session.read_tokens, *below])).tolist()
         blocks = range(1, len(own) // BLOCK_SIZE + 2)
         with torch.inference_mode():
-            output = self.reference.forward(RaggedBatch((SequenceChunk(list(blocks), 0, own, 1),)))
+            output = self.reference.forward(RaggedBatch((Chunk(list(blocks), 0, own, 1),)))
         return int(self.map.spread(output.logits[:, self.map.columns]).argmax())
 
 

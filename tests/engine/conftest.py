@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
 from tests.support.engine_bench import VOCABULARY_SIZE, Bench
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, without_kernels

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine import scheduler
-from specdec.engine.feed import StepTiming
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import KEPT, SMALL_STEPS_FACTORS, PromptSpeed, small_steps_factor
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling import scheduler
+from specdec.engine.scheduling.feed import StepTiming
+from specdec.engine.scheduling.scheduler import KEPT, SMALL_STEPS_FACTORS, PromptSpeed, small_steps_factor
 from tests.support.engine_bench import Bench
 
 PROMPTS = {name: [1 + (7 * place + len(name)) % 50 for place in range(100)] for name in ("a", "bb", "ccc")}

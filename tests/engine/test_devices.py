@@ -8,7 +8,7 @@ import sys
 GROWTH_MB_MAX = 150.0
 PRODUCTS = """
 import torch
-from specdec.engine.devices import prepare_libraries
+from specdec.engine.loading.devices import prepare_libraries
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
@@ -34,7 +34,7 @@ def test_the_memory_of_the_cpu_library_is_bounded() -> None:
 STEPS = """
 import resource
 import torch
-from specdec.engine.devices import keep_freed_memory, prepare_libraries
+from specdec.engine.loading.devices import keep_freed_memory, prepare_libraries
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

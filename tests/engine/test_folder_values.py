@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.coordinator.tokenizer import Tokenizer
-from specdec.engine.config_check import CONFIG_FIELDS, END_TOKENS_MAX
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.config_check import CONFIG_FIELDS, END_TOKENS_MAX
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.parallel.share import check_split
 from specdec.errors import ModelRefused
 from tests.engine.test_model_folder import edit_json

@@ -11,8 +11,9 @@ from torch.nn.functional import silu
 
 from specdec.engine.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, load_heads, save_heads
 from specdec.engine.interface import HiddenStates
-from specdec.engine.model import load_model
-from specdec.engine.runner import Piece, StepRunner
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.feed import Feed
+from specdec.engine.scheduling.runner import StepRunner
 from specdec.errors import ModelRefused
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import Driver, make_tiny_model, model_class, random_tokens
@@ -106,10 +107,10 @@ def test_each_request_gets_its_own_hidden_states_also_when_a_step_is_repeated(tm
 
         model.forward = planted
         runner = StepRunner(model, driver.cache, sample, read)
-        pieces = [Piece(driver.open(12), 0, text, count, i) for i, (text, count) in enumerate(zip(texts, counts))]
-        outcomes = runner.run(pieces).outcomes
-        for piece in pieces:
-            driver.cache.release(piece.table)
+        feeds = [Feed(driver.open(12), 0, text, count, i) for i, (text, count) in enumerate(zip(texts, counts))]
+        outcomes = runner.run([(feed, feed.chunk()) for feed in feeds]).outcomes
+        for feed in feeds:
+            driver.cache.release(feed.table)
         assert outcomes[1] is None
         return {payload: hidden for payload, hidden in (outcomes[0], outcomes[2])}
 
@@ -128,8 +129,8 @@ def test_heads_that_fail_cost_their_proposals_only(tmp_path: Path) -> None:
         raise RuntimeError("planted")
 
     runner = StepRunner(driver.model, driver.cache, lambda payloads, counts, logits: list(payloads), read)
-    pieces = [Piece(driver.open(12), 0, random_tokens(5, index), 2, index) for index in range(2)]
-    assert runner.run(pieces).outcomes == [0, 1]
+    feeds = [Feed(driver.open(12), 0, random_tokens(5, index), 2, index) for index in range(2)]
+    assert runner.run([(feed, feed.chunk()) for feed in feeds]).outcomes == [0, 1]
 
 
 def test_a_saved_set_is_read_again(tmp_path: Path) -> None:

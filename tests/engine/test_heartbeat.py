@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from specdec.engine.heartbeat import STEP_S_MIN, UNKNOWN_S, Heartbeat, Work
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.heartbeat import STEP_S_MIN, UNKNOWN_S, Heartbeat, Work
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.errors import ReplicaUnavailable
 from specdec.replica.watch import TICK_S, EngineWatch, HangTimer
 from tests.support.engine_bench import TIMEOUT_S, Bench

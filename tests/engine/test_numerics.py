@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine, Feed
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine, Feed
 from specdec.errors import NumericsError
 from tests.support.engine_models import Driver, make_tiny_model, random_tokens
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.engine.interface import CausalModel
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 from tests.engine.test_model_folder import edit_json

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from specdec.engine.kv_cache import BlockTable, KVCache
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.errors import CacheExhausted
 
 BLOCK_COUNT = 10
@@ -29,9 +29,10 @@ class CellStorage:
     def __init__(self) -> None:
         self.blocks: list[list[object]] = [[None] * BLOCK_SIZE for _ in range(BLOCK_COUNT)]
 
-    def copy_block(self, source: int, destinations: list[int]) -> None:
-        for destination in destinations:
-            self.blocks[destination] = list(self.blocks[source])
+    def copy_slots(self, sources: list[int], destinations: list[int]) -> None:
+        values = [self.blocks[slot // BLOCK_SIZE][slot % BLOCK_SIZE] for slot in sources]
+        for slot, value in zip(destinations, values):
+            self.blocks[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = value
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.blocks[block_id][start:end] = [None] * (end - start)

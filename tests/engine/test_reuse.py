@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.engine.kv_cache import BlockTable
+from specdec.engine.cache.kv_cache import BlockTable
 from tests.support.engine_models import Driver, random_tokens
 
 LENGTH = 200

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import RaggedBatch
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import POSTS_PER_TURN
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import POSTS_PER_TURN
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ReplicaUnavailable, SpecdecError
 from tests.support.engine_bench import TIMEOUT_S, VOCABULARY_SIZE, Bench

@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.attention import NAME, CallRecorder, ScoreRule, measure_shape, paged_attention
 from specdec.engine.cpu.kernels import kernels
 from specdec.engine.cpu.products import Activation, Normalized, OutputLayer, replace_modules
+from specdec.engine.loading.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.norms import is_near
 from specdec.engine.rotary_attention import fits, has_projections, rotary_size
 from specdec.errors import ModelRefused

@@ -1,6 +1,6 @@
 """The content of the next step, over random schedules: no clock, no model, only arriving feeds and computed rows.
 
-Time is counted in steps. The promises are those of `specdec.engine.feed`, in its numbers.
+Time is counted in steps. The promises are those of `specdec.engine.scheduling.feed`, in its numbers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine import feed as feeds_module
-from specdec.engine.feed import Feed, choose, divide, rows_beside_short
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Piece
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.interface import Chunk
+from specdec.engine.scheduling import feed as feeds_module
+from specdec.engine.scheduling.feed import Feed, choose, divide, rows_beside_short
 from tests.chaos.unshared_target import by_age
 
 Arrival = tuple[int, int, int]  # the step before which a feed arrives, rows for context, rows with logits
@@ -45,16 +45,16 @@ class Steps:
         self.born[feed] = self.number
         return feed
 
-    def step(self, is_decoding: bool) -> list[tuple[Feed, Piece]]:
+    def step(self, is_decoding: bool) -> list[tuple[Feed, Chunk]]:
         prompt_rows_max = self.prompt_rows_max
         if self.small:
             prompt_rows_max = min(self.small, rows_beside_short(self.waiting, self.chunk_size) or self.small)
         chosen = choose(self.waiting, self.chunk_size, self.rows_max, is_decoding, prompt_rows_max)
-        for feed, piece in chosen:
-            assert piece.start == feed.next_position and piece.token_ids, "a piece goes on where the last one ended"
-            assert piece.logit_count in (0, feed.logit_count), "rows with logits are not divided"
-            feed.fed_count += len(piece.token_ids)
-            assert (feed.row_count == 0) == bool(piece.logit_count)
+        for feed, chunk in chosen:
+            assert chunk.start == feed.next_position and chunk.token_ids, "a chunk goes on where the last one ended"
+            assert chunk.logit_count in (0, feed.logit_count), "rows with logits are not divided"
+            feed.fed_count += len(chunk.token_ids)
+            assert (feed.row_count == 0) == bool(chunk.logit_count)
             if not feed.row_count:
                 self.waiting.remove(feed)
                 self.ended[feed] = self.number
@@ -99,7 +99,7 @@ def test_every_feed_ends_and_the_oldest_goes_on_in_every_step(
         chosen = steps.step(is_decoding=bool(steps.number % 2))
         for oldest in (*prompts[:1], *decodes[:1]):
             assert oldest.fed_count > before[oldest], "the oldest of its kind stands still"
-        row_count = sum(len(piece.token_ids) for _, piece in chosen)
+        row_count = sum(len(chunk.token_ids) for _, chunk in chosen)
         share = min(steps.chunk_size, max(1, steps.rows_max // 2))
         assert row_count <= max(steps.rows_max, decode_rows_max + share)
         assert steps.number <= last + sum(context + logits for _, context, logits in arrivals) + 1
@@ -131,7 +131,7 @@ def test_prompts_delay_a_decode_by_one_chunk_at_most(
         decodes += [steps.submit(feed_of(0, rows, 100)) for at, rows in arrivals if at == steps.number]
         context_counts = {feed: feed.context_count for feed in steps.waiting if feed in prompts}
         chosen = steps.step(is_decoding=True)
-        assert sum(len(piece.token_ids) for feed, piece in chosen if context_counts.get(feed)) <= chunk_size
+        assert sum(len(chunk.token_ids) for feed, chunk in chosen if context_counts.get(feed)) <= chunk_size
     assert all(steps.ended[feed] == steps.born[feed] for feed in decodes)
 
 
@@ -144,10 +144,10 @@ def test_without_decodes_prompts_fill_the_step() -> None:
     steps = Steps(chunk_size=64, rows_max=512)
     for _ in range(10):
         steps.submit(feed_of(199, 1))
-    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 8
-    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=True)] == [64]
+    assert [len(chunk.token_ids) for _, chunk in steps.step(is_decoding=False)] == [64] * 8
+    assert [len(chunk.token_ids) for _, chunk in steps.step(is_decoding=True)] == [64]
     steps.prompt_rows_max = 128
-    assert [len(piece.token_ids) for _, piece in steps.step(is_decoding=False)] == [64] * 2
+    assert [len(chunk.token_ids) for _, chunk in steps.step(is_decoding=False)] == [64] * 2
 
 
 def test_decodes_have_their_rows_beside_a_prompt_however_many_wait() -> None:
@@ -161,7 +161,7 @@ def test_decodes_have_their_rows_beside_a_prompt_however_many_wait() -> None:
     for _ in range(65):
         steps.submit(feed_of(0, 1, 100))
     chosen = steps.step(is_decoding=True)
-    assert sum(len(piece.token_ids) for _, piece in chosen) == 64 and len(chosen) == 32 + 1
+    assert sum(len(chunk.token_ids) for _, chunk in chosen) == 64 and len(chosen) == 32 + 1
     assert prompt.fed_count == 32
 
 
@@ -262,7 +262,7 @@ def test_the_rest_of_a_chunk_goes_to_the_next_prompt() -> None:
     feeds = [steps.submit(feed_of(context, 1)) for context in (4, 12, 20)]
     pieces = []
     while steps.waiting:
-        pieces.append([(feeds.index(feed), len(piece.token_ids)) for feed, piece in steps.step(is_decoding=True)])
+        pieces.append([(feeds.index(feed), len(chunk.token_ids)) for feed, chunk in steps.step(is_decoding=True)])
     assert pieces == [[(0, 5), (1, 3)], [(1, 5), (2, 3)], [(1, 5), (2, 3)], [(2, 2)], [(2, 8)], [(2, 5)]]
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from specdec.bench.harness import TARGET_MODEL
+from specdec.engine.cache.kv_cache import BlockTable
 from specdec.engine.interface import CausalModel
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from tests.support.engine_models import Driver, random_tokens
 from tests.support.ranks import Followers
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
 from tests.support.engine_models import Driver
 

@@ -1,7 +1,7 @@
 """A tree of draft tokens on the target: each row has the bits that its path would have as a chain.
 
-Exactness on = off needs it (docs/exactness.md): the keys of a path are added in the order of its positions, from blocks
-of its own, and a row that several paths share is computed once and written to each. Every comparison is by torch.equal.
+Exactness on = off needs it (docs/exactness.md): the keys of a path are added in the order of its positions, whatever
+cells hold them, and rows that are accepted are moved to their positions. Every comparison is by torch.equal.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.interface import RaggedBatch
-from specdec.engine.kv_cache import BlockTable, BranchBlocks
-from specdec.engine.runner import BranchRows, Piece
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.interface import Chunk, RaggedBatch, tree_paths
 from specdec.protocol.shape import branches, path_tokens
 from tests.support.engine_models import Driver, random_tokens
 
@@ -29,36 +28,28 @@ MODELS += [(name, dtype, FEW_BASES, False) for name in ("llama", "gpt2", "gemma2
 # Two branches at the root, one below the first token, one below the last of a branch.
 PARENTS = (0, 1, 2, 2, 1, 0, 6, 7, 6, 0)
 NODE_COUNT = len(PARENTS)
+COMMITTED = [5, 6, 7]  # the nodes of a path, in order, none in the cell of its position
 
 
-def tree_piece(
-    driver: Driver, table: BlockTable, root: int, tokens: Sequence[int], parents: Sequence[int] = PARENTS
-) -> tuple[Piece[None], list[BranchBlocks]]:
+def tree_chunk(driver: Driver, table: BlockTable, root: int, tokens: Sequence[int]) -> Chunk:
     """The step of a tree: the last committed token, whose row is the root's, and all draft tokens."""
-    base, (first, *others) = table.length + 1, branches(parents, len(tokens))
-    rows = [
-        BranchRows(
-            driver.cache.take_branch(base, base + part.depth + part.end - part.start),
-            base + part.depth,
-            tokens[part.start : part.end],
-        )
-        for part in others
-    ]
-    driver.cache.prepare_write(table, base + first.end)
-    driver.cache.begin_branches(table, [row.blocks for row in rows])
-    fed = [root, *tokens[: first.end]]
-    return Piece(table, table.length, fed, len(tokens) + 1, None, branches=rows), [row.blocks for row in rows]
+    base = table.length + 1
+    driver.cache.prepare_write(table, base + len(tokens))
+    return Chunk(table.block_ids, table.length, [root, *tokens], len(tokens) + 1, tree_paths(PARENTS, base))
 
 
-def run_tree(driver: Driver, piece: Piece[None], beside: Sequence[Piece[None]] = ()) -> torch.Tensor:
-    """Logits of the rows of `piece`, first or behind others in the step.  # [rows, vocab] float32"""
-    pieces = [*beside, piece]
-    chunks = [chunk for one in pieces for chunk in one.chunks(driver.cache.block_size)]
-    logits = driver.model.forward(RaggedBatch(tuple(chunks))).logits
-    driver.cache.advance(piece.table, piece.end)
-    for branch in piece.branches:
-        branch.blocks.length = branch.end
-    return logits[-piece.logit_count :]
+def run_tree(driver: Driver, table: BlockTable, chunk: Chunk, beside: Sequence[Chunk] = ()) -> torch.Tensor:
+    """Logits of the rows of `chunk`, first or behind others in the step.  # [rows, vocab] float32"""
+    logits = driver.model.forward(RaggedBatch((*beside, chunk))).logits
+    driver.cache.advance(table, chunk.base)
+    return logits[-chunk.logit_count :]
+
+
+def go_on(driver: Driver, table: BlockTable, nodes: Sequence[int]) -> None:
+    """Continues the text with these nodes of the tree that was run."""
+    base = table.length
+    driver.cache.move(table, [base + node for node in nodes], range(base, base + len(nodes)))
+    driver.cache.advance(table, base + len(nodes))
 
 
 class Chains:
@@ -91,7 +82,7 @@ def test_each_row_has_the_bits_of_its_path(
     name: str, dtype: str, bases: Sequence[int], with_kernels: bool, driver_of: Callable[..., Driver]
 ) -> None:
     """Claim: shape, siblings and committed length change no bit of a row, alone and beside a long neighbour; after
-    the table continues on a branch, the text goes on with the bits of that path. Source: design section 10.
+    accepted rows are moved, the text goes on with the bits of their path. Source: design section 10.
     Conclusive: ten nodes on six paths, at committed lengths on both sides of block and split borders, with other tokens
     each time, with kernels and without."""
     driver = driver_of(name, dtype, with_kernels)
@@ -103,17 +94,14 @@ def test_each_row_has_the_bits_of_its_path(
         table = driver.open(base + 40)
         if base > 1:
             driver.feed(table, text[:-1], 1)
-        piece, blocks = tree_piece(driver, table, text[-1], tokens)
-        neighbour = [Piece(longest, longest.length, [1, 2, 3], 3, None)] if base % 2 else []
+        chunk = tree_chunk(driver, table, text[-1], tokens)
+        neighbour = [Chunk(longest.block_ids, longest.length, [1, 2, 3], 3)] if base % 2 else []
         chains = Chains(driver, text)
-        chains.check(run_tree(driver, piece, neighbour), tokens)
-        path = path_tokens(branches(PARENTS, NODE_COUNT), tokens)[4]
-        driver.cache.continue_on(table, blocks[3], base + len(path))
-        after = random_tokens(3, 7, size)
+        chains.check(run_tree(driver, table, chunk, neighbour), tokens)
+        go_on(driver, table, COMMITTED)
+        path, after = [tokens[node] for node in COMMITTED], random_tokens(3, 7, size)
         assert torch.equal(driver.feed(table, after), chains.rows([*path, *after])[len(path) + 1 :])
         chains.close()
-        for branch in blocks:
-            driver.cache.drop_branch(branch)
         driver.cache.release(table)
         driver.cache.check_integrity()
     driver.cache.release(longest)
@@ -130,48 +118,61 @@ def test_block_sizes_and_windows_change_no_bits(name: str, block_size: int, fold
     longest = driver.open(300)
     driver.feed(longest, random_tokens(280, 13, size), 1)
     for base in (128, 129, 256, 257, 383, 384):
-        pieces, checked = [], []
+        chunks, checked = [], []
         for number in range(2):
             text, tokens = random_tokens(base, base + number, size), random_tokens(NODE_COUNT, number, size)
             table = driver.open(base + 40)
             driver.feed(table, text[:-1], 1)
-            piece, blocks = tree_piece(driver, table, text[-1], tokens)
-            pieces.append(piece)
-            checked.append((text, tokens, table, blocks))
-        chunks = [chunk for piece in pieces for chunk in piece.chunks(block_size)]
-        behind = Piece(longest, 280, [1, 2, 3], 3, None).chunks(block_size)
-        logits = driver.model.forward(RaggedBatch((*chunks, *behind))).logits
-        for number, (text, tokens, table, blocks) in enumerate(checked):
+            chunks.append(tree_chunk(driver, table, text[-1], tokens))
+            checked.append((text, tokens, table))
+        behind = Chunk(longest.block_ids, 280, [1, 2, 3], 3)
+        logits = driver.model.forward(RaggedBatch((*chunks, behind))).logits
+        for number, (text, tokens, table) in enumerate(checked):
             rows = logits[number * (NODE_COUNT + 1) : (number + 1) * (NODE_COUNT + 1)]
             chains = Chains(driver, text)
             chains.check(rows, tokens)
             chains.close()
-            for branch in blocks:
-                driver.cache.drop_branch(branch)
             driver.cache.release(table)
 
 
-def test_a_shared_row_must_be_written_for_every_path(driver_of: Callable[..., Driver], monkeypatch) -> None:
-    """The checks above can fail: without the copies of shared rows, or of the committed positions in the block where
-    branches begin, a text that goes on in a branch's blocks differs."""
-    for broken in (None, RaggedBatch, type(driver_of("target", "float32").cache)):
-        with monkeypatch.context() as patch:
-            driver = driver_of("target", "float32")
-            if broken is RaggedBatch:
-                patch.setattr(RaggedBatch, "copied_rows", lambda self: iter(()))
-            elif broken is not None:
-                patch.setattr(broken, "begin_branches", lambda self, table, branches: None)
-            text, tokens = random_tokens(20, 1 if broken is RaggedBatch else 3), random_tokens(NODE_COUNT, 2)
-            table = driver.open(60)
-            driver.feed(table, text[:-1], 1)
-            piece, blocks = tree_piece(driver, table, text[-1], tokens)
-            run_tree(driver, piece)
-            path = path_tokens(branches(PARENTS, NODE_COUNT), tokens)[4]
-            driver.cache.continue_on(table, blocks[3], len(text) + len(path))
-            chains = Chains(driver, text)
-            rows = driver.feed(table, [1, 2, 3])
-            assert torch.equal(rows, chains.rows([*path, 1, 2, 3])[len(path) + 1 :]) == (broken is None)
-            chains.close()
-            for branch in blocks:
-                driver.cache.drop_branch(branch)
-            driver.cache.release(table)
+def test_accepted_rows_must_be_moved_to_their_positions(driver_of: Callable[..., Driver], monkeypatch) -> None:
+    """The checks above can fail: where accepted rows stay in their cells, or are moved in another order, a text that
+    goes on with them differs."""
+    for nodes in (COMMITTED, None, COMMITTED[::-1]):
+        driver = driver_of("target", "float32")
+        text, tokens = random_tokens(20, 3), random_tokens(NODE_COUNT, 2)
+        table = driver.open(60)
+        driver.feed(table, text[:-1], 1)
+        run_tree(driver, table, tree_chunk(driver, table, text[-1], tokens))
+        if nodes is None:
+            driver.cache.advance(table, table.length + len(COMMITTED))
+        else:
+            go_on(driver, table, nodes)
+        chains = Chains(driver, text)
+        rows, path = driver.feed(table, [1, 2, 3]), [tokens[node] for node in COMMITTED]
+        assert torch.equal(rows, chains.rows([*path, 1, 2, 3])[len(path) + 1 :]) == (nodes == COMMITTED)
+        chains.close()
+        driver.cache.release(table)
+
+
+def test_cells_move_all_at_once(driver_of: Callable[..., Driver]) -> None:
+    """Claim: cells that change places do not overwrite each other, and no cell of a valid position moves. Source: a
+    draft's nodes are in each other's way. Conclusive: two nodes change places, and then have each other's logits; a
+    move below the length of the table raises."""
+    for with_kernels in (True, False):
+        driver = driver_of("llama", "float32", with_kernels)
+        text, table = random_tokens(20, 3), driver.open(60)
+        driver.feed(table, text, 1)
+        first, second = [[20], [21]], [[20, 22], [21, 23]]
+        driver.cache.prepare_write(table, 24)
+
+        steps = [([5, 6], first), ([7, 7], second)]
+        batches = [RaggedBatch((Chunk(table.block_ids, 20, ids, 2, paths),)) for ids, paths in steps]
+        driver.model.forward(batches[0])
+        before = driver.model.forward(batches[1]).logits
+        driver.cache.move(table, [20, 21], [21, 20])
+        after = driver.model.forward(batches[1]).logits
+        assert torch.equal(before, after.flip(0)) and not torch.equal(before, after)
+        with pytest.raises(ValueError, match="cannot move"):
+            driver.cache.move(table, [20], [19])
+        driver.cache.release(table)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.architectures import SUPPORTED
+from specdec.engine.loading.architectures import SUPPORTED
 from tests.support.engine_models import ARCHITECTURES, Driver, make_tiny_model, random_tokens
 from tests.support.reference import Reference, largest_difference
 

@@ -10,12 +10,11 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
-from specdec.engine.interface import RaggedBatch, SequenceChunk, TreeRows
-from specdec.engine.model import load_model
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.device_models import load_on_device
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens, without_kernels
@@ -37,43 +36,23 @@ def load(folder: Path, place: str) -> TransformersModel:
 
 
 class Tree:
-    """A prompt and nodes below it, in cells drawn at random from a sequence's blocks."""
+    """A prompt and nodes below it, in cells behind the prompt's drawn at random from a sequence's blocks."""
 
     def __init__(self, blocks: list[int], prompt: list[int], parents: tuple[int, ...], rng: random.Random) -> None:
         self.blocks, self.prompt, self.parents = blocks, prompt, parents
         self.tokens = random_tokens(len(parents), len(prompt))
-        self._place(rng.sample(range(len(blocks) * BLOCK_SIZE), len(prompt) + len(parents)))
-
-    def place_in_order(self) -> None:
-        """Moves the prompt to the first cells, in order, and the nodes behind it, in reverse order."""
-        first, end = len(self.prompt), len(self.prompt) + len(self.parents)
-        self._place([*range(first), *reversed(range(first, end))])
-
-    def _place(self, cells: list[int]) -> None:
-        prompt, parents, blocks = self.prompt, self.parents, self.blocks
-        self.cells, self.node_cells = cells[: len(prompt)], cells[len(prompt) :]
-        self.positions = numpy.zeros(len(blocks) * BLOCK_SIZE, dtype=numpy.int64)
-        self.positions[self.cells] = range(len(prompt))
-        self.positions[self.node_cells] = [len(prompt) + len(self.path(node)) - 1 for node in range(len(parents))]
+        self.cells = rng.sample(range(len(prompt), len(blocks) * BLOCK_SIZE), len(parents))
 
     def path(self, node: int) -> list[int]:
         """The nodes down to one, itself the last."""
         return [*(self.path(self.parents[node]) if self.parents[node] >= 0 else []), node]
 
-    def chunk_of_prompt(self) -> SequenceChunk:
-        visible = numpy.zeros((len(self.prompt), len(self.positions)), dtype=bool)
-        for row in range(len(self.prompt)):
-            visible[row, self.cells[: row + 1]] = True
-        rows = TreeRows(self.cells, list(range(len(self.prompt))), visible, self.positions)
-        return SequenceChunk(self.blocks, 0, self.prompt, 1, rows)
+    def chunk_of_prompt(self) -> Chunk:
+        return Chunk(self.blocks, 0, self.prompt, 1)
 
-    def chunk_of(self, nodes: list[int]) -> SequenceChunk:
-        visible = numpy.zeros((len(nodes), len(self.positions)), dtype=bool)
-        for row, node in enumerate(nodes):
-            visible[row, self.cells + [self.node_cells[own] for own in self.path(node)]] = True
-        cells = [self.node_cells[node] for node in nodes]
-        rows = TreeRows(cells, self.positions[cells].tolist(), visible, self.positions)
-        return SequenceChunk(self.blocks, 0, [self.tokens[node] for node in nodes], len(nodes), rows)
+    def chunk_of(self, nodes: list[int]) -> Chunk:
+        paths = [[self.cells[own] for own in self.path(node)] for node in nodes]
+        return Chunk(self.blocks, len(self.prompt), [self.tokens[node] for node in nodes], len(nodes), paths)
 
     def text(self, node: int) -> list[int]:
         return [*self.prompt, *(self.tokens[own] for own in self.path(node))]
@@ -83,9 +62,9 @@ class Tree:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_row_of_a_tree_is_the_model_on_its_path(architecture: str, place: str, tmp_path: Path) -> None:
     """Claim: rows in any cells, level by level, of two sequences in one step, see their ancestors and nothing else:
-    their logits are those of `transformers` on the whole path. Prompts go through the same rows; a window hides by
-    position, not by cell. Blocks lie one after another in one sequence and scattered in the other. Conclusive: every
-    node of both trees, against the library run from nothing."""
+    their logits are those of `transformers` on the whole path. A window hides by position, not by cell. Blocks lie one
+    after another in one sequence and scattered in the other. Conclusive: every node of both trees, against the library
+    run from nothing."""
     folder = make_tiny_model(tmp_path / "model", architecture)
     model, rng = load(folder, place), random.Random(7)
     model.allocate(40, BLOCK_SIZE)
@@ -123,25 +102,26 @@ def test_nodes_have_the_bits_of_their_paths_as_chains(architecture: str, place: 
     its ancestors lie in, also where the first of them lie in place.
 
     Source: `plan_step`, keys are read in the order of their positions. Conclusive: every node of two trees, one with
-    its prompt in the first cells, beside each other, against the text alone, in one chunk.
+    some of its nodes in the cells of their positions, beside each other, against the text alone, in one chunk.
     """
     folder, rng = make_tiny_model(tmp_path / "model", architecture), random.Random(3)
     model = load(folder, place)
     model.allocate(40, BLOCK_SIZE)
     trees = [Tree([7, 3, 9, 12], random_tokens(length, 4), TREES[0], rng) for length in (9, 41)]
-    trees[0].place_in_order()
+    first = len(trees[0].prompt)
+    trees[0].cells = [first, first + 5, first + 1, first + 7, first + 4, first + 3, first + 6]
     trees[1].blocks = [30, 4, 18, 6]
     model.forward(RaggedBatch(tuple(tree.chunk_of_prompt() for tree in trees)))
     nodes = list(range(len(TREES[0])))
     found = model.forward(RaggedBatch(tuple(tree.chunk_of(nodes) for tree in trees))).logits
     for index, (tree, node) in enumerate((tree, node) for tree in trees for node in nodes):
         text = tree.text(node)
-        chain = SequenceChunk([20, 21, 22, 23], 0, text, 1)
+        chain = Chunk([20, 21, 22, 23], 0, text, 1)
         assert torch.equal(model.forward(RaggedBatch((chain,))).logits[0], found[index]), (index, node)
 
 
-def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
-    """Claim: a model without stable rows takes sequence chunks without a tree too. Conclusive: against the library at
+def test_a_prompt_in_pieces_has_the_logits_of_the_library(tmp_path: Path) -> None:
+    """Claim: a model whose rows need not be stable takes chains of any length. Conclusive: against the library at
     every position."""
     folder = make_tiny_model(tmp_path / "model", "llama")
     model, token_ids = load(folder, "cpu"), random_tokens(30, 3)
@@ -149,7 +129,7 @@ def test_a_sequence_chunk_without_a_tree_is_a_chain(tmp_path: Path) -> None:
     expected_by = model_class("llama").from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for start, end in ((0, 1), (1, 18), (18, 30)):
-        chunk = SequenceChunk([2, 1], start, token_ids[start:end], end - start)
+        chunk = Chunk([2, 1], start, token_ids[start:end], end - start)
         found.append(model.forward(RaggedBatch((chunk,))).logits)
     with torch.inference_mode():
         expected = expected_by(torch.tensor([token_ids])).logits[0, :, : model.description.vocabulary_size]

@@ -16,9 +16,9 @@ from specdec.decoding.edits import edited_logits
 from specdec.decoding.paths import TokenPath
 from specdec.decoding.proposal import ProposalRequest, edited_rows
 from specdec.decoding.verification import VerificationRequest
-from specdec.draft_service.cells import Cells
 from specdec.draft_service.session import DraftSession
-from specdec.engine.kv_cache import BlockTable
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.table_model import TokenStorage
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.growth import Growth
 from specdec.protocol.items import Open
@@ -61,8 +61,9 @@ def params_of(prompt_length: int, penalties: dict) -> ResolvedSamplingParams:
 def sessions_of(prompt_length: int, penalties: dict) -> tuple[TargetSession, DraftSession]:
     """A session of the target and one of the draft."""
     opened = Open(1, 1, params_of(prompt_length, penalties), 1 << 18, 1 << 18)
-    common = opened, BlockTable(1 << 18, b""), lambda answer: None
-    return TargetSession(*common), DraftSession(*common, Cells(64), Growth(Rule.GREEDY, Calibration()))
+    cache = KVCache(2, 8, TokenStorage(2, 8))
+    sessions = [(opened, cache.open(1 << 18), lambda answer: None) for _ in range(2)]
+    return TargetSession(*sessions[0]), DraftSession(*sessions[1], cache, Growth(Rule.GREEDY, Calibration()))
 
 
 def rows_of(session: Session, drafts: Sequence[tuple[int, ...]], logits: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ TABLE = (
             "specdec.advise.settings",
             "specdec.chat",
             "specdec.distill.settings",
-            "specdec.engine.model_folder",
+            "specdec.engine.loading.model_folder",
             "specdec.engine.parallel.place",
             "specdec.coordinator.service",
             "specdec.draft_service.service",
@@ -138,7 +138,7 @@ TABLE = (
     ),
     Imports(
         "specdec.chat",
-        ("specdec.errors", "specdec.folders", "specdec.engine.model_folder", "specdec.engine.retokenizer"),
+        ("specdec.errors", "specdec.folders", "specdec.engine.loading.model_folder", "specdec.engine.retokenizer"),
         NETWORK_LIBRARIES,
     ),
     Imports(

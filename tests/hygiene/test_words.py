@@ -31,7 +31,7 @@ UNUSED_WORDS = {
     r"evidence": "verification result, or sampler output",
     r"corrections?|replacement tokens?": "recovered token",
     r"evict(s|ed|ing|ions?)": "preempted; only blocks are evicted",
-    r"segments?": "sequence chunk, or round group",
+    r"segments?": "chunk, or round group",
     r"rooms?": "admission, space or capacity",
     r"adopt\w*": "match prefix",
     r"vacat\w*": "free",

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 
 from specdec.cli.demo import CHAT_PROMPT_IDS
 from specdec.engine.heads import load_heads
-from specdec.engine.interface import RaggedBatch, SequenceChunk
-from specdec.engine.model import load_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.interface import Chunk, RaggedBatch
+from specdec.engine.loading.model import load_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ModelRefused
 from specdec.models.data import PROMPTS_FILE, read_prompts
 
@@ -56,7 +56,7 @@ def test_the_chat_draft_is_small_and_only_a_draft() -> None:
     assert set(draft.description.end_token_ids) <= set(known)
     draft.allocate(2, 64)
     ids = words.encode("The capital of France is").ids
-    logits = draft.forward(RaggedBatch((SequenceChunk([1], 0, ids, 1),))).logits[0]
+    logits = draft.forward(RaggedBatch((Chunk([1], 0, ids, 1),))).logits[0]
     assert set((logits > -math.inf).nonzero().flatten().tolist()) == set(known)
     with pytest.raises(ModelRefused, match="it can only be a draft"):
         load_model(str(folder))

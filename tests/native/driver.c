@@ -60,7 +60,6 @@ static int read_plan(FILE *file, plan *p) {
     sd_rows *rows = &p->rows;
     rows->count = need_number(file);
     rows->sequence_count = need_number(file);
-    rows->copy_count = need_number(file);
     p->path_count = need_number(file);
     p->table_count = need_number(file);
     p->logit_count = need_number(file);
@@ -72,8 +71,6 @@ static int read_plan(FILE *file, plan *p) {
     rows->path = read_int32s(file, p->path_count);
     rows->table_start = read_int64s(file, rows->sequence_count + 1);
     rows->table = read_int32s(file, p->table_count);
-    rows->copy_row = read_int32s(file, rows->copy_count);
-    rows->copy_slot = read_int32s(file, rows->copy_count);
     p->ids = read_int64s(file, rows->count);
     p->logit_rows = read_int32s(file, p->logit_count);
     return 1;

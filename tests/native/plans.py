@@ -1,7 +1,7 @@
 """Plans for driver.c from a seed: sizes of small models, rows of steps that fit them, and rows that do not.
 
 A plan is a list of integers in the order in which the driver reads them. Sound plans are built as the planner builds
-them, with trees, copies, shared and reused blocks, and sizes that fill no register; a hostile plan is a sound one with
+them, with trees, shared and reused blocks, and sizes that fill no register; a hostile plan is a sound one with
 one index changed to a value that no check may let through.
 """
 
@@ -56,8 +56,6 @@ class Plan:
     path: list[int] = field(default_factory=list)
     table_start: list[int] = field(default_factory=lambda: [0])
     table: list[int] = field(default_factory=list)
-    copy_row: list[int] = field(default_factory=list)
-    copy_slot: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
     is_sound: bool = True
@@ -78,11 +76,11 @@ class Plan:
     def text(self) -> str:
         """As the driver reads it."""
         sizes = [getattr(self.sizes, one.name) for one in fields(self.sizes)]
-        counts = [len(self.sequence), len(self.table_start) - 1, len(self.copy_row)]
+        counts = [len(self.sequence), len(self.table_start) - 1]
         counts += [len(self.path), len(self.table), len(self.logit_rows)]
         arrays = [
             *(self.sequence, self.position, self.slot, self.base, self.path_start, self.path),
-            *(self.table_start, self.table, self.copy_row, self.copy_slot, self.ids, self.logit_rows),
+            *(self.table_start, self.table, self.ids, self.logit_rows),
         ]
         return "\n".join(" ".join(map(str, numbers)) for numbers in (sizes, counts, *arrays)) + "\n"
 
@@ -96,10 +94,6 @@ def sound_plan(seed: int) -> Plan:
     while blocks and len(plan.table_start) < 5:
         add_sequence(plan, chance, [blocks.pop() for _ in range(min(len(blocks), chance.randint(1, 5)))])
     rows = len(plan.sequence)
-    free = [block * plan.sizes.block_size + offset for block in blocks for offset in range(plan.sizes.block_size)]
-    for slot in chance.sample(free, min(len(free), chance.choice((0, 0, 1, 3)))):  # of blocks that no row writes
-        plan.copy_row.append(chance.randrange(rows))
-        plan.copy_slot.append(slot)
     plan.ids = [
         chance.choice((0, plan.sizes.vocabulary - 1, chance.randrange(plan.sizes.vocabulary))) for _ in range(rows)
     ]
@@ -196,6 +190,4 @@ OUTSIDE = {
     "path": lambda plan, where: [plan.slot_count, plan.slot_count + 1],
     "table_start": lambda plan, where: [len(plan.table) + 1, len(plan.table) + 10**6],
     "table": lambda plan, where: [plan.sizes.block_count],
-    "copy_row": lambda plan, where: [len(plan.sequence)],
-    "copy_slot": lambda plan, where: [plan.slot_count],
 }

@@ -96,8 +96,8 @@ def whole_steps() -> list[Plan]:
 PLANTED = {
     "a slot beside its own": (
         "cache.h",
-        "rows->copy_slot[place - rows->count] : rows->slot[place];",
-        "rows->copy_slot[place - rows->count] : rows->slot[place] + 1;",
+        "slot = rows->slot[row];",
+        "slot = rows->slot[row] + 1;",
         "address",
         "heap-buffer-overflow",
     ),

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.commands import (
     WORDS_MAX,
     Allocate,
     CommandReceiver,
     CommandSender,
-    CopyBlock,
+    CopySlots,
     Scrub,
     Step,
     Stop,
@@ -28,24 +28,24 @@ numbers = st.integers(0, 2**31 - 1)
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> SequenceChunk:
-    """A chunk with more blocks than its positions need, as with reserved blocks, and with copied positions, as of the
-    further paths of a tree."""
+def chunks(draw: st.DrawFn) -> Chunk:
+    """A chunk with more blocks than its cells need, as with reserved blocks, a chain or one with a tree below."""
     start = draw(st.integers(0, 100))
     token_ids = draw(st.lists(numbers, min_size=1, max_size=20))
-    needed = -(-(start + len(token_ids)) // BLOCK_SIZE)
-    block_ids = draw(st.lists(numbers, min_size=needed, max_size=needed + 3))
-    logit_count, copied_count = draw(st.integers(0, len(token_ids))), draw(st.integers(0, start))
-    return SequenceChunk(block_ids, start, token_ids, logit_count, copied_count=copied_count)
+    cells = st.lists(st.integers(0, 150), min_size=1, max_size=5)
+    paths = draw(st.lists(cells, max_size=len(token_ids)))
+    chunk = Chunk([], start, token_ids, draw(st.integers(0, len(token_ids))), paths)
+    needed = -(-chunk.cell_end // BLOCK_SIZE)
+    return replace(chunk, block_ids=draw(st.lists(numbers, min_size=needed, max_size=needed + 3)))
 
 
 @given(st.lists(chunks(), max_size=5), st.lists(st.tuples(numbers, numbers, numbers), max_size=3))
-def test_commands_arrive_unchanged(sent: list[SequenceChunk], scrubs: list[tuple[int, int, int]]) -> None:
+def test_commands_arrive_unchanged(sent: list[Chunk], scrubs: list[tuple[int, int, int]]) -> None:
     """Claim: any mix of commands arrives equal and in order, without the blocks beyond a chunk's end.
 
     Conclusive: any numbers that fit a word, any shapes; the receiver's values equal the sender's.
     """
-    small = [Allocate(5, BLOCK_SIZE), CopyBlock(1, 2), *(Scrub(*scrub) for scrub in scrubs), Stop()]
+    small = [Allocate(5, BLOCK_SIZE), CopySlots((5, 6, 1, 2)), *(Scrub(*scrub) for scrub in scrubs), Stop()]
     ends, other = socket.socketpair()
     with ends, other:
         sender, receiver = CommandSender([ends]), CommandReceiver(other)
@@ -56,7 +56,7 @@ def test_commands_arrive_unchanged(sent: list[SequenceChunk], scrubs: list[tuple
     assert received == small
     assert isinstance(step, Step) and len(step.batch.chunks) == len(sent)
     for found, chunk in zip(step.batch.chunks, sent):
-        assert found == replace(chunk, block_ids=chunk.block_ids[: -(-chunk.end // BLOCK_SIZE)])
+        assert found == replace(chunk, block_ids=chunk.block_ids[: -(-chunk.cell_end // BLOCK_SIZE)])
 
 
 def test_a_message_of_too_many_words_ends_the_connection() -> None:
@@ -72,6 +72,6 @@ def test_a_message_of_too_many_words_ends_the_connection() -> None:
 
 def test_a_step_is_compact() -> None:
     """Claim: a decode of 16 sequences of 1,000 tokens takes less than 2 KiB."""
-    batch = RaggedBatch(tuple(SequenceChunk(list(range(100)), 1000, [7], 1) for _ in range(16)))
+    batch = RaggedBatch(tuple(Chunk(list(range(100)), 1000, [7], 1) for _ in range(16)))
     words = pack(Step(batch), 64)
     assert words.nbytes < 2048 and next(unpack(words)) != Stop()

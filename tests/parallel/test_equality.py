@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.bench.harness import TARGET_MODEL, heldout_prompts
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 from specdec.engine.parallel.exchange import SLOT_BYTES, SharedExchange
 from specdec.engine.parallel.modules import add_in_rank_order
 from specdec.engine.parallel.share import LeaderModel
@@ -166,11 +166,13 @@ def test_a_bad_batch_costs_that_batch_only(followers: Followers, tiny_folder: Ca
     expected = driver.feed(table, [1, 2, 3])
     good = table.block_ids
     for chunk in (
-        SequenceChunk([99], 0, [1], 1),
-        SequenceChunk(good, 0, [100000], 1),
-        SequenceChunk(good, 0, [-1], 1),
-        SequenceChunk(good[:1], 15, [1, 2], 1),
-        SequenceChunk(good, 0, [1], 2),
+        Chunk([99], 0, [1], 1),
+        Chunk(good, 0, [100000], 1),
+        Chunk(good, 0, [-1], 1),
+        Chunk(good[:1], 15, [1, 2], 1),
+        Chunk(good, 0, [1], 2),
+        Chunk(good, 0, [1, 2], 1, [[1 << 10]]),
+        Chunk(good, 0, [1, 2], 1, [[-1, 1]]),
     ):
         with pytest.raises(ValueError):
             led.forward(RaggedBatch((chunk,)))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.fitting import empty_model
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.fitting import empty_model
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.rank import ModelSource, run_follower
 from specdec.engine.parallel.share import check_split

@@ -78,10 +78,11 @@ def test_a_malformed_tree_is_refused(parents: list[int], tokens: list[int], fiel
 
 
 def test_paths_fit_beside_a_session_of_full_length() -> None:
-    """Claim: as many paths as the spare blocks hold, each from the block of its base on; a chain always fits."""
+    """Claim: as many paths as the spare positions hold; a chain always fits."""
     assert path_count_max(None, 100, 8) == 1
-    assert path_count_max(CacheSize(7, 16, 0), 100, 8) == 1
-    assert path_count_max(CacheSize(12, 16, 0), 100, 16) == 3  # five spare blocks, two a path
+    assert path_count_max(CacheSize(6, 16, 0), 100, 8) == path_count_max(CacheSize(7, 16, 0), 100, 16) == 1
+    assert path_count_max(CacheSize(7, 16, 0), 100, 8) == 2  # 12 spare positions, one path of 8
+    assert path_count_max(CacheSize(12, 16, 0), 100, 16) == 6
     assert path_count_max(CacheSize(4096, 16, 0), 100, 16) == PATH_COUNT_MAX
 
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.engine.heartbeat import STEP_S_MIN
+from specdec.engine.scheduling.heartbeat import STEP_S_MIN
 from specdec.errors import ENGINE_LOST_EXIT_CODE
 from tests.support.planted_client import TIMEOUT_S, PlantedTarget
 from tests.support.planted_target import DIES, HANGS, LOCK_HELD_S_MAX, LOCKS, LOOP_HANGS, PLAIN, SLOW, SLOW_LINE

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from specdec.cli.processes import Child, start
 from specdec.config import TargetSettings
 from specdec.engine.heads import Heads, save_heads
-from specdec.engine.model_folder import open_model_folder
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import Failure, Open, Verification, VerificationResult

@@ -6,6 +6,7 @@ is renamed fails loudly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,10 @@ from typing import Any
 from specdec.coordinator.decode_loop import Generation
 from specdec.decoding.verification import VerificationRequest
 from specdec.draft_service import drafter
-from specdec.draft_service.cells import Cells
 from specdec.draft_service.drafter import Drafter
-from specdec.engine.interface import RaggedBatch
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.runner import StepRunner
+from specdec.draft_service.session import DraftSession
+from specdec.engine.cache.kv_cache import KVCache
+from specdec.engine.scheduling.runner import StepRunner
 from specdec.protocol import offer as offer_module
 from specdec.protocol import rejection
 from specdec.protocol import session as session_module
@@ -236,11 +236,10 @@ def with_other_noise(feed: Any, session: TargetSession) -> None:
 
 
 def swapped_paths(feed: Any, session: TargetSession) -> None:
-    """The blocks of two paths have each other's tokens."""
-    if len(session.branches) > 1:
-        first, second, *others = session.branches
-        tokens = first.token_ids, second.token_ids
-        session.branches = [first._replace(token_ids=tokens[1]), second._replace(token_ids=tokens[0]), *others]
+    """The last two draft tokens of a tree lie in each other's cells."""
+    if len(feed.paths) > 1:
+        *others, first, second = feed.paths
+        feed.paths = [*others, [*first[:-1], second[-1]], [*second[:-1], first[-1]]]
 
 
 def keeping(name: str, of: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -326,13 +325,24 @@ def held_beside_the_tree(self: Drafter, session: Any, item: Any) -> None:
     session.tokens[item.start_position :] = item.token_ids
 
 
-def sees_siblings(real: Callable) -> Callable:
-    """Every node of a step sees the others."""
+def of_another_path(real: Callable) -> Callable:
+    """The second node of a step sees the ancestors of the first, if it has as many."""
 
-    def mutant(self: Cells, paths: Any) -> Any:
-        rows = real(self, paths)
-        rows.visible[:, list(rows.cells)] = True
-        return rows
+    def mutant(self: Drafter, *arguments: Any) -> Any:
+        feed = real(self, *arguments)
+        if len(feed.paths) > 1 and len(feed.paths[0]) == len(feed.paths[1]):
+            feed.paths[1] = [*feed.paths[0][:-1], feed.paths[1][-1]]
+        return feed
+
+    return mutant
+
+
+def moved_one_by_one(real: Callable) -> Callable:
+    """Cells that are in each other's way overwrite each other."""
+
+    def mutant(self: KVCache, table: Any, sources: Any, destinations: Any) -> None:
+        for source, destination in zip(sources, destinations):
+            real(self, table, [source], [destination])
 
     return mutant
 
@@ -370,28 +380,10 @@ def never_again(real: Callable) -> Callable:
     return mutant
 
 
-def committed_free(real: Callable) -> Callable:
-    """Cells of committed tokens can be taken again."""
-
-    def mutant(self: Cells, cells: Any) -> None:
-        real(self, cells)
-        self.give_back(cells)
-
-    return mutant
-
-
-def taken_last(real: Callable) -> Callable:
-    """Cells that were freed are taken when there are no others."""
-
-    def mutant(self: Cells, position: int) -> int:
-        if self._end == self._capacity:
-            return real(self, position)
-        freed, self._freed = self._freed, []
-        cell = real(self, position)
-        self._freed = freed
-        return cell
-
-    return mutant
+def placed_lowest(self: DraftSession, node: Any) -> None:
+    """A node takes the lowest free cell, whatever its position."""
+    node.cell = next(cell for cell in itertools.count(self.table.length) if cell not in self.nodes)
+    self.nodes[node.cell] = node
 
 
 def heads_after_row(chosen: Callable[[VerificationRequest, int], int]) -> Callable[[Callable], Callable]:
@@ -612,7 +604,7 @@ DRAFT = (
 
 CACHE = (
     Bug("the cache is not truncated", KVCache, "truncate", instead(lambda self, table, length: None)),
-    Bug("a block copied is not filled", TokenStorage, "copy_block", instead(lambda self, source, destinations: None)),
+    Bug("cells copied are not filled", TokenStorage, "copy_slots", instead(lambda self, sources, destinations: None)),
     Bug(
         "Close is not honoured",
         ItemHandler,
@@ -626,9 +618,9 @@ CACHE = (
         "close",
         instead(lambda self, session: self._growing.pop(session, None) and None),
     ),
-    Bug("a node sees its siblings", Cells, "nodes", sees_siblings),
-    Bug("the cells of a committed path are free", Cells, "commit", committed_free),
-    Bug("cells of nodes left behind are lost", Cells, "give_back", instead(lambda self, cells: None)),
+    Bug("a node sees the path of another", Drafter, "_evaluate", of_another_path),
+    Bug("cells are moved one after the other", KVCache, "move", moved_one_by_one),
+    Bug("cells of nodes left behind are lost", DraftSession, "_free", instead(lambda self, cells: None)),
 )
 
 SPACE = (
@@ -683,9 +675,13 @@ PATHS = (
         last_drawn_first,
     ),
     Bug("a tree is sent as a chain", Session, "_send_verification", without_parents),
-    Bug("rows of several paths are written once", RaggedBatch, "copied_rows", instead(lambda self: iter(()))),
-    Bug("a path begins without its committed positions", KVCache, "begin_branches", instead(lambda *arguments: None)),
-    Bug("the blocks of a path are not freed", KVCache, "drop_branch", instead(lambda self, branch: None)),
+    Bug("accepted rows stay in their cells", KVCache, "move", instead(lambda *arguments: None)),
+    Bug(
+        "accepted rows are taken from other cells",
+        TargetSession,
+        "_followed",
+        lambda real: lambda self: list(range(len(real(self)))),
+    ),
     Bug("two paths are taken for one another", Verifier, "_feed", fed(swapped_paths)),
     Bug(
         "a guess is offered with the draft's distribution",
@@ -742,4 +738,4 @@ SOURCES = (
 BUGS = (*FENCES, *ROUNDS, *TREE, *DRAFT, *CACHE, *SPACE, *TIMES, *PATHS, *HEADS, *SOURCES)
 
 # Not a bug: the choice among free cells changes where a node's keys lie, and no value that is read.
-HARMLESS = (Bug("freed cells are taken last", Cells, "take", taken_last),)
+HARMLESS = (Bug("the lowest free cell is taken", DraftSession, "place", instead(placed_lowest)),)

@@ -19,7 +19,7 @@ import torch
 
 from specdec.decoding.proposal import Proposal, ProposalRequest
 from specdec.decoding.verification import VerificationRequest
-from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
+from specdec.engine.interface import RaggedBatch, StepOutput
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals, HeadToken
 from specdec.protocol.noise import UNIFORM_BITS, Lane, hash64, uniform_bits
 from specdec.protocol.types import Description, DraftProbs, ResolvedSamplingParams, Rule, SamplerOutput
@@ -200,9 +200,10 @@ class TokenStorage:
         self.empty = [-1] * block_size
         self.cells = [self.empty] * block_count
 
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        for destination in destinations:
-            self.cells[destination] = self.cells[source].copy()
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        values = [self.cells[slot // self.block_size][slot % self.block_size] for slot in sources]
+        for slot, value in zip(destinations, values):
+            self.write([slot // self.block_size], [slot % self.block_size], [value])
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self.cells[block_id] = self.cells[block_id].copy()
@@ -261,35 +262,16 @@ class TableModel:
         storage = self.storage
         assert storage is not None
         for chunk in batch.chunks:
-            positions = chunk.tree.cells if chunk.tree else range(chunk.start, chunk.end)
-            storage.write(chunk.block_ids, positions, chunk.token_ids)
-        token_ids = [token for chunk in batch.chunks for token in chunk.token_ids]
-        for chunk, copied in batch.copied_rows():
-            positions = range(chunk.start - len(copied), chunk.start)
-            storage.write(chunk.block_ids, positions, [token_ids[row] for row in copied])
+            cells = [*range(chunk.start, chunk.base), *(path[-1] for path in chunk.paths)]
+            storage.write(chunk.block_ids, cells, chunk.token_ids)
         rows = CachedRows()
         for chunk in batch.chunks:
-            if chunk.tree is not None:
-                rows += self._seen(chunk)
-                continue
-            tokens = storage.read(chunk.block_ids, chunk.end)
-            rows += [tokens[: chunk.end - offset] for offset in range(chunk.logit_count - 1, -1, -1)]
+            tokens = storage.read(chunk.block_ids, len(chunk.block_ids) * storage.block_size)
+            seen = [tokens[:end] for end in range(chunk.start + 1, chunk.base + 1)]
+            seen += [[*tokens[: chunk.base], *(tokens[cell] for cell in path)] for path in chunk.paths]
+            rows += seen[len(seen) - chunk.logit_count :]
         self.clock.in_step_s += self.step_s(batch.row_count)
         return StepOutput(rows, (True,) * len(batch.chunks), rows)
-
-    def _seen(self, chunk: SequenceChunk) -> list[list[int]]:
-        """The tokens each row of a tree with logits sees, by position; each must see one token at every position."""
-        assert self.storage is not None and chunk.tree is not None
-        tokens = self.storage.read(chunk.block_ids, chunk.tree.visible.shape[1])
-        found = []
-        for row in range(len(chunk.token_ids) - chunk.logit_count, len(chunk.token_ids)):
-            cells = chunk.tree.visible[row].nonzero()[0].tolist()
-            ordered = sorted(cells, key=lambda cell: chunk.tree.cell_positions[cell])
-            positions = [int(chunk.tree.cell_positions[cell]) for cell in ordered]
-            if positions != list(range(chunk.tree.positions[row] + 1)):
-                raise Violation(f"a row at {chunk.tree.positions[row]} sees the positions {positions}")
-            found.append([tokens[cell] for cell in ordered])
-        return found
 
 
 def cached_paths(rows: CachedRows, wanted: Sequence[Sequence[int]]) -> CachedRows:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.draft_service.drafter import Drafter
-from specdec.engine.scheduler import Engine, Turn
+from specdec.engine.scheduling.scheduler import Engine, Turn
 from specdec.errors import CacheExhausted
-from specdec.protocol.growth import NO_CELL
 from specdec.protocol.items import Close, Failure, MissingTokens
 from specdec.protocol.types import Description
 from specdec.replica.handler import ItemHandler
@@ -37,8 +36,8 @@ class SimulatedEngine(Engine):
 
     def step(self, turn: Turn) -> None:
         """One step."""
-        if turn.pieces:
-            self._run_pieces(turn)
+        if turn.feeds:
+            self._run_turn(turn)
         else:
             self._step()
 
@@ -183,11 +182,11 @@ class Process:
         self.is_busy = True
         engine = self.engine
         turn = engine.prepare(self.service.next_step)
-        if not turn.pieces and engine.waiting_count and turn.delay_s > 0:
+        if not turn.feeds and engine.waiting_count and turn.delay_s > 0:
             self._send_answers()
             self.is_busy = False
             self.later(max(turn.delay_s, DELAY_S_MIN), self._wake)
-        elif turn.pieces or engine.waiting_count:
+        elif turn.feeds or engine.waiting_count:
             self._send_answers()
             self.on_step(self)
             self._run(lambda: self._step(turn))
@@ -251,8 +250,7 @@ class Process:
         for held in self.held.values():
             if self.traits.is_draft:
                 held.growth.check()
-                nodes = () if held.growth.root is None else held.growth.root.below()
-                held.cells.check(node.cell for node in nodes if node.cell != NO_CELL)
+                held.check()
 
     def check_idle(self) -> None:
         """Raises Violation unless all sessions, blocks and feeds are free."""

@@ -13,8 +13,8 @@ import torch
 
 from specdec.engine import transformers_model
 from specdec.engine.cuda.backend import DeviceBackend
-from specdec.engine.devices import find_device
-from specdec.engine.model import load_model
+from specdec.engine.loading.devices import find_device
+from specdec.engine.loading.model import load_model
 from specdec.engine.transformers_model import TransformersModel
 from tests.support.engine_models import Driver
 
@@ -47,10 +47,14 @@ def load_on_device(
 
 
 def device_driver(
-    folder: Path, with_graphs: bool, dtype: str = "float32", sequences_max: int = GRAPH_SEQUENCES_MAX
+    folder: Path,
+    with_graphs: bool,
+    dtype: str = "float32",
+    sequences_max: int = GRAPH_SEQUENCES_MAX,
+    has_stable_rows: bool = True,
 ) -> Driver:
     """A driver of such a model."""
-    return Driver(load_on_device(folder, with_graphs, dtype, sequences_max=sequences_max))
+    return Driver(load_on_device(folder, with_graphs, dtype, has_stable_rows, sequences_max))
 
 
 def documented_varlen_attn(

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from specdec.engine.feed import Feed, StepTiming
 from specdec.engine.interface import CausalModel, RaggedBatch, StepOutput
-from specdec.engine.scheduler import Engine
+from specdec.engine.scheduling.feed import Feed, StepTiming
+from specdec.engine.scheduling.scheduler import Engine
 
 TIMEOUT_S = 20.0
 VOCABULARY_SIZE = 6
 
 
 class RecordingModel:
-    """Passes batches on to a model and records (start, row count, logit count) of every sequence chunk. In a step that
+    """Passes batches on to a model and records (start, row count, logit count) of every chunk. In a step that
     may be abandoned, it calls `before_layer` with the number of each layer."""
 
     def __init__(self, model: CausalModel):

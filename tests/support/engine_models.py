@@ -18,10 +18,10 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.cpu import backend
-from specdec.engine.interface import CausalModel, RaggedBatch, SequenceChunk, StepOutput
-from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.model import load_model
+from specdec.engine.interface import CausalModel, Chunk, RaggedBatch, StepOutput
+from specdec.engine.loading.model import load_model
 
 END_TOKEN = "<|end|>"
 OUTPUT_PADDING = 13  # output columns without a token: they must never be seen
@@ -159,7 +159,7 @@ class Driver:
         assert self._last_of[self.model] is self, "the model allocated another storage since: load one for each driver"
         for table, token_ids, _ in feeds:
             self.cache.prepare_write(table, table.length + len(token_ids))
-        chunks = tuple(SequenceChunk(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
+        chunks = tuple(Chunk(table.block_ids, table.length, ids, count) for table, ids, count in feeds)
         output = self.model.forward(RaggedBatch(chunks))
         for table, token_ids, _ in feeds:
             self.cache.advance(table, table.length + len(token_ids))

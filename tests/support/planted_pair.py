@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from specdec.cli.main import main
-from specdec.engine import runner
 from specdec.engine.interface import RaggedBatch, StepOutput
+from specdec.engine.scheduling import runner
 from specdec.engine.table_model import TableModel
 from specdec.protocol.items import Nodes
 from specdec.replica import handler, stream

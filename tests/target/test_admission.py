@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.verification import verify
-from specdec.engine.model import load_model
-from specdec.engine.scheduler import Engine
+from specdec.engine.loading.model import load_model
+from specdec.engine.scheduling.scheduler import Engine
 from specdec.engine.table_model import write_table_model
 from specdec.protocol.items import (
     UINT32_MAX,
@@ -40,6 +40,7 @@ VOCABULARY_SIZE = 6
 BLOCK_SIZE = 8
 OUTPUT_COUNT = 30
 DRAFT_LENGTH_MAX = 5
+TREE_DEPTH = 10
 STEP_COUNT_MAX = 2000
 PAUSE_COUNT_MAX = 4  # turns
 
@@ -89,11 +90,13 @@ class Target:
         """The next round, with draft tokens that are mostly wrong."""
         self.tell(self._round(session, DRAFT_LENGTH_MAX + 1))
 
-    def ask_siblings(self, session: int) -> None:
-        """The next round with every token as a draft token of the next position."""
+    def ask_tree(self, session: int) -> None:
+        """The next round with every token at the next position, and TREE_DEPTH - 1 tokens below each."""
         own = self._round(session, DRAFT_LENGTH_MAX + 1)
-        every = tuple(range(VOCABULARY_SIZE))
-        self.tell(own._replace(draft_token_ids=every, parents=(0,) * VOCABULARY_SIZE))
+        count = VOCABULARY_SIZE * TREE_DEPTH
+        parents = tuple(index if index % TREE_DEPTH else 0 for index in range(count))
+        token_ids = tuple(index // TREE_DEPTH if index % TREE_DEPTH == 0 else 1 for index in range(count))
+        self.tell(own._replace(draft_token_ids=token_ids, parents=parents))
 
     def _round(self, session: int, suffix_count: int) -> Verification:
         tokens = self.tokens[session]
@@ -358,10 +361,10 @@ def test_tokens_beyond_a_waiting_verification_are_refused(folder: Path, clock: C
 
 
 def test_the_blocks_of_a_tree_are_freed_with_its_session(folder: Path, clock: Clock) -> None:
-    """Claim: a preemption frees the blocks of a session's further paths too, and the older session's tree gets them.
+    """Claim: a preemption frees the blocks of a session's tree too, and the older session's tree gets them.
 
-    Source: an older session waited for ever beside an idle one with a large tree. Conclusive: no block is free, the
-    older tree lacks 5, and the younger session has fewer than 5 for its text alone.
+    Source: an older session waited for ever beside an idle one with a large tree. Conclusive: no block is free, and the
+    older tree lacks more than the younger session has for its text alone.
     """
 
     def with_tree_of_the_younger(block_count: int) -> Target:
@@ -369,16 +372,19 @@ def test_the_blocks_of_a_tree_are_freed_with_its_session(folder: Path, clock: Cl
         for session in (1, 2):
             target.open(session, prompt_of(session))
             target.turn()
-        target.ask_siblings(2)
+        target.ask_tree(2)
         target.turn()
         assert len(target.answers[2]) == 2
         return target
 
     used_count = 64 - with_tree_of_the_younger(64).engine.cache.free_block_count
     target = with_tree_of_the_younger(used_count)
-    assert target.engine.cache.free_block_count == 0 and len(target.held(2).table.block_ids) < VOCABULARY_SIZE - 1
+    cache, older = target.engine.cache, target.held(1).table
+    wanted_count = cache.blocks_for(len(target.tokens[1]) + VOCABULARY_SIZE * TREE_DEPTH)
+    assert cache.free_block_count == 0
+    assert wanted_count - len(older.block_ids) > cache.blocks_for(len(target.tokens[2]))
     clock.now_s += 1
-    target.ask_siblings(1)
+    target.ask_tree(1)
     target.turn()
     assert len(target.answers[1]) == 2 and not target.has_blocks(2)
     for session in (1, 2):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specdec.config import TargetSettings
-from specdec.engine.model import load_model
+from specdec.engine.loading.model import load_model
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError
 from specdec.protocol.types import CacheSize

@@ -65,7 +65,7 @@ def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
 
 def address_of(array: numpy.ndarray) -> int | None:
     """Where the numbers of a contiguous array begin; None of an empty one. An eighth of the time of `array.ctypes`,
-    which every step would spend ten times."""
+    which every step would spend eight times."""
     if not array.size:
         return None
     if not array.flags.writeable:
@@ -194,8 +194,6 @@ ROW_ARRAYS = {
     "path": numpy.int32,
     "table_start": numpy.int64,
     "table": numpy.int32,
-    "copy_row": numpy.int32,
-    "copy_slot": numpy.int32,
 }
 
 
@@ -214,8 +212,6 @@ class Rows:
     path: numpy.ndarray  # [path slots] int32
     table_start: numpy.ndarray  # [sequences + 1] int64
     table: numpy.ndarray  # [blocks of all sequences] int32
-    copy_row: numpy.ndarray  # [copies] int32
-    copy_slot: numpy.ndarray  # [copies] int32
     block_count: int
     block_size: int
     struct: RowsStruct = field(init=False, repr=False)
@@ -228,8 +224,8 @@ class Rows:
                 refuse(f"{name}.dtype", array.dtype, numpy.dtype(dtype).name)
             if array.ndim != 1 or not array.flags.c_contiguous:
                 refuse(f"{name}.shape", f"{array.shape}, strides {array.strides}", "one dimension, contiguous")
-        count, copies, sequences = len(self.sequence), len(self.copy_row), len(self.table_start) - 1
-        lengths = {"position": count, "slot": count, "base": count, "path_start": count + 1, "copy_slot": copies}
+        count, sequences = len(self.sequence), len(self.table_start) - 1
+        lengths = {"position": count, "slot": count, "base": count, "path_start": count + 1}
         for name, length in lengths.items():
             if len(arrays[name]) != length:
                 refuse(f"the length of {name}", len(arrays[name]), str(length))
@@ -239,7 +235,7 @@ class Rows:
             if starts[-1] != len(arrays[name]):
                 refuse(f"the last of {name}_start", starts[-1], f"{len(arrays[name])}, the length of {name}")
         addresses = {name: address_of(array) for name, array in arrays.items()}
-        counts = {"count": count, "sequence_count": sequences, "copy_count": copies}
+        counts = {"count": count, "sequence_count": sequences}
         object.__setattr__(self, "struct", RowsStruct(**counts, **addresses))
 
     @property

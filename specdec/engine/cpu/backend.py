@@ -21,10 +21,10 @@ from specdec.engine.cpu.fallback import PlainOutput, run_rows
 from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, kernels
 from specdec.engine.cpu.llama import LlamaModel, llama_model
 from specdec.engine.cpu.plan import StepPlan, plan_step
-from specdec.engine.cpu.products import OutputLayer, Product, replace_modules
+from specdec.engine.cpu.products import KernelProduct, OutputLayer, replace_modules
 from specdec.engine.cpu.storage import CpuStorage
-from specdec.engine.devices import keep_freed_memory
 from specdec.engine.interface import RaggedBatch, StepAbandoned, StepFlag, StepOutput
+from specdec.engine.loading.devices import keep_freed_memory
 from specdec.engine.parallel.modules import RankSum
 from specdec.engine.rotary_attention import table_angles
 
@@ -164,7 +164,7 @@ class CpuBackend:
 
 def product_of(module: nn.Module) -> tuple[int, int] | None:
     """Returns the shape [out, in] of the weight of a matrix product; None for other modules."""
-    if isinstance(module, Product):
+    if isinstance(module, KernelProduct):
         return module.weight.out_size, module.weight.in_size
     if isinstance(module, (nn.Linear, Conv1D, PlainOutput)):
         rows, columns = module.weight.shape

@@ -60,10 +60,9 @@ class RowAttention:
             raise StepAbandoned
         size, rows = self.storage.block_size, self.rows
         cached_keys, cached_values = self.storage.keys[layer], self.storage.values[layer]
-        for slot in (rows.slot[self.row], *rows.copy_slot[rows.copy_row == self.row]):
-            block, offset = divmod(int(slot), size)
-            cached_keys[block, :, :, offset] = keys[0]
-            cached_values[block, :, offset] = values[0]
+        block, offset = divmod(int(rows.slot[self.row]), size)
+        cached_keys[block, :, :, offset] = keys[0]
+        cached_values[block, :, offset] = values[0]
         if rule.window not in self._slots:
             self._slots[rule.window] = torch.from_numpy(seen_slots(rows, self.row, rule.window, size))
         blocks, offsets = self._slots[rule.window] // size, self._slots[rule.window] % size

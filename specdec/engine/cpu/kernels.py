@@ -233,7 +233,7 @@ class Kernels:
         return rows
 
     def write(self, cache: LayerCache, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values [rows, kv heads, head size] to the rows' slots and copies."""
+        """Writes keys and values [rows, kv heads, head size] to the rows' slots."""
         rows.check_cache("cache", cache.struct)
         sides = [_heads_of(*pair, cache, rows, cache.kv_heads) for pair in (("keys", keys), ("values", values))]
         places = [part for side, stride in sides for part in (side.data_ptr(), stride)]
@@ -353,8 +353,6 @@ def _fixed_set(kernels: Kernels) -> list[Tensor]:
         path=numpy.zeros(0, numpy.int32),
         table_start=numpy.array([0, 40], numpy.int64),
         table=numpy.arange(40, dtype=numpy.int32),
-        copy_row=numpy.zeros(0, numpy.int32),
-        copy_slot=numpy.zeros(0, numpy.int32),
     )
     results.append(kernels.attend(cache, rows, ScoreRule(scaling=0.25, softcap=30.0), numbers(1, 4, 16, scale=20)))
     return results

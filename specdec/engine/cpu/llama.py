@@ -150,8 +150,6 @@ class Probe:
             path=none,
             table_start=numpy.array([0, 1], numpy.int64),
             table=numpy.zeros(1, numpy.int32),
-            copy_row=none,
-            copy_slot=none,
         )
 
     @torch.inference_mode()

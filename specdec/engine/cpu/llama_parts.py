@@ -17,7 +17,7 @@ from specdec.engine.attention import AttentionShape, ScoreRule
 from specdec.engine.cpu import structs
 from specdec.engine.cpu.arguments import TYPES, PackedWeight
 from specdec.engine.cpu.kernels import ACTIVATIONS
-from specdec.engine.cpu.products import Activation, Normalized, OutputLayer, Product
+from specdec.engine.cpu.products import Activation, KernelProduct, Normalized, OutputLayer
 from specdec.engine.rotary_attention import ROTARY_NAME, RotaryTable
 
 PANEL = 16  # outputs of a packed weight that lie together
@@ -164,7 +164,7 @@ def fill_attention(parts: ModelParts, layer: structs.LayerStruct, attention: Any
 
 def join(products: Sequence[nn.Module]) -> PackedWeight:
     """Returns one weight with the outputs of several, which become views of it."""
-    parts = [product for product in products if isinstance(product, Product)]
+    parts = [product for product in products if isinstance(product, KernelProduct)]
     weights = [part.weight for part in parts]
     sizes = [weight.out_size for weight in weights]
     if len(parts) < len(products) or any(size % PANEL for size in sizes[:-1]):
@@ -276,7 +276,7 @@ def norm_struct(module: nn.Module) -> structs.NormStruct:
 def weight_struct(module: Any) -> structs.WeightStruct:
     """Returns the structure of a product's weight; of a sum over ranks that of the rank's part."""
     product = getattr(module, "linear", module)
-    if not isinstance(product, Product) or isinstance(product, OutputLayer):
+    if not isinstance(product, KernelProduct) or isinstance(product, OutputLayer):
         raise UnknownPart(f"it has a product of type {type(product).__name__}")
     struct = structs.WeightStruct.from_buffer_copy(product.weight.struct)
     if product is not module and module.bias is not None:

@@ -14,15 +14,15 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.cpu.kernels import Kernels, Norm
+from specdec.engine.loading.architectures import SUPPORTED_ACTIVATIONS
 from specdec.engine.norms import norm_like
 from specdec.engine.rotary_attention import RotaryAttention, RotaryTable, has_projections, table_angles
 from specdec.errors import ModelRefused
 
 
-class Product(nn.Module):
-    """x @ weight + bias; each output one running sum. weight [out, in], bias [out]."""
+class KernelProduct(nn.Module):
+    """A `Product`, x @ weight + bias; each output one running sum. weight [out, in], bias [out]."""
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -34,17 +34,15 @@ class Product(nn.Module):
         return self._kernels.product(self.weight, x)
 
     def take_bias(self) -> torch.Tensor | None:
-        """Returns the bias [out] float32, if any; the product no longer adds it."""
         bias = self.weight.bias
         self.weight = replace(self.weight, bias=None)
         return bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out] float32, not rounded."""
         return self._kernels.product(self.weight, x, torch.float32)
 
 
-class OutputLayer(Product):
+class OutputLayer(KernelProduct):
     """The output layer, softcap * tanh(scale * x @ weight / softcap). weight [vocab, in]."""
 
     def __init__(
@@ -88,7 +86,7 @@ class Activation(nn.Module):
         return self._kernels.activate(self.name, x)
 
 
-OWN_TYPES = (Product, Normalized, Activation, RotaryTable)
+OWN_TYPES = (KernelProduct, Normalized, Activation, RotaryTable)
 EXACT_TYPES = (nn.Embedding, nn.Dropout, nn.Identity)
 
 
@@ -115,9 +113,9 @@ def _replace_children(kernels: Kernels, module: nn.Module, is_fused: bool) -> No
 
 def _stand_in(kernels: Kernels, module: nn.Module) -> nn.Module | None:
     if isinstance(module, nn.Linear):
-        return Product(kernels, module.weight, module.bias)
+        return KernelProduct(kernels, module.weight, module.bias)
     if isinstance(module, Conv1D):
-        return Product(kernels, module.weight.t(), module.bias)
+        return KernelProduct(kernels, module.weight.t(), module.bias)
     for name in SUPPORTED_ACTIVATIONS:
         if type(module) is type(ACT2FN[name]):
             return Activation(kernels, name)

@@ -35,10 +35,13 @@ class CpuStorage:
         self.values = [torch.zeros(of_values, dtype=dtype) for _ in range(layer_count)]
 
     @torch.inference_mode()
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        for part in (*self.keys, *self.values):
-            for destination in destinations:
-                part[destination] = part[source]
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        (blocks, offsets), (to_blocks, to_offsets) = (
+            (slots // self.block_size, slots % self.block_size) for slots in map(torch.tensor, (sources, destinations))
+        )
+        for keys, values in zip(self.keys, self.values):
+            keys[to_blocks, :, :, to_offsets] = keys[blocks, :, :, offsets]
+            values[to_blocks, :, to_offsets] = values[blocks, :, offsets]
 
     @torch.inference_mode()
     def scrub(self, block_id: int, start: int, end: int) -> None:

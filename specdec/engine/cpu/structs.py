@@ -68,9 +68,6 @@ class RowsStruct(ctypes.Structure):
         ("sequence_count", c_int64),
         ("table_start", c_void_p),
         ("table", c_void_p),
-        ("copy_count", c_int64),
-        ("copy_row", c_void_p),
-        ("copy_slot", c_void_p),
     ]
 
 

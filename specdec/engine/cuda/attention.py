@@ -183,7 +183,7 @@ class Dense:
 
 
 class Trees:
-    """As `Dense`, in the model's own type, for a draft's rows with visible cells."""
+    """As `Dense`, in the model's own type, for steps whose rows have visible cells."""
 
     name = "trees"
 
@@ -268,15 +268,16 @@ class DevicePlan:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, rule: ScoreRule
     ) -> torch.Tensor:
-        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, shared rows to each of
-        their paths, then attends to it.
+        """Writes the step's keys and values [rows, kv heads, head size] to the cache of a layer, then attends to it.
 
         queries [rows, heads, head size]; returns the same shape and type.
         """
-        if self.step.shape.copy_count:
-            keys, values = (rows.index_select(0, self.step.sources) for rows in (keys, values))
         self.storage.write(layer, self.step.slots, keys, values)
-        way = self.way if rule.softcap is None or self.way is TREES else DENSE
+        way = self.way
+        if self.step.shape.has_trees:
+            way = TREES
+        elif rule.softcap is not None:
+            way = DENSE
         if way.name not in self._prepared:
             self._prepared[way.name] = way.prepare(self.storage, self.step)
         cached_keys, cached_values = self.storage.blocks[layer]

@@ -71,7 +71,7 @@ class DeviceBackend:
     """A `Backend` on a GPU. `with_graphs`: steps of few rows are captured at the first step after `allocate`.
 
     `positions_max`: most positions of a sequence. `graph_sequences_max`: most sequences in a captured step.
-    `has_trees`: the model is a draft's, whose rows have visible cells.
+    `has_trees`: the model is a draft's: captured steps have trees.
     """
 
     def __init__(

@@ -1,16 +1,15 @@
 """Captured steps: a step of few rows replayed as one launch, so that the device and not Python sets its time.
 
-Shapes are fixed: decodes and draft steps of 1 to 64 sequences, verifications of a few rows for each of 1 to 32, and
-verifications of trees, each path a sequence, of up to 32 paths. All are captured at the first forward, smallest first,
-trees last, up to a bound on their number and one on their memory; a step without a fitting shape runs uncaptured. The
-results of all graphs lie in shared buffers, valid until the next step.
+Shapes are fixed: decodes and draft steps of 1 to 64 sequences, and verifications of a few rows for each of 1 to 32. All
+are captured at the first forward, smallest first, up to a bound on their number and one on their memory; a step without
+a fitting shape runs uncaptured, as does a target's with a tree. The results of all graphs lie in shared buffers, valid
+until the next step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +30,6 @@ VERIFIED_ROWS = {
     16: (32, 64),
     32: (64, 128),
 }
-# Rows of verifications of trees for each number of paths: two a path, and four.
-TREE_ROWS = {4: (8, 16), 8: (16, 32), 16: (32, 64), 32: (128,)}
-COPIES_PER_ROW = 4  # enough for every tree of up to 17 rows: n tokens, d deep, share at most (n - d) * d rows
 QUERY_MAX = 64  # most rows of one sequence in a graph of several: one tile of the attention kernel
 
 
@@ -77,19 +73,13 @@ def graph_shapes(
     """
     sizes = [(count, count, 1) for count in SEQUENCE_COUNTS]
     sizes += [(rows, count, min(rows, QUERY_MAX)) for count, widths in VERIFIED_ROWS.items() for rows in widths]
-    plain = [
+    shapes = [
         StepShape(rows, count, rows, most, keys, has_trees)
         for keys in key_maxes
         for rows, count, most in sizes
         if count <= sequences_max and (cells_max is None or count * keys <= cells_max)
     ]
-    # Only a target's sequences have several paths: the rows of a draft see cells of one sequence.
-    copying = [
-        replace(shape, copy_count=COPIES_PER_ROW * shape.row_count)
-        for shape in plain
-        if not has_trees and shape.query_max > 1 and shape.row_count in TREE_ROWS.get(shape.sequence_count, ())
-    ]
-    shapes = sorted(plain + copying, key=lambda s: (s.copy_count > 0, s.key_max, s.row_count, s.sequence_count))
+    shapes.sort(key=lambda s: (s.key_max, s.row_count, s.sequence_count))
     return shapes[:GRAPHS_MAX]
 
 

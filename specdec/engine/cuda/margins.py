@@ -1,9 +1,9 @@
 """Margins between the two best logits, on devices where a row's bits may depend on its neighbours.
 
 Kernels are chosen by the shape of a step, so a row's logits drift with the step's shape. The drift is measured when a
-model is warmed up: the same rows alone, in verifications of several widths and beside other sequences. At a position
-with a smaller margin between its two best logits, another step might have chosen the other token; such positions are
-counted, in a sample of steps to save time.
+model is warmed up: the same rows alone, in verifications of several widths, as a tree and beside other sequences. At a
+position with a smaller margin between its two best logits, another step might have chosen the other token; such
+positions are counted, in a sample of steps to save time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.engine.interface import RaggedBatch, SequenceChunk, StepOutput
+from specdec.engine.interface import Chunk, RaggedBatch, StepOutput
 
 PREFIX_COUNT = 40  # tokens before the rows that are compared
 ROW_COUNT = 8
@@ -42,7 +42,7 @@ def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, p
     token_ids = torch.randint(1, TOKENS_END, (count,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def logits(table: Sequence[int], start: int, end: int, others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-        chunks = [SequenceChunk(each, start, token_ids[start:end], end - start) for each in (table, *others)]
+        chunks = [Chunk(each, start, token_ids[start:end], end - start) for each in (table, *others)]
         return forward(RaggedBatch(tuple(chunks))).logits[: end - start].clone()
 
     for table in tables:
@@ -52,6 +52,9 @@ def measure_drift(forward: Forward, block_ids: Sequence[int], block_size: int, p
     for width in WIDTHS:
         starts = range(PREFIX_COUNT, count, width)
         others.append(torch.cat([logits(tables[0], start, start + width) for start in starts]))
+    paths = [range(PREFIX_COUNT, end) for end in range(PREFIX_COUNT + 1, count + 1)]
+    as_tree = Chunk(tables[0], PREFIX_COUNT, token_ids[PREFIX_COUNT:], ROW_COUNT, paths)
+    others.append(forward(RaggedBatch((as_tree,))).logits.clone())
     return max(float((other - together).abs().max()) for other in others)
 
 

@@ -3,9 +3,6 @@
 A step has a shape: its numbers of rows, sequences and keys. An exact shape is made for a step; a captured graph has a
 fixed one, to which a step is padded: padding rows write to the scratch block and read from no sequence. All index
 tensors of a step lie in one buffer, filled on the host in pinned memory and sent in one copy.
-
-Rows that several paths of a tree share are computed once and written to the blocks of each: the writes of a step are
-its rows, then these copies.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from specdec.engine.interface import RaggedBatch
+from specdec.engine.interface import Chunk, RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,7 @@ class StepShape:
 
     `query_max`: most rows of one sequence; 1 means that every sequence, padding ones too, has exactly one row.
     `key_max`: most positions of one sequence. `logit_count`: rows with logits. `has_trees`: each row has a set of
-    visible cells. `copy_count`: writes of rows to further paths; 0 means that each row is written once.
+    visible cells.
     """
 
     row_count: int
@@ -33,12 +30,6 @@ class StepShape:
     query_max: int
     key_max: int
     has_trees: bool = False
-    copy_count: int = 0
-
-    @property
-    def write_count(self) -> int:
-        """Written slots: one of each row, then the copies."""
-        return self.row_count + self.copy_count
 
     def table_width(self, block_size: int) -> int:
         """Returns the number of blocks in one sequence's table."""
@@ -50,36 +41,36 @@ class StepShape:
         return (
             is_single == (other.query_max == 1)
             and self.has_trees == other.has_trees
-            and (self.copy_count > 0) == (other.copy_count > 0)
             and self.row_count >= other.row_count
             and self.sequence_count >= other.sequence_count
             and self.logit_count >= other.logit_count
             and self.query_max >= other.query_max
             and self.key_max >= other.key_max
-            and self.copy_count >= other.copy_count
         )
 
 
 def exact_shape(batch: RaggedBatch, has_trees: bool = False) -> StepShape:
-    """Returns the shape of a batch without padding."""
-    ends = [s.rows_of_tree().visible.shape[1] if has_trees else s.end for s in batch.chunks]
+    """Returns the shape of a batch without padding. `has_trees`: also of one whose rows are all chains."""
     return StepShape(
         row_count=batch.row_count,
         sequence_count=len(batch.chunks),
         logit_count=batch.logit_count,
         query_max=max(len(chunk.token_ids) for chunk in batch.chunks),
-        key_max=max(ends),
-        has_trees=has_trees,
-        copy_count=sum(chunk.copied_count for chunk in batch.chunks),
+        key_max=max(seen_end(chunk) for chunk in batch.chunks),
+        has_trees=has_trees or any(chunk.paths for chunk in batch.chunks),
     )
+
+
+def seen_end(chunk: Chunk) -> int:
+    """Returns the cell after the last that the rows of a chunk see."""
+    return max(chunk.base, 1 + max((cell for path in chunk.paths for cell in path), default=-1))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """Views of one buffer on the device.
 
-    `input_ids`, `positions` [rows] int64: token and position of every row. `slots`, `sources` [writes] int64: storage
-    slot and row of every write; without copies write i is of row i, and `sources` is empty. `logit_rows` [logits]
+    `input_ids`, `positions`, `slots` [rows] int64: token, position and storage slot of every row. `logit_rows` [logits]
     int64. `query_starts`, `key_starts` [sequences + 1] int32: running sums of rows and of positions up to each
     sequence's last row; `key_counts` [sequences] int32. `tables` [sequences, width] int32. With trees, `visible`
     [rows, width * block size] uint8 are the visible cells of each row, and `cell_positions` [sequences, width * block
@@ -90,7 +81,6 @@ class StepTensors:
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    sources: torch.Tensor
     logit_rows: torch.Tensor
     query_starts: torch.Tensor
     key_starts: torch.Tensor
@@ -142,10 +132,9 @@ class StepBuffer:
         host = torch.zeros(word_count, dtype=torch.int64, pin_memory=self._device.type == "cuda" and word_count > 0)
         return host, torch.zeros(word_count, dtype=torch.int64, device=self._device)
 
-    def _wide_counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
+    def _wide_counts(self, shape: StepShape) -> tuple[int, int, int, int]:
         """Returns the element counts of the int64 fields."""
-        source_count = shape.write_count if shape.copy_count else 0
-        return shape.row_count, shape.row_count, shape.write_count, source_count, shape.logit_count
+        return shape.row_count, shape.row_count, shape.row_count, shape.logit_count
 
     def _half_counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
         """Returns the element counts of the int32 fields."""
@@ -167,7 +156,7 @@ class StepBuffer:
     def _views(self, buffer: torch.Tensor, shape: StepShape) -> StepTensors:
         rows, count, cells = shape.row_count, shape.sequence_count, self._cell_count(shape)
         wide, halves, octets = buffer[: self._word_count(shape)].split(self._sizes(shape))
-        input_ids, positions, slots, sources, logit_rows = wide.split(self._wide_counts(shape))
+        input_ids, positions, slots, logit_rows = wide.split(self._wide_counts(shape))
         counts = self._half_counts(shape)
         fields = halves.view(torch.int32)[: sum(counts)].split(counts)
         query_starts, key_starts, key_counts, tables, cell_positions = fields
@@ -178,7 +167,6 @@ class StepBuffer:
             input_ids,
             positions,
             slots,
-            sources,
             logit_rows,
             query_starts,
             key_starts,
@@ -199,16 +187,11 @@ def fill(tensors: StepTensors, batch: RaggedBatch, block_size: int, scratch_slot
     row = logit = 0
     if tensors.shape.has_trees:
         fill_trees(tensors, batch)
-    if tensors.shape.copy_count:
-        fill_copies(tensors, batch, block_size)
     for index, chunk in enumerate(batch.chunks):
         count, end = len(chunk.token_ids), row + len(chunk.token_ids)
-        places = its_positions = numpy.arange(chunk.start, chunk.end)
-        key_count = chunk.end
-        if tensors.shape.has_trees:
-            tree = chunk.rows_of_tree()
-            places, its_positions = numpy.asarray(tree.cells), numpy.asarray(tree.positions)
-            key_count = tree.visible.shape[1]
+        chain, paths, key_count = range(chunk.start, chunk.base), chunk.paths, seen_end(chunk)
+        places = numpy.array([*chain, *(path[-1] for path in paths)], dtype=numpy.int64)
+        its_positions = numpy.array([*chain, *(chunk.base - 1 + len(path) for path in paths)], dtype=numpy.int64)
         blocks = numpy.asarray(chunk.block_ids[: -(-key_count // block_size)], dtype=numpy.int64)
         ids[row:end] = chunk.token_ids
         positions[row:end] = its_positions
@@ -234,27 +217,17 @@ def fill_trees(tensors: StepTensors, batch: RaggedBatch) -> None:
     """Writes the visible cells of a batch's rows. A padding row sees the first cell of its table only, so that no sum
     of weights is 0."""
     visible, cell_positions = tensors.visible.numpy(), tensors.cell_positions.numpy()
-    visible[:], cell_positions[:] = 0, 0
+    visible[:] = 0
     visible[:, 0] = 1
+    cell_positions[:] = numpy.arange(cell_positions.shape[1])
     row = 0
     for index, chunk in enumerate(batch.chunks):
-        tree = chunk.rows_of_tree()
-        count = tree.visible.shape[1]
-        visible[row : row + len(chunk.token_ids), :count] = tree.visible
-        cell_positions[index, :count] = tree.cell_positions[:count]
-        row += len(chunk.token_ids)
-
-
-def fill_copies(tensors: StepTensors, batch: RaggedBatch, block_size: int) -> None:
-    """Writes the sources of all writes, and the slots of a batch's copies. A padding copy is of row 0, and its slot is
-    left as it was."""
-    slots, sources = tensors.slots.numpy(), tensors.sources.numpy()
-    write = tensors.shape.row_count
-    sources[:write], sources[write:] = range(write), 0
-    for chunk, rows in batch.copied_rows():
-        end = write + len(rows)
-        places = numpy.arange(chunk.start - len(rows), chunk.start)
-        blocks = numpy.asarray(chunk.block_ids, dtype=numpy.int64)
-        slots[write:end] = blocks[places // block_size] * block_size + places % block_size
-        sources[write:end] = rows
-        write = end
+        for position in range(chunk.start, chunk.base):
+            visible[row, : position + 1] = 1
+            row += 1
+        for path in chunk.paths:
+            visible[row, 0] = chunk.base > 0 or 0 in path
+            visible[row, : chunk.base] = 1
+            visible[row, path] = 1
+            cell_positions[index, path] = range(chunk.base, chunk.base + len(path))
+            row += 1

@@ -37,10 +37,11 @@ class DeviceStorage:
         self.blocks = [layer.unbind() for layer in self.layers]
 
     @torch.inference_mode()
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        places = torch.tensor(destinations).to(self.layers[0].device, non_blocking=True)
-        for layer in self.layers:
-            layer[:, places] = layer[:, source, None]
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        places, to_places = torch.tensor([sources, destinations]).to(self.layers[0].device, non_blocking=True)
+        for keys, values in self.slots:
+            keys[to_places] = keys[places]
+            values[to_places] = values[places]
 
     @torch.inference_mode()
     def scrub(self, block_id: int, start: int, end: int) -> None:

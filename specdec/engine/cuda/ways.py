@@ -25,7 +25,7 @@ from specdec.engine.cuda.attention import (
 )
 from specdec.engine.cuda.plan import StepBuffer, exact_shape
 from specdec.engine.cuda.storage import DeviceStorage
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 
 logger = logging.getLogger("specdec.engine")
 
@@ -121,11 +121,11 @@ def largest_difference(probe: Probe, way: Way) -> float:
 
 def tried_batch(lengths: Sequence[tuple[int, int]], block_size: int) -> RaggedBatch:
     """Returns sequences of (start, rows), each in its own blocks, from block 1 on."""
-    chunks: list[SequenceChunk] = []
+    chunks: list[Chunk] = []
     block = 1
     for start, count in lengths:
         block_count = blocks_for(start + count, block_size)
-        chunks.append(SequenceChunk(range(block, block + block_count), start, [0] * count, 0))
+        chunks.append(Chunk(range(block, block + block_count), start, [0] * count, 0))
         block += block_count
     return RaggedBatch(tuple(chunks))
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy
 
-from specdec.engine.interface import RaggedBatch, SequenceChunk
+from specdec.engine.interface import Chunk, RaggedBatch
 
 WORD = numpy.dtype("<i4")
 WORDS_MAX = 1 << 24  # of a message: 1,024 sequences of 131,072 positions in blocks of 16 have half as many
-HEAD_WORDS = 5  # of a chunk: start, counts of tokens, blocks, logits and copied positions
+HEAD_WORDS = 6  # of a chunk: start, counts of tokens, blocks, logits, paths and the cells of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,10 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBlock:
-    """As `Storage.copy_block`, to one destination."""
+class CopySlots:
+    """As `Storage.copy_slots`: `slots` are the sources, then as many destinations."""
 
-    source: int
-    destination: int
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Step:
     batch: RaggedBatch
 
 
-Command: TypeAlias = Stop | Allocate | CopyBlock | Scrub | Step
-KINDS: tuple[type, ...] = (Stop, Allocate, CopyBlock, Scrub, Step)  # a kind's number is its index
+Command: TypeAlias = Stop | Allocate | CopySlots | Scrub | Step
+KINDS: tuple[type, ...] = (Stop, Allocate, CopySlots, Scrub, Step)  # a kind's number is its index
 
 
 def pack(command: Command, block_size: int = 1) -> numpy.ndarray:
     """Returns one command as int32 words: its number, the count of its words, the words.
 
-    A chunk's blocks are those up to its last position.
+    A chunk's blocks are those up to its last cell.
     """
     if isinstance(command, Step):
         return _pack_step(command.batch, block_size)
-    words = astuple(command)
+    words = command.slots if isinstance(command, CopySlots) else astuple(command)
     return numpy.array((KINDS.index(type(command)), len(words), *words), WORD)
 
 
@@ -75,9 +75,10 @@ def _pack_step(batch: RaggedBatch, block_size: int) -> numpy.ndarray:
     heads: list[int] = [len(batch.chunks)]
     tails: list[Sequence[int]] = []
     for chunk in batch.chunks:
-        block_ids = chunk.block_ids[: -(-chunk.end // block_size)]
-        heads += (chunk.start, len(chunk.token_ids), len(block_ids), chunk.logit_count, chunk.copied_count)
-        tails += (chunk.token_ids, block_ids)
+        block_ids = chunk.block_ids[: -(-chunk.cell_end // block_size)]
+        lengths, cells = [len(path) for path in chunk.paths], [cell for path in chunk.paths for cell in path]
+        heads += (chunk.start, len(chunk.token_ids), len(block_ids), chunk.logit_count, len(lengths), len(cells))
+        tails += (chunk.token_ids, block_ids, lengths, cells)
     words = numpy.concatenate([numpy.asarray(part, WORD) for part in (heads, *tails)])
     return numpy.concatenate((numpy.array((KINDS.index(Step), len(words)), WORD), words))
 
@@ -90,7 +91,12 @@ def unpack(words: numpy.ndarray) -> Iterator[Command]:
         own = words[place + 2 : place + 2 + count]
         place += 2 + count
         kind = KINDS[number]
-        yield Step(_unpack_batch(own)) if kind is Step else kind(*own.tolist())
+        if kind is Step:
+            yield Step(_unpack_batch(own))
+        elif kind is CopySlots:
+            yield CopySlots(tuple(own.tolist()))
+        else:
+            yield kind(*own.tolist())
 
 
 def _unpack_batch(words: numpy.ndarray) -> RaggedBatch:
@@ -98,11 +104,15 @@ def _unpack_batch(words: numpy.ndarray) -> RaggedBatch:
     heads = words[1 : 1 + HEAD_WORDS * chunk_count].reshape(-1, HEAD_WORDS).tolist()
     place = 1 + HEAD_WORDS * chunk_count
     chunks = []
-    for start, token_count, block_count, *counts in heads:
-        middle, end = place + token_count, place + token_count + block_count
-        blocks, token_ids = words[middle:end].tolist(), words[place:middle].tolist()
-        chunks.append(SequenceChunk(blocks, start, token_ids, counts[0], copied_count=counts[1]))
-        place = end
+    for start, token_count, block_count, logit_count, *path_counts in heads:
+        parts = []
+        for count in (token_count, block_count, *path_counts):
+            parts.append(words[place : place + count].tolist())
+            place += count
+        token_ids, block_ids, lengths, cells = parts
+        ends = [*accumulate(lengths)]
+        paths = [cells[end - length : end] for end, length in zip(ends, lengths)]
+        chunks.append(Chunk(block_ids, start, token_ids, logit_count, paths))
     return RaggedBatch(tuple(chunks))
 
 

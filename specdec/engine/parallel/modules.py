@@ -7,14 +7,14 @@ number of ranks only, not on the batch or on the timing of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.backend import Product
 from specdec.engine.cpu.kernels import kernels
-from specdec.engine.cpu.products import Product
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.split import Split
 from specdec.errors import ModelRefused
@@ -26,6 +26,11 @@ def add_in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[2:]:
         total.add_(part)
     return total
+
+
+def is_product(module: object) -> TypeGuard[nn.Module]:
+    """Whether a module is a matrix product with a bias or none."""
+    return isinstance(module, (Product, nn.Linear, Conv1D))
 
 
 class RankSum(nn.Module):
@@ -143,7 +148,7 @@ class JoinedShare:
             parent_path, _, attribute = path.rpartition(".")
             parent = base.get_submodule(parent_path)
             linear = getattr(parent, attribute, None)
-            if not isinstance(linear, (Product, nn.Linear, Conv1D)):
+            if not is_product(linear):
                 raise ModelRefused(f"module {path} of the tensor-parallel plan is a {type(linear).__name__} here")
             setattr(parent, attribute, RankSum(linear, self._exchange))
         its: Any = base  # the method is of the architecture's class

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 import transformers
 
-from specdec.engine.config_check import TABLE_MODEL_TYPE
-from specdec.engine.model_folder import ModelFolder, Progress, open_model_folder
+from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
+from specdec.engine.loading.model_folder import ModelFolder, Progress, open_model_folder
 from specdec.engine.parallel.group import Bounds, Ending, RankGroup, join
 from specdec.engine.parallel.place import RankPlace
 from specdec.engine.parallel.share import LeaderModel, check_split, follow, load_output, load_share

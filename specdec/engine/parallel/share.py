@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from specdec.engine.config_check import served_positions
-from specdec.engine.fitting import check_weights, empty_model
 from specdec.engine.interface import RaggedBatch, StepOutput, Storage
-from specdec.engine.model_folder import ModelFolder, Progress
-from specdec.engine.parallel.commands import Allocate, CommandSender, CopyBlock, Scrub, Step, Stop, pack
+from specdec.engine.loading.config_check import served_positions
+from specdec.engine.loading.fitting import check_weights, empty_model
+from specdec.engine.loading.model_folder import ModelFolder, Progress
+from specdec.engine.parallel.commands import Allocate, CommandSender, CopySlots, Scrub, Step, Stop, pack
 from specdec.engine.parallel.exchange import Exchange
 from specdec.engine.parallel.group import RankGroup
 from specdec.engine.parallel.modules import JoinedShare
@@ -106,10 +106,9 @@ class LeaderStorage:
         self._storage = storage
         self._sender = sender
 
-    def copy_block(self, source: int, destinations: Sequence[int]) -> None:
-        for destination in destinations:
-            self._sender.add(pack(CopyBlock(source, destination)))
-        self._storage.copy_block(source, destinations)
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        self._sender.add(pack(CopySlots((*sources, *destinations))))
+        self._storage.copy_slots(sources, destinations)
 
     def scrub(self, block_id: int, start: int, end: int) -> None:
         self._sender.add(pack(Scrub(block_id, start, end)))
@@ -177,10 +176,11 @@ class LeaderModel:
         """Raises ValueError for a batch that cannot be planned or run."""
         description = self.description
         for chunk in batch.chunks:
-            own = chunk.block_ids[: -(-chunk.end // self._block_size)]
-            is_placed = 0 <= chunk.start and chunk.end <= len(own) * self._block_size
-            if not (is_placed and chunk.end <= description.positions_max):
-                raise ValueError(f"positions {chunk.start} to {chunk.end} lie beyond {len(own)} blocks or the model")
+            own = chunk.block_ids[: -(-chunk.cell_end // self._block_size)]
+            cells = [chunk.start, chunk.cell_end - 1, *(cell for path in chunk.paths for cell in path)]
+            is_placed = 0 <= min(cells) and max(cells) < len(own) * self._block_size
+            if not (is_placed and chunk.position_max < description.positions_max):
+                raise ValueError(f"cells {min(cells)} to {max(cells)} lie beyond {len(own)} blocks or the model")
             if not (0 <= min(own) and max(own) < self._block_count):
                 raise ValueError(f"a block of {own} is none of the {self._block_count} there are")
             ids = chunk.token_ids
@@ -210,7 +210,7 @@ def follow(model: TransformersModel, group: RankGroup) -> None:
                 case Step(batch):
                     model.forward(batch)
                     group.tighten()
-                case CopyBlock(source, destination) if storage:
-                    storage.copy_block(source, [destination])
+                case CopySlots(slots) if storage:
+                    storage.copy_slots(slots[: len(slots) // 2], slots[len(slots) // 2 :])
                 case Scrub(block_id, start, end) if storage:
                     storage.scrub(block_id, start, end)

@@ -14,8 +14,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from specdec.engine.fitting import check_weights, empty_model
-from specdec.engine.model_folder import ModelFolder, Progress
+from specdec.engine.loading.fitting import check_weights, empty_model
+from specdec.engine.loading.model_folder import ModelFolder, Progress
 from specdec.engine.parallel.split import Cut, Split
 from specdec.errors import refusing
 

@@ -67,8 +67,6 @@ class World:
             "path": [slot for path in paths for slot in path],
             "table_start": numpy.cumsum([0, *map(len, self.tables)]),
             "table": [block for table in self.tables for block in table],
-            "copy_row": [],
-            "copy_slot": [],
         }
         types = {name: numpy.int64 if name.endswith("_start") else numpy.int32 for name in arrays}
         return self.native.rows(

@@ -60,8 +60,6 @@ def row_arrays(**changes: numpy.ndarray) -> dict[str, numpy.ndarray]:
         "path": [],
         "table_start": [0, 2],
         "table": [2, 0],
-        "copy_row": [],
-        "copy_slot": [],
     }
     return {name: numpy.array(arrays[name], dtype) for name, dtype in ROW_ARRAYS.items()} | changes
 
@@ -183,7 +181,6 @@ WRONG_ROWS: dict[str, tuple[dict[str, numpy.ndarray], str]] = {
     "a path without its end": ({"path": numpy.zeros(1, numpy.int32)}, "last of path_start is 0; it must be 1"),
     "a table without its end": ({"table": numpy.zeros(1, numpy.int32)}, "last of table_start is 2; it must be 1"),
     "no table": ({"table_start": numpy.zeros(0, numpy.int64)}, "length of table_start is 0; it must be 1 or more"),
-    "a copy without its row": ({"copy_slot": numpy.zeros(1, numpy.int32)}, "length of copy_slot is 1; it must be 0"),
 }
 
 
@@ -208,8 +205,6 @@ OUTSIDE = {
     "a row that does not see itself": {"base": [1, 1]},
     "starts that fall": {"path_start": [0, 1, 0]},
     "a path beyond the cache": {"path": [24], "path_start": [0, 0, 1], "base": [1, 1]},
-    "a copy of no row": {"copy_row": [2], "copy_slot": [0]},
-    "a copy beyond the cache": {"copy_row": [1], "copy_slot": [24]},
 }
 
 

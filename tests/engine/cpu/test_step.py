@@ -27,7 +27,7 @@ from specdec.engine.cpu.kernels import Kernels, LayerCache, Rows, ScoreRule, ker
 from specdec.engine.cpu.llama import LlamaModel, LlamaStep, SumOverRanks, llama_model
 from specdec.engine.cpu.llama_parts import PackedEmbedding
 from specdec.engine.cpu.plan import plan_step
-from specdec.engine.interface import RaggedBatch, SequenceChunk, StepAbandoned, TreeRows
+from specdec.engine.interface import Chunk, RaggedBatch, StepAbandoned, tree_paths
 from specdec.engine.parallel.modules import RankSum, add_in_rank_order
 from specdec.engine.transformers_model import output_layer
 from tests.support.engine_models import ARCHITECTURES, make_tiny_model, model_class, random_tokens
@@ -125,18 +125,18 @@ class Rig:
             cache.values.zero_()
         return self
 
-    def rows(self, *chunks: SequenceChunk) -> tuple[Rows, Tensor, Tensor]:
+    def rows(self, *chunks: Chunk) -> tuple[Rows, Tensor, Tensor]:
         """The rows of a step, their ids, and those with logits."""
         plan = plan_step(RaggedBatch(chunks), BLOCK_SIZE)
         rows = self.kernels.rows(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, **plan.rows._asdict())
         return rows, plan.input_ids, plan.logit_rows
 
-    def step(self, *chunks: SequenceChunk, is_abandoned: c_int32 | None = None) -> LlamaStep:
+    def step(self, *chunks: Chunk, is_abandoned: c_int32 | None = None) -> LlamaStep:
         """One call."""
         return self.call.step(*self.rows(*chunks), is_abandoned=is_abandoned, keeps_hidden=True)
 
     @torch.inference_mode()
-    def by_modules(self, *chunks: SequenceChunk) -> tuple[Tensor, Tensor]:
+    def by_modules(self, *chunks: Chunk) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of the same rows by the modules, in caches of their own."""
         rows, ids, logit_rows = self.rows(*chunks)
         plan = KernelAttention(self.kernels, self.module_caches, self.rules, rows, None)
@@ -152,21 +152,13 @@ def same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def chain(blocks: Sequence[int], start: int, ids: Sequence[int], logit_count: int | None = None) -> SequenceChunk:
-    return SequenceChunk(blocks, start, ids, len(ids) if logit_count is None else logit_count)
+def chain(blocks: Sequence[int], start: int, ids: Sequence[int], logit_count: int | None = None) -> Chunk:
+    return Chunk(blocks, start, ids, len(ids) if logit_count is None else logit_count)
 
 
-def tree(blocks: Sequence[int], start: int, ids: Sequence[int], parents: Sequence[int]) -> SequenceChunk:
+def tree(blocks: Sequence[int], start: int, ids: Sequence[int], parents: Sequence[int]) -> Chunk:
     """Nodes below the cached positions [0, start), in cells from `start` on; parent -1: none."""
-    count = start + len(ids)
-    visible = numpy.zeros((len(ids), count), dtype=bool)
-    positions = numpy.arange(count)
-    for node, parent in enumerate(parents):
-        visible[node] = visible[parent] if parent >= 0 else numpy.arange(count) < start
-        visible[node, start + node] = True
-        positions[start + node] = positions[start + parent] + 1 if parent >= 0 else start
-    cells = list(range(start, count))
-    return SequenceChunk(blocks, start, ids, len(ids), TreeRows(cells, positions[start:].tolist(), visible, positions))
+    return Chunk(blocks, start, ids, len(ids), tree_paths([parent + 1 for parent in parents], start))
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +180,7 @@ PROMPT, OTHER = random_tokens(53, 1), random_tokens(21, 2)
 PARENTS = (-1, -1, 0, 0, 1, 2, 5)
 
 
-def batches() -> Iterable[tuple[SequenceChunk, ...]]:
+def batches() -> Iterable[tuple[Chunk, ...]]:
     """Steps that each see what the ones before wrote: prompts, a mixed step, a tree beside a chain, a long step."""
     yield (chain(LEFT, 0, PROMPT), chain(RIGHT, 0, OTHER[:9], 0))
     yield (chain(LEFT, 53, [7]), chain(RIGHT, 9, OTHER[9:], 3))

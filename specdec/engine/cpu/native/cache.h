@@ -28,17 +28,14 @@ INLINE void write_slot(const sd_cache *c, int64_t slot, int32_t kv_head, const v
            (size_t)c->head_size * (type == SD_FLOAT32 ? 4 : 2));
 }
 
-// A thread's part of (row or copy, kv head).
+// A thread's part of (row, kv head).
 static void write_part(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride,
                        const void *values, int64_t value_stride, sd_thread thread) {
     int64_t first, end;
-    sd_part((rows->count + rows->copy_count) * cache->kv_heads, thread, &first, &end);
+    sd_part(rows->count * cache->kv_heads, thread, &first, &end);
     for (int64_t i = first; i < end; i++) {
-        int64_t place = i / cache->kv_heads;
+        int64_t row = i / cache->kv_heads, slot = rows->slot[row];
         int32_t kv_head = (int32_t)(i % cache->kv_heads);
-        int is_copy = place >= rows->count;
-        int64_t row = is_copy ? rows->copy_row[place - rows->count] : place;
-        int64_t slot = is_copy ? rows->copy_slot[place - rows->count] : rows->slot[place];
         int64_t key = row * key_stride + kv_head * cache->head_size;
         int64_t value = row * value_stride + kv_head * cache->head_size;
         if (cache->type == SD_FLOAT32) write_slot(cache, slot, kv_head, keys, key, values, value, SD_FLOAT32);

@@ -32,7 +32,7 @@ static const char *check_row(const sd_rows *rows, int64_t row, int64_t slot_coun
 
 const char *sd_check_rows(const sd_rows *rows, int64_t block_count, int64_t block_size) {
     if (block_count <= 0 || block_size <= 0 || block_count > INT32_MAX / block_size) return "the cache is too large";
-    if (rows->count < 0 || rows->sequence_count < 0 || rows->copy_count < 0) return "a count is negative";
+    if (rows->count < 0 || rows->sequence_count < 0) return "a count is negative";
     // Before any list is read: its parts lie within it.
     if (!is_divided(rows->table_start, rows->sequence_count)) return "table_start does not ascend from 0";
     if (!is_divided(rows->path_start, rows->count)) return "path_start does not ascend from 0";
@@ -44,7 +44,5 @@ const char *sd_check_rows(const sd_rows *rows, int64_t block_count, int64_t bloc
         const char *wrong = check_row(rows, row, slot_count, block_size);
         if (wrong != NULL) return wrong;
     }
-    if (!are_below(rows->copy_row, 0, rows->copy_count, rows->count)) return "a copied row does not exist";
-    if (!are_below(rows->copy_slot, 0, rows->copy_count, slot_count)) return "a copy's slot lies outside the cache";
     return NULL;
 }

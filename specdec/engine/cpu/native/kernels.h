@@ -58,8 +58,6 @@ typedef struct {
     int64_t sequence_count;
     const int64_t *table_start;  // [sequence_count + 1]
     const int32_t *table;        // [table_start[sequence_count]] block ids
-    int64_t copy_count;          // further slots to which a row's key and value are written
-    const int32_t *copy_row, *copy_slot;  // [copy_count]
 } sd_rows;
 
 // Rule of a layer's attention: softmax(softcap * tanh(scaling * q k / softcap)) within `window` positions.
@@ -138,7 +136,7 @@ SD_PUBLIC void sd_normalize(const sd_norm *norm, const void *x, int64_t x_stride
                             int32_t type, int64_t rows, int64_t size, int32_t threads);
 SD_PUBLIC void sd_activate(int32_t activation, const void *x, void *y, int32_t type, int64_t count, int32_t threads);
 SD_PUBLIC void sd_tanh(const float *x, float *y, int64_t count, int32_t threads);
-// Writes keys and values [rows][kv_heads * head_size] of the cache's type to the rows' slots and copies.
+// Writes keys and values [rows][kv_heads * head_size] of the cache's type to the rows' slots.
 SD_PUBLIC void sd_write(const sd_cache *cache, const sd_rows *rows, const void *keys, int64_t key_stride,
                         const void *values, int64_t value_stride, int32_t threads);
 // queries [rows][heads * head_size] -> out, both of the cache's type

@@ -6,7 +6,7 @@
 #ifndef SPECDEC_STEP_H
 #define SPECDEC_STEP_H
 
-#include "attention.h"
+#include "attend.h"
 #include "elements.h"
 #include "parallel.h"
 #include "products.h"
@@ -201,18 +201,9 @@ static void keys_job(void *argument, sd_thread part) {
     sd_rows own = *rows;
     own.count = end - first;
     own.slot = rows->slot + first;
-    own.copy_count = 0;
     char *row = item_of(step->qkv, first * step->qkv_size, model->type);
     write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size, item_of(row, value, model->type),
                step->qkv_size, single);
-    own.count = 1;
-    for (int64_t c = 0; c < rows->copy_count; c++) {
-        if (rows->copy_row[c] < first || rows->copy_row[c] >= end) continue;
-        own.slot = rows->copy_slot + c;
-        row = item_of(step->qkv, rows->copy_row[c] * step->qkv_size, model->type);
-        write_part(&layer->cache, &own, item_of(row, key, model->type), step->qkv_size,
-                   item_of(row, value, model->type), step->qkv_size, single);
-    }
 }
 
 static void qkv_job(void *argument, sd_thread part) {

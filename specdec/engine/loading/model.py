@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from specdec.engine.config_check import TABLE_MODEL_TYPE, served_positions
-from specdec.engine.devices import find_device
 from specdec.engine.interface import CausalModel
-from specdec.engine.model_folder import Progress, open_model_folder
+from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, served_positions
+from specdec.engine.loading.devices import find_device
+from specdec.engine.loading.model_folder import Progress, open_model_folder
 from specdec.engine.table_model import load_table_model
 from specdec.errors import ConfigError, ModelRefused
 

@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from specdec.engine import attention
-from specdec.engine.architectures import architecture_of
-from specdec.engine.model_folder import ModelFolder
+from specdec.engine.loading.architectures import architecture_of
+from specdec.engine.loading.model_folder import ModelFolder
 from specdec.errors import ModelRefused, refusing
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")  # in the letters of safetensors

@@ -15,11 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
-from specdec.engine.kv_cache import BlockTable
-from specdec.engine.runner import Answer, BranchRows, Payload, Piece
+from specdec.engine.cache.kv_cache import BlockTable
+from specdec.engine.interface import Chunk
 from specdec.errors import SpecdecError
+
+Payload = TypeVar("Payload")  # input of the sampler for one feed
+Answer = TypeVar("Answer")  # the sampler output for one feed
+
+
+def ignore(*_: Any) -> None:
+    """For callers who read the outcomes of a step in its report."""
 
 
 @dataclass(slots=True)
@@ -45,10 +52,10 @@ class StepTiming:
 class Feed(Generic[Payload, Answer]):
     """Tokens of one sequence to run through the model, and callbacks for the logits of the last `logit_count`.
 
-    Rows are positions [start_position, start_position + len(token_ids)), then those of `branches`, which run in the
-    step of the logits. The caller truncates the table to `start_position` first; a feed whose table has another length
-    when it runs fails. Exactly one of `done` and `failed`
-    is called, on the engine thread; neither if `is_current` returns False.
+    The first rows are a chain from position `start_position` on, the last len(paths) are nodes of a tree below it (see
+    `Chunk`), which run in the step of the logits. The table must have the length `start_position`; a feed whose table
+    has another length when it runs fails. Exactly one of `done` and `failed` is called, on the engine thread; neither
+    if `is_current` returns False. `done` gets the sampler output, None without logits.
     """
 
     table: BlockTable
@@ -56,17 +63,17 @@ class Feed(Generic[Payload, Answer]):
     token_ids: Sequence[int]
     logit_count: int
     payload: Payload
-    done: Callable[[Answer, StepTiming], None]
-    failed: Callable[[SpecdecError], None]
+    done: Callable[[Answer, StepTiming], None] = ignore
+    failed: Callable[[SpecdecError], None] = ignore
     is_current: Callable[[], bool] = lambda: True
-    branches: Sequence[BranchRows] = ()
+    paths: Sequence[Sequence[int]] = ()
     submitted_s: float = field(default=0.0, init=False)
     timing: StepTiming = field(default_factory=StepTiming, init=False)
     fed_count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.logit_count <= self.row_count:
-            raise ValueError(f"logit_count is {self.logit_count}; it must be from 1 to {self.row_count}")
+        if not 0 <= self.logit_count <= self.row_count:
+            raise ValueError(f"logit_count is {self.logit_count}; it must be from 0 to {self.row_count}")
 
     @property
     def next_position(self) -> int:
@@ -75,7 +82,7 @@ class Feed(Generic[Payload, Answer]):
     @property
     def row_count(self) -> int:
         """Rows not yet run."""
-        return len(self.token_ids) - self.fed_count + sum(len(branch.token_ids) for branch in self.branches)
+        return len(self.token_ids) - self.fed_count
 
     @property
     def context_count(self) -> int:
@@ -94,14 +101,12 @@ class Feed(Generic[Payload, Answer]):
         to_boundary = chunk_size - self.next_position % chunk_size
         return min(to_boundary, row_count_max, self.context_count)
 
-    def piece(self, count: int) -> Piece[Payload]:
-        """Returns the next `count` rows, a number from `rows_within`."""
-        is_last = count == self.row_count
-        token_ids = self.token_ids[self.fed_count : self.fed_count + count]
-        piece = self.table, self.next_position, token_ids
-        if not is_last:
-            return Piece(*piece, 0, self.payload)
-        return Piece(*piece, self.logit_count, self.payload, branches=self.branches)
+    def chunk(self, count: int | None = None) -> Chunk:
+        """Returns the next `count` rows, a number from `rows_within`, or all that are left."""
+        token_ids = self.token_ids[self.fed_count :]
+        if count is None or count == len(token_ids):
+            return Chunk(self.table.block_ids, self.next_position, token_ids, self.logit_count, self.paths)
+        return Chunk(self.table.block_ids, self.next_position, token_ids[:count], 0)
 
 
 def choose(
@@ -110,7 +115,7 @@ def choose(
     rows_max: int,
     is_decoding: bool,
     prompt_rows_max: int | None = None,
-) -> list[tuple[Feed[Payload, Answer], Piece[Payload]]]:
+) -> list[tuple[Feed[Payload, Answer], Chunk]]:
     """Returns the feeds of the next step, each with its rows.
 
     `feeds` are those that may run, oldest first, no sequence twice. `is_decoding`: some sequences are past their
@@ -122,17 +127,17 @@ def choose(
     for feed in feeds:
         (prompts if feed.context_count else decodes).append(feed)
     share = min(chunk_size, max(1, rows_max // 2), prompts[0].row_count) if prompts else 0  # beside decodes
-    chosen: list[tuple[Feed[Payload, Answer], Piece[Payload]]] = []
+    chosen: list[tuple[Feed[Payload, Answer], Chunk]] = []
     row_count = 0
     for feed in decodes:
         rows = feed.row_count
         if chosen and row_count + rows > rows_max - share:
             break
         row_count += rows
-        chosen.append((feed, feed.piece(rows)))
+        chosen.append((feed, feed.chunk(rows)))
     left = min(rows_max - row_count, chunk_size if is_decoding or chosen else prompt_rows_max or rows_max)
     counts = divide(max(left, share) if chosen else left, prompts, chunk_size)
-    return chosen + [(feed, feed.piece(count)) for feed, count in counts.items() if count]
+    return chosen + [(feed, feed.chunk(count)) for feed, count in counts.items() if count]
 
 
 def rows_beside_short(feeds: Sequence[Feed[Payload, Answer]], chunk_size: int) -> int:

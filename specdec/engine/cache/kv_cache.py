@@ -13,8 +13,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.engine.cache.prefix_index import PrefixIndex, chain_digests, root_digest
 from specdec.engine.interface import Storage
-from specdec.engine.prefix_index import PrefixIndex, chain_digests, root_digest
 from specdec.errors import CacheExhausted
 
 BLOCK_SIZE_MIN, BLOCK_SIZE_MAX = 8, 256
@@ -29,23 +29,11 @@ def start_of_run(free: list[int], count: int) -> int:
     return start if free[start] == ZERO_BLOCK + 1 else max(start, min((start + end) // 2, end - count))
 
 
-@dataclass(slots=True, eq=False)
-class BranchBlocks:
-    """The blocks of one further path of a sequence, in place of those from index `first` on in its table.
-
-    `length`: positions of the path that are valid, 0 before its rows ran. Made by `KVCache.take_branch` only.
-    """
-
-    first: int
-    block_ids: list[int]
-    length: int = 0
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
     """The cache blocks of one sequence; made by `KVCache.open` and `reserve` only.
 
-    Cached tokens are valid in [0, length); it may grow to `capacity`. Block i holds positions
+    Cells [0, length) hold valid tokens, each in the cell of its position; it may grow to `capacity`. Block i has cells
     [i * block_size, (i + 1) * block_size). `digests` are those of its first blocks, matched or cached as a prefix,
     below `root`, the digest of its salt. `is_decoding`: it has produced logits since it was last empty (set by the
     scheduler).
@@ -69,7 +57,7 @@ class KVCache:
 
     Invariants (`check_integrity`):
     1. a block is free, evictable (in the prefix index, without a holder) or held; the zero block is none of these;
-    2. a block's holder count equals the number of tables and branches that contain it;
+    2. a block's holder count equals the number of tables that contain it;
     3. a table contains at least the blocks of its length and at most those of its capacity, none twice;
     4. evictable blocks are in the prefix index, free blocks are not; a table has digests for whole blocks of valid
        tokens only, and an indexed block among them has the table's own digest: no text matches another's blocks.
@@ -89,7 +77,6 @@ class KVCache:
         self._index = PrefixIndex()
         self._holders = [0] * block_count
         self._tables: set[BlockTable] = set()
-        self._branches: set[BranchBlocks] = set()
 
     @property
     def free_block_count(self) -> int:
@@ -217,51 +204,23 @@ class KVCache:
         taken = self._take(lacking_count + len(shared))
         table.block_ids += taken[:lacking_count]
         for index, own in zip(shared, taken[lacking_count:]):
-            self._storage.copy_block(table.block_ids[index], [own])
+            every_offset = range(self.block_size)
+            sources = [table.block_ids[index] * self.block_size + offset for offset in every_offset]
+            self._storage.copy_slots(sources, [own * self.block_size + offset for offset in every_offset])
             self._drop(table.block_ids[index])
             table.block_ids[index] = own
         for block_id in table.block_ids[first:last]:
             self._index.remove(block_id)
 
-    def take_branch(self, base: int, end: int) -> BranchBlocks:
-        """Takes the blocks of a path that leaves a table at or after position `base` and ends at `end`. Raises
-        CacheExhausted and takes none."""
-        first = base // self.block_size
-        branch = BranchBlocks(first, self._take(self.blocks_for(end) - first))
-        self._branches.add(branch)
-        return branch
-
-    def begin_branches(self, table: BlockTable, branches: Sequence[BranchBlocks]) -> None:
-        """Copies the valid positions of the table's block where its branches begin, `first` of each, to them."""
-        first = branches[0].first
-        if table.length > first * self.block_size:
-            self._storage.copy_block(table.block_ids[first], [branch.block_ids[0] for branch in branches])
-
-    def continue_on(self, table: BlockTable, branch: BranchBlocks, length: int) -> None:
-        """Replaces blocks of a table by those of a branch, of which `length` positions are kept: the table is that path
-        now. Blocks beyond the branch stay reserved."""
+    def move(self, table: BlockTable, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies the values of cells to others of a table, none of them below its length: rows of a tree to the
+        positions that they turned out to have. All are read before any is written."""
         self._check_live(table)
-        if not branch.first * self.block_size <= length <= branch.length:
-            raise ValueError(f"length is {length}; {branch!r} cannot replace the end of {table!r}")
-        self._branches.remove(branch)
-        replaced = slice(branch.first, branch.first + len(branch.block_ids))
-        for block_id in table.block_ids[replaced]:
-            self._drop(block_id)
-        table.block_ids[replaced] = branch.block_ids
-        table.length = length
-        del table.digests[branch.first :]
-
-    def drop_branch(self, branch: BranchBlocks) -> None:
-        """Frees the blocks of a branch. Idempotent."""
-        if branch in self._branches:
-            self._branches.remove(branch)
-            for block_id in branch.block_ids:
-                self._drop(block_id)
-
-    def scrub_branch(self, branch: BranchBlocks) -> None:
-        """Zeroes the blocks of a branch: see `scrub`."""
-        for block_id in branch.block_ids:
-            self._storage.scrub(block_id, 0, self.block_size)
+        if min((*sources, *destinations), default=table.length) < table.length:
+            raise ValueError(f"cells {[*sources]} cannot move to {[*destinations]} in {table!r}")
+        slots = [[self._slot(table, cell) for cell in cells] for cells in (sources, destinations)]
+        if sources:
+            self._storage.copy_slots(*slots)
 
     def advance(self, table: BlockTable, length: int) -> None:
         """Marks [table.length, length) as valid, after a forward wrote it."""
@@ -270,8 +229,11 @@ class KVCache:
             raise ValueError(f"length is {length}; it must be from the length {table.length} to {table.capacity}")
         table.length = length
 
+    def _slot(self, table: BlockTable, cell: int) -> int:
+        return table.block_ids[cell // self.block_size] * self.block_size + cell % self.block_size
+
     def scrub(self, table: BlockTable, start: int, end: int) -> None:
-        """Zeroes positions [start, end), which must be held by this table only and not valid: see `prepare_write`."""
+        """Zeroes cells [start, end), which must be held by this table only and not valid: see `prepare_write`."""
         for index in range(start // self.block_size, self.blocks_for(end)):
             first = index * self.block_size
             self._storage.scrub(table.block_ids[index], max(start - first, 0), min(end - first, self.block_size))
@@ -297,7 +259,6 @@ class KVCache:
     def check_integrity(self) -> None:
         """Raises AssertionError with the broken invariant (numbered in the class docstring)."""
         held = [block_id for table in self._tables for block_id in table.block_ids]
-        held += [block_id for branch in self._branches for block_id in branch.block_ids]
         counted = [0] * self.block_count
         for block_id in held:
             counted[block_id] += 1

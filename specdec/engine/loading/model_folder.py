@@ -19,9 +19,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from specdec.engine.architectures import check_supported
-from specdec.engine.chat_model import chat_model
-from specdec.engine.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
+from specdec.engine.loading.architectures import check_supported
+from specdec.engine.loading.chat_model import chat_model
+from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import (
     CHAT_MODEL,

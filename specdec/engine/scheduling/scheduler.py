@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.feed import Feed, choose, rows_beside_short
-from specdec.engine.heartbeat import Heartbeat
+from specdec.engine.cache.kv_cache import BlockTable, KVCache
 from specdec.engine.interface import CausalModel, StepAbandoned, StepFlag
-from specdec.engine.kv_cache import BlockTable, KVCache
-from specdec.engine.runner import Answer, HiddenReader, Payload, Piece, Sampler, StepReport, StepRunner
+from specdec.engine.scheduling.feed import Answer, Feed, Payload, choose, rows_beside_short
+from specdec.engine.scheduling.heartbeat import Heartbeat
+from specdec.engine.scheduling.runner import Chosen, HiddenReader, Sampler, StepReport, StepRunner
 from specdec.errors import ReplicaUnavailable, SpecdecError
 
 logger = logging.getLogger("specdec.engine")
@@ -39,13 +39,14 @@ Result = TypeVar("Result")
 class Turn(Generic[Payload, Answer]):
     """A service's choice of the engine's next action.
 
-    `pieces`: a step of these, whose report goes to `done`. Otherwise a step of the waiting feeds after the step delay
-    `delay_s`, so that more can arrive; without waiting feeds, another turn after `wake_s` (None: after the next post).
+    `feeds`: a step of these, whole, after which `done` gets its report. Otherwise a step of the waiting feeds after the
+    step delay `delay_s`, so that more can arrive; without waiting feeds, another turn after `wake_s` (None: after the
+    next post).
     """
 
     delay_s: float = 0.0
     wake_s: float | None = None
-    pieces: Sequence[Piece[Payload]] = ()
+    feeds: Sequence[Feed[Payload, Answer]] = ()
     done: Callable[[StepReport[Answer]], None] = lambda report: None
 
 
@@ -150,16 +151,23 @@ class Engine(Generic[Payload, Answer]):
         self.post(run)
         return outcome.result()
 
-    def run(
-        self, pieces: Sequence[Piece[Payload]], should_abandon: Callable[[], bool] | None = None
+    def run(self, feeds: Sequence[Feed[Payload, Answer]]) -> StepReport[Answer]:
+        """Runs one step of all rows of these feeds at once, and calls them back. Engine thread only. Never raises an
+        error of a feed."""
+        chosen = [(feed, feed.chunk()) for feed in feeds]
+        started_s = time.perf_counter()
+        report = self._run_rows(chosen)
+        self._finish(chosen, report, started_s, time.perf_counter())
+        return report
+
+    def _run_rows(
+        self, chosen: Chosen[Payload, Answer], should_abandon: Callable[[], bool] | None = None
     ) -> StepReport[Answer]:
-        """Runs one step of these pieces at once. Engine thread only. Never raises an error of a piece. Raises
-        StepAbandoned: see `StepRunner.run`."""
-        row_count = sum(piece.row_count for piece in pieces)
-        block_count = sum(len(piece.table.block_ids) for piece in pieces)
+        row_count = sum(len(chunk.token_ids) for _, chunk in chosen)
+        block_count = sum(len(feed.table.block_ids) for feed, _ in chosen)
         self.heartbeat.begins_step(row_count, block_count)
         started_s = time.perf_counter()
-        report = self._runner.run(list(pieces), should_abandon)
+        report = self._runner.run(chosen, should_abandon)
         self.heartbeat.ends_step(row_count, block_count, time.perf_counter() - started_s)
         return report
 
@@ -201,7 +209,7 @@ class Engine(Generic[Payload, Answer]):
         return len(self._waiting)
 
     def _run(self) -> None:
-        """The engine thread. An error outside pieces and callbacks ends it."""
+        """The engine thread. An error outside feeds and callbacks ends it."""
         cause: BaseException | None = None
         try:
             while not self._is_stopping:
@@ -222,8 +230,8 @@ class Engine(Generic[Payload, Answer]):
         if self._is_stopping:
             return
         turn = self._call(self._before_step) or NOTHING
-        if turn.pieces:
-            self._run_pieces(turn)
+        if turn.feeds:
+            self._run_turn(turn)
         elif not self._waiting:
             self._run_post(turn.wake_s)
         elif turn.delay_s > 0:
@@ -251,9 +259,11 @@ class Engine(Generic[Payload, Answer]):
         self._call(function)
         return True
 
-    def _run_pieces(self, turn: Turn[Payload, Answer]) -> None:
-        """Runs one step of the pieces chosen by a service."""
-        report, _, _ = self._timed(turn.pieces)
+    def _run_turn(self, turn: Turn[Payload, Answer]) -> None:
+        """Runs one step of the feeds chosen by a service."""
+        chosen = [(feed, feed.chunk()) for feed in turn.feeds]
+        report, started_s, ended_s = self._timed(chosen)
+        self._finish(chosen, report, started_s, ended_s)
         self._call(turn.done, report)
 
     def _step(self) -> None:
@@ -263,25 +273,30 @@ class Engine(Generic[Payload, Answer]):
         chosen = choose(feeds, self.chunk_size, self.rows_max, is_decoding, prompt_rows_max)
         if not chosen:
             return
-        pieces = [piece for _, piece in chosen]
         try:
-            report, started_s, ended_s = self._timed(pieces, self._has_urgent_posts if is_large else None)
+            report, started_s, ended_s = self._timed(chosen, self._has_urgent_posts if is_large else None)
         except StepAbandoned:
             return
         small = self._prompt_rows_max or 0
         if not is_decoding and report.row_count > small // 2:
             (self._large if report.row_count > small else self._small).add(report.row_count, ended_s - started_s)
-        for (feed, piece), outcome in zip(chosen, report.outcomes):
+        self._finish(chosen, report, started_s, ended_s)
+
+    def _finish(
+        self, chosen: Chosen[Payload, Answer], report: StepReport[Answer], started_s: float, ended_s: float
+    ) -> None:
+        """Counts the rows that ran, and calls back the feeds that failed or have no more."""
+        for (feed, chunk), outcome in zip(chosen, report.outcomes):
             timing = feed.timing
             if not timing.step_count:
                 timing.queue_s, timing.first_started_s = started_s - feed.submitted_s, started_s
             timing.step_count += 1
             timing.forward_s += report.forward_s
-            feed.fed_count += len(piece.token_ids)
+            feed.fed_count += len(chunk.token_ids)
             if isinstance(outcome, SpecdecError):
                 self._waiting.pop(feed, None)
                 self._call(feed.failed, outcome)
-            elif piece.logit_count:
+            elif not feed.row_count:
                 self._waiting.pop(feed, None)
                 feed.table.is_decoding = True
                 timing.sampling_s, timing.row_count = report.sampling_s, report.row_count
@@ -299,23 +314,23 @@ class Engine(Generic[Payload, Answer]):
         return None if is_large else small, is_large
 
     def _timed(
-        self, pieces: Sequence[Piece[Payload]], should_abandon: Callable[[], bool] | None = None
+        self, chosen: Chosen[Payload, Answer], should_abandon: Callable[[], bool] | None = None
     ) -> tuple[StepReport[Answer], float, float]:
         """Runs one step; returns its report, its start and its end. Raises StepAbandoned."""
         started_s = time.perf_counter()
         try:
-            report = self.run(pieces, should_abandon)
+            report = self._run_rows(chosen, should_abandon)
         except StepAbandoned:
             now_s = time.perf_counter()
             self._small_until_s = now_s + small_steps_factor(self._small, self._large) * (now_s - started_s)
             self.abandoned_count += 1
             raise
-        except Exception as error:  # the runner catches errors of pieces; others are errors of the engine
+        except Exception as error:  # the runner catches errors of feeds; others are errors of the engine
             failure = SpecdecError(f"{type(error).__name__}: {error}")
-            report = StepReport([failure] * len(pieces), 0.0, 0.0, 0)
+            report = StepReport([failure] * len(chosen), 0.0, 0.0, 0)
             logger.exception("a step failed")
         ended_s = time.perf_counter()
-        self._stepped(report.row_count, len(pieces), ended_s - started_s)
+        self._stepped(report.row_count, len(chosen), ended_s - started_s)
         return report, started_s, ended_s
 
     def _ready(self) -> list[Feed[Payload, Answer]]:

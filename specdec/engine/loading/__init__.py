@@ -1,0 +1,1 @@
+"""Models from folders: files and their checks, supported architectures, devices, memory."""
