@@ -65,7 +65,7 @@ def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
 
 def address_of(array: numpy.ndarray) -> int | None:
     """Where the numbers of a contiguous array begin; None of an empty one. An eighth of the time of `array.ctypes`,
-    which every step would spend ten times."""
+    which every step would spend eight times."""
     if not array.size:
         return None
     if not array.flags.writeable:

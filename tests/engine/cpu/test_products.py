@@ -218,7 +218,7 @@ MISTAKES = {
             "                for (int p = 0; p < panels; p++) {\n                    sums[r][p] = kind",
             "                for (int p = 0; p < panels; p++) {\n"
             "                    if (rows == 1 && p == 0 && half) {\n"
-            "                        odd = v16_fma(v16_all(*at), weights[p], odd);\n"
+            "                        odd = v16_fma(v16_all(unit), weights[p], odd);\n"
             "                        continue;\n"
             "                    }\n"
             "                    sums[r][p] = kind",
@@ -240,7 +240,7 @@ def test_planted_mistakes_are_found(
     Conclusive: the same sources pass it unaltered, and fail it with a split by rows, a tail in another order or a sum
     over lanes written into them.
     """
-    changes = {"products.h": MISTAKES[mistake]} if mistake else {}
+    changes = {"tiles.h": MISTAKES[mistake]} if mistake else {}
     library = build(tmp_path, compiler, own_unit(library_of), changes)
     found = rows_that_differ(library, (1, 2, 3, 5, 8, 13, 64), "bfloat16", "bfloat16")
     assert bool(found) == bool(mistake), found

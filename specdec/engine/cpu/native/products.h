@@ -14,172 +14,13 @@
 
 #include "parallel.h"
 #include "simd.h"
+#include "tiles.h"
 
-// How a tile multiplies: by the panels' type, and in PAIRS by vdpbf16ps.
-enum { BY_FLOAT32, BY_BFLOAT16, BY_FLOAT16, BY_PAIRS };
-
-// A unit of x is 32 bits: one float, or a pair of bfloat16. Rows of x are prepared in blocks of BLOCK units.
-enum { BLOCK = 512 };
-
-// Rows of a tile and the most panels beside each other: as many sums as fill the registers.
-#if defined(__AVX512F__)
-enum { TILE_ROWS = 8, WIDE_1 = 8, WIDE_2 = 4, WIDE_3 = 4, WIDE_4 = 4, WIDE_5 = 4, WIDE_6 = 4, WIDE_7 = 3, WIDE_8 = 3 };
-enum { MANY_ROWS = 6, PANELS_MAX = 8 };  // rows of a tile where there are several tiles; the most of WIDE_*
-#else
-enum { TILE_ROWS = 6, WIDE_1 = 4, WIDE_2 = 3, WIDE_3 = 2, WIDE_4 = 1, WIDE_5 = 1, WIDE_6 = 1 };
-enum { MANY_ROWS = 6, PANELS_MAX = 4 };
-#endif
+// Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened once.
+enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, EXPANDED_ROWS = 256 };
 
 // Weights are prefetched for the panels that follow those of a tile, or, where these lie farther, in the same panels.
 enum { AHEAD_MAX = 256 << 10, AHEAD_IN_PANEL = 16 << 10 };
-
-// Of a product of several tiles: outputs, and rows, of a block; rows from which weights of 16 bits are widened only once.
-enum { BLOCK_PANELS = 8, BLOCK_X_BYTES = 2 << 20, EXPANDED_ROWS = 256 };
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// 16 outputs' weights at 2k (is_odd 0) or 2k + 1 of a bfloat16 panel.
-INLINE v16 v16_load_half(const uint32_t *p, int is_odd) {
-#if defined(__AVX512F__)
-    __m512i pair = _mm512_loadu_si512(p);
-    return _mm512_castsi512_ps(is_odd ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000))
-                                      : _mm512_slli_epi32(pair, 16));
-#elif defined(__AVX2__)
-    __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 8));
-    __m256i mask = _mm256_set1_epi32((int)0xffff0000);
-    low = is_odd ? _mm256_and_si256(low, mask) : _mm256_slli_epi32(low, 16);
-    high = is_odd ? _mm256_and_si256(high, mask) : _mm256_slli_epi32(high, 16);
-    return (v16){_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)};
-#else
-    v16 found;
-    for (int i = 0; i < 4; i++) {
-        uint32x4_t pair = vld1q_u32(p + 4 * i);
-        pair = is_odd ? vandq_u32(pair, vdupq_n_u32(0xffff0000)) : vshlq_n_u32(pair, 16);
-        found.part[i] = vreinterpretq_f32_u32(pair);
-    }
-    return found;
-#endif
-}
-
-INLINE v16 v16_add_pair(const void *panel, const float *x, v16 sum) {
-#if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(panel), (__m512bh)_mm512_castps_si512(v16_all(*x)));
-#else
-    (void)panel, (void)x;
-    return sum;
-#endif
-}
-
-// Bytes of a panel's weights for `units` units of x.
-INLINE int64_t panel_bytes_of(int kind, int64_t units) {
-    if (kind == BY_FLOAT32 || kind == BY_PAIRS) return units * 64;
-    return kind == BY_FLOAT16 ? units * 32 : quotient_up(units, 2) * 64;
-}
-
-typedef struct {
-    const char *panels;     // the first panel, at the first unit of the block
-    int64_t panel_bytes;    // from panel to panel
-    const float *x;         // the tile's first row: [blocks][x_step] of rows [BLOCK]
-    int64_t x_step, units;  // from block to block of x; units of the sum
-    float *sums;            // the tile's first row and panel
-    int64_t sums_stride;
-    int64_t ahead;          // bytes from the weights that are read to those that are prefetched
-} tile;
-
-// sums[r][p] += x[r][k] * panels[p][k], k rising; all rows and panels are independent of each other.
-INLINE void add_units(const int kind, const int rows, const int panels, const tile *t, const char *w,
-                      const float *x, int64_t units, v16 sums[TILE_ROWS][PANELS_MAX]) {
-    const int step = kind == BY_BFLOAT16 ? 2 : 1;
-    const int64_t panel_bytes = t->panel_bytes, ahead = t->ahead;
-    int64_t k = 0;
-    for (; k + step <= units; k += step, w += kind == BY_FLOAT16 ? 32 : 64) {
-        for (int half = 0; half < step; half++) {
-            v16 weights[PANELS_MAX];
-            for (int p = 0; p < panels; p++) {
-                const char *at = w + p * panel_bytes;
-                if (half == 0) __builtin_prefetch(at + ahead, 0, 2);
-                if (kind == BY_FLOAT32) weights[p] = v16_load((const float *)at);
-                if (kind == BY_BFLOAT16) weights[p] = v16_load_half((const uint32_t *)at, half);
-                if (kind == BY_FLOAT16) weights[p] = v16_load_float16((const uint16_t *)at);
-            }
-            for (int r = 0; r < rows; r++) {
-                const float *at = x + r * BLOCK + k + half;
-                for (int p = 0; p < panels; p++) {
-                    sums[r][p] = kind == BY_PAIRS ? v16_add_pair(w + p * panel_bytes, at, sums[r][p])
-                                                  : v16_fma(v16_all(*at), weights[p], sums[r][p]);
-                }
-            }
-        }
-    }
-    if (k == units) return;
-    for (int r = 0; r < rows; r++) {
-        for (int p = 0; p < panels; p++) {
-            v16 weights = v16_load_half((const uint32_t *)(w + p * panel_bytes), 0);
-            sums[r][p] = v16_fma(v16_all(x[r * BLOCK + k]), weights, sums[r][p]);
-        }
-    }
-}
-
-INLINE void add_tile(const int kind, const int rows, const int panels, const tile *t) {
-    v16 sums[TILE_ROWS][PANELS_MAX];
-    for (int r = 0; r < rows; r++) {
-        for (int p = 0; p < panels; p++) sums[r][p] = v16_load(t->sums + r * t->sums_stride + p * LANES);
-    }
-    for (int64_t k = 0; k < t->units; k += BLOCK) {
-        add_units(kind, rows, panels, t, t->panels + panel_bytes_of(kind, k), t->x + k / BLOCK * t->x_step,
-                  least(BLOCK, t->units - k), sums);
-    }
-    for (int r = 0; r < rows; r++) {
-        for (int p = 0; p < panels; p++) v16_store(t->sums + r * t->sums_stride + p * LANES, sums[r][p]);
-    }
-}
-
-// add_tile for each kind, each number of rows, and 1, 2 or the most panels.
-typedef void (*tile_function)(const tile *t);
-#define TILE(kind, rows)                                                                           \
-    static void add_##kind##_##rows##_1(const tile *t) { add_tile(kind, rows, 1, t); }             \
-    static void add_##kind##_##rows##_2(const tile *t) { add_tile(kind, rows, 2, t); }             \
-    static void add_##kind##_##rows##_wide(const tile *t) { add_tile(kind, rows, WIDE_##rows, t); }
-#define ENTRY(kind, rows) {add_##kind##_##rows##_1, add_##kind##_##rows##_2, add_##kind##_##rows##_wide}
-#if defined(__AVX512F__)
-#define EACH_ROWS(what, kind, between) what(kind, 1) between what(kind, 2) between what(kind, 3) between what(kind, 4) \
-    between what(kind, 5) between what(kind, 6) between what(kind, 7) between what(kind, 8)
-static const int wide_panels[TILE_ROWS] = {WIDE_1, WIDE_2, WIDE_3, WIDE_4, WIDE_5, WIDE_6, WIDE_7, WIDE_8};
-#else
-#define EACH_ROWS(what, kind, between) what(kind, 1) between what(kind, 2) between what(kind, 3) between what(kind, 4) \
-    between what(kind, 5) between what(kind, 6)
-static const int wide_panels[TILE_ROWS] = {WIDE_1, WIDE_2, WIDE_3, WIDE_4, WIDE_5, WIDE_6};
-#endif
-#define NOTHING
-#define COMMA ,
-EACH_ROWS(TILE, BY_FLOAT32, NOTHING)
-EACH_ROWS(TILE, BY_BFLOAT16, NOTHING)
-EACH_ROWS(TILE, BY_FLOAT16, NOTHING)
-#if defined(__AVX512BF16__)
-EACH_ROWS(TILE, BY_PAIRS, NOTHING)
-#endif
-static const tile_function tile_functions[][TILE_ROWS][3] = {
-    {EACH_ROWS(ENTRY, BY_FLOAT32, COMMA)},
-    {EACH_ROWS(ENTRY, BY_BFLOAT16, COMMA)},
-    {EACH_ROWS(ENTRY, BY_FLOAT16, COMMA)},
-#if defined(__AVX512BF16__)
-    {EACH_ROWS(ENTRY, BY_PAIRS, COMMA)},
-#endif
-};
-
-// A tile of `rows` rows (1 .. TILE_ROWS) and any number of panels.
-static void add_panels(int kind, int64_t rows, int64_t panels, tile t) {
-    const tile_function *functions = tile_functions[kind][rows - 1];
-    for (int64_t p = 0, some; p < panels; p += some) {
-        int64_t wide = wide_panels[rows - 1];
-        int is_wide = panels - p >= wide;
-        some = is_wide ? wide : panels - p >= 2 ? 2 : 1;
-        functions[is_wide ? 2 : some - 1](&t);
-        t.panels += some * t.panel_bytes;
-        t.sums += some * LANES;
-    }
-}
 
 // A block of x as units: x[r][k] -> to[r * BLOCK + unit]; a pair that k ends is filled with zero.
 static void prepare_block(int kind, const void *x, int32_t type, int64_t stride, int64_t rows, int64_t first_unit,
@@ -252,6 +93,7 @@ typedef struct {
     int kind;
     int64_t units;                // of a whole sum
     int64_t rows, panels, step;   // of a block; step: units
+    int is_direct;                // x has units already, and is read where it lies
     int is_whole, is_expanded;    // x is prepared for all of k at once; weights are widened once for all tiles
     float *x, *sums, *weights;    // x [blocks][rows][BLOCK], sums [rows][panels * 16], weights [panels][BLOCK][16]
 } product_plan;
@@ -263,10 +105,9 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     product_plan plan = {.kind = w->type == SD_FLOAT32 ? BY_FLOAT32 : w->type == SD_FLOAT16 ? BY_FLOAT16 : BY_BFLOAT16};
 #if defined(__AVX512BF16__)
     if (w->type == SD_BFLOAT16 && x_type == SD_BFLOAT16) plan.kind = BY_PAIRS;
-#else
-    (void)x_type;
 #endif
     plan.units = plan.kind == BY_PAIRS ? quotient_up(w->in_size, 2) : w->in_size;
+    plan.is_direct = plan.kind == BY_PAIRS ? w->in_size % 2 == 0 : x_type == SD_FLOAT32;
     plan.is_whole = 1;
     int64_t blocks = quotient_up(plan.units, BLOCK);
     plan.is_expanded = rows >= EXPANDED_ROWS && (plan.kind == BY_BFLOAT16 || plan.kind == BY_FLOAT16);
@@ -275,7 +116,7 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     plan.step = rows > TILE_ROWS ? BLOCK : blocks * BLOCK;
     int64_t rows_max = BLOCK_X_BYTES / (blocks * BLOCK * 4) / MANY_ROWS * MANY_ROWS;
     if (rows > TILE_ROWS && rows > rows_max) plan.rows = rows_max > MANY_ROWS ? rows_max : MANY_ROWS;
-    int64_t x = plan.rows * blocks * BLOCK, sums = plan.rows * plan.panels * LANES;
+    int64_t x = plan.is_direct ? 0 : plan.rows * blocks * BLOCK, sums = plan.rows * plan.panels * LANES;
     int64_t weights = plan.is_expanded ? plan.panels * BLOCK * LANES : 0;
     plan.x = sd_own_scratch((size_t)(x + sums + weights) * sizeof(float));
     if (plan.x == NULL) {
@@ -292,10 +133,10 @@ static product_plan plan_product(const sd_weight *w, int32_t x_type, int64_t row
     return plan;
 }
 
-// sums += the products of one block of k, for the plan's rows and panels.
-static void add_block(const product_plan *plan, const char *panels, int64_t panel_bytes, const float *x, int64_t rows,
-                      int64_t panel_count, int64_t units) {
-    tile t = {panels, panel_bytes, x, rows * BLOCK, units, plan->sums, plan->panels * LANES, 0};
+// sums += the products of one block of k, for the plan's panels and some of its rows. The tile is that of all of them.
+static void add_block(const product_plan *plan, tile t, int64_t rows, int64_t panel_count) {
+    const char *panels = t.panels, *x = t.x;
+    const int64_t panel_bytes = t.panel_bytes, units = t.units;
     int kind = plan->kind;
     if (plan->is_expanded) {
         expand(kind, panels, panel_bytes, panel_count, units, plan->weights);
@@ -312,7 +153,7 @@ static void add_block(const product_plan *plan, const char *panels, int64_t pane
     int64_t tiles = quotient_up(rows, MANY_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, end = rows * (i + 1) / tiles;
-        t.x = x + first * BLOCK;
+        t.x = x + first * t.x_row;
         // The first tile reads the weights from memory: meanwhile the next block of k arrives.
         t.ahead = i > 0 ? 0 : panel_bytes_of(kind, BLOCK);
         t.sums = plan->sums + first * t.sums_stride;
@@ -326,12 +167,12 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
     if (rows <= 0 || first_panel >= end_panel) return;
     float small[SMALL_X + SMALL_SUMS];
     const product_plan plan = plan_product(w, x_type, rows, end_panel - first_panel, small);
-    const int64_t panel_bytes = panel_bytes_of(plan.kind, plan.units);
+    const int64_t panel_bytes = panel_bytes_of(plan.kind, plan.units), item = x_type == SD_FLOAT32 ? 4 : 2;
     for (int64_t row = 0; row < rows; row += plan.rows) {
         int64_t some_rows = least(plan.rows, rows - row);
-        const char *from = (const char *)x + row * x_stride * (x_type == SD_FLOAT32 ? 4 : 2);
+        const char *from = (const char *)x + row * x_stride * item;
         char *to = (char *)y + row * y_stride * (y_type == SD_FLOAT32 ? 4 : 2);
-        for (int64_t k = 0; plan.is_whole && k < plan.units; k += BLOCK) {
+        for (int64_t k = 0; !plan.is_direct && plan.is_whole && k < plan.units; k += BLOCK) {
             prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, least(BLOCK, plan.units - k), w->in_size,
                           plan.x + k * some_rows);
         }
@@ -339,12 +180,18 @@ static void product_part(const sd_weight *w, const void *x, int32_t x_type, int6
             int64_t panels = least(plan.panels, end_panel - p);
             memset(plan.sums, 0, (size_t)(some_rows * plan.panels) * LANES * sizeof(float));
             for (int64_t k = 0; k < plan.units; k += plan.step) {
-                int64_t units = least(plan.step, plan.units - k);
-                if (!plan.is_whole) {
-                    prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, units, w->in_size, plan.x);
+                tile t = {.panels = (const char *)w->panels + p * panel_bytes + panel_bytes_of(plan.kind, k),
+                          .panel_bytes = panel_bytes, .units = least(plan.step, plan.units - k),
+                          .x = from + k * UNIT_BYTES, .x_row = x_stride * item, .x_step = BLOCK * UNIT_BYTES,
+                          .sums = plan.sums, .sums_stride = plan.panels * LANES};
+                if (!plan.is_direct) {
+                    if (!plan.is_whole)
+                        prepare_block(plan.kind, from, x_type, x_stride, some_rows, k, t.units, w->in_size, plan.x);
+                    t.x = (const char *)(plan.is_whole ? plan.x + k * some_rows : plan.x);
+                    t.x_row = BLOCK * UNIT_BYTES;
+                    t.x_step = some_rows * t.x_row;
                 }
-                add_block(&plan, (const char *)w->panels + p * panel_bytes + panel_bytes_of(plan.kind, k), panel_bytes,
-                          plan.is_whole ? plan.x + k * some_rows : plan.x, some_rows, panels, units);
+                add_block(&plan, t, some_rows, panels);
             }
             finish_as(w, plan.sums, plan.panels * LANES, to, y_type, y_stride, some_rows, p, panels);
         }

@@ -1,12 +1,12 @@
 // One step of a model of the Llama family: all layers and the output layer, one program of the pool.
 //
 // Every number is computed as the separate kernels compute it, in the order of `transformers`, and each operation's
-// result is rounded to the model's type; so a row has the bits that single calls of the kernels give it. A layer is eight
-// jobs: products, shared by panels, attention by (row tile, head), the rest by rows; the caller does what is small.
+// result is rounded to the model's type; so a row has the bits that single calls of the kernels give it. A layer has
+// eight jobs: products, shared by panels, attention by (row tile, head), the rest by rows; the caller does small ones.
 #ifndef SPECDEC_STEP_H
 #define SPECDEC_STEP_H
 
-#include "attention.h"
+#include "attend.h"
 #include "elements.h"
 #include "parallel.h"
 #include "products.h"

@@ -4,7 +4,7 @@
 #include "products.h"
 
 #include "rows.h"
-#include "attention.h"
+#include "attend.h"
 #include "step.h"
 #include "sampling.h"
 
