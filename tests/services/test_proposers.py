@@ -140,7 +140,7 @@ def test_sources_change_nothing_in_a_batch(
         assert used == SOURCE_NAMES.keys() or rows == 2 and len(used) > 2, offered
 
 
-@pytest.mark.parametrize("siblings, rows", [(1, 2), (2, 5), (3, 16)])
+@pytest.mark.parametrize("siblings, rows", [(1, 2), pytest.param(2, 5, marks=pytest.mark.more), (3, 16)])
 def test_trees_of_several_widths_change_nothing(pair: Services, siblings: int, rows: int) -> None:
     """Claim: trees of 2 to 16 rows, 1, 3 and 8 streams at once, greedy and with seeds, give the texts of plain
     decoding, and are trees."""

@@ -50,6 +50,15 @@ def generate(services: Services, token_count: int, **more) -> Outcome:
     return services.client.generate([1, 2, 3], max_tokens=token_count, **asked)
 
 
+def drafted(services: Services, token_count: int, **more) -> Outcome:
+    """The same, again until the draft does not begin too late for it: until tokens of the draft were accepted."""
+    for _ in range(50):
+        outcome = generate(services, token_count, **more)
+        if outcome.finished.statistics.num_model_accepted_tokens:
+            return outcome
+    raise AssertionError("the draft is not used")
+
+
 def plain_name(span) -> str:
     """A span's name; of a round group without how it speculated."""
     return "round group" if span.name.startswith("round group") else span.name
@@ -90,12 +99,9 @@ def check_times(trace: ReadTrace) -> None:
 
 @pytest.fixture(scope="module")
 def short(services: Services, receiver: Receiver) -> tuple[Outcome, ReadTrace]:
-    """A generation of some dozen rounds, the first one that the draft did not begin too late for, and its trace."""
-    outcomes = [generate(services, 40)]
-    while not outcomes[-1].finished.statistics.num_draft_tokens:
-        assert len(outcomes) < 50, "the draft is not used"
-        outcomes.append(generate(services, 40))
-    return outcomes[-1], trace_of(receiver, outcomes[-1])
+    """A generation of some dozen rounds, and its trace."""
+    outcome = drafted(services, 40)
+    return outcome, trace_of(receiver, outcome)
 
 
 def test_one_generation_is_one_trace_over_three_services(short: tuple[Outcome, ReadTrace]):
@@ -138,7 +144,8 @@ def test_the_root_tells_the_proposers_apart(services: Services, receiver: Receiv
     predicted: list[int] = []
     for name, own_name in (("DRAFT", "model"), ("NGRAM", "ngram"), ("SUFFIX", "suffix"), ("PREDICTION", "prediction")):
         speculative = fixed(6, proposers=[f"PROPOSER_{name}"])
-        outcome = generate(services, 60, speculative=speculative, prediction=predicted)
+        begin = drafted if name == "DRAFT" else generate
+        outcome = begin(services, 60, speculative=speculative, prediction=predicted)
         trace, statistics = trace_of(receiver, outcome), outcome.finished.statistics
         said = attributes(trace.named("Generate")[0])
         groups = [*trace.named("prefill"), *trace.groups]
@@ -188,7 +195,7 @@ def test_rounds_name_the_draft_messages_they_live_on(
     """Claim: a round in detail links to the draft messages that brought its tokens, all before it was sent, with their
     lead and the fate of their tokens; of a tree too. Conclusive: with a window of two no step after a commit goes
     unrecorded, so the links account for every token offered and accepted, also where a sibling was accepted."""
-    trace = trace_of(receiver, generate(services, 90, speculative=speculative))
+    trace = trace_of(receiver, drafted(services, 300, speculative=speculative))
     groups = (*trace.named("prefill"), *trace.groups)
     events = [event for group in groups for event in group.events]
     arrivals = [event.time_unix_nano for event in events if event.name == "draft tokens arrived"]
