@@ -27,9 +27,8 @@ class StepResult:
     hidden: torch.Tensor | None = None
 
 
-@runtime_checkable
 class WholeStep(Protocol):
-    """A plan whose backend runs the model's layers in one call, in place of its modules."""
+    """A planned step that the backend runs in one call, in place of the model's modules."""
 
     def run(
         self, input_ids: torch.Tensor, logit_rows: torch.Tensor, output: nn.Module, returns_hidden: bool

@@ -149,7 +149,7 @@ class CpuBackend:
         rows = self._kernels.rows(block_count=storage.block_count, block_size=storage.block_size, **plan.rows._asdict())
         if self._call and (should_abandon is None or isinstance(should_abandon, StepFlag)):
             call = NativeStep(self._call, rows, should_abandon, self._output)
-            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, call))
+            return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, None, call))
         attention = KernelAttention(self._kernels, self._caches, self._rules, rows, should_abandon)
         return compute(StepInput(plan.input_ids, plan.position_ids, plan.logit_rows, attention))
 
