@@ -71,8 +71,9 @@ def plan_step(batch: RaggedBatch, block_size: int) -> StepPlan:
     cells, base, path_start, path = position, position + numpy.int32(1), numpy.zeros(ends[-1] + 1, numpy.int64), NONE
     if any(chunk.paths for chunk in chunks):
         cells, path_cells = _add_nodes(chunks, ends, position, base)
-        (position + numpy.int32(1) - base).cumsum(out=path_start[1:])
-        path = slots_of(path_cells, sequence.repeat(path_start[1:] - path_start[:-1]))
+        if len(path_cells):  # not all nodes are in place
+            (position + numpy.int32(1) - base).cumsum(out=path_start[1:])
+            path = slots_of(path_cells, sequence.repeat(path_start[1:] - path_start[:-1]))
     slot = slots_of(cells, sequence)
     return StepPlan(
         torch.from_numpy(ids)[None],
