@@ -28,8 +28,9 @@ from specdec.bench.rounds import table_models
 from specdec.cli.processes import python_command
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
-from specdec.policy.policy import OFF_PLAN, FixedPolicy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import Trace, VerificationResult
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import AwaitDraft, Session

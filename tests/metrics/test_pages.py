@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
-from specdec.policy.policy import OFF_PLAN
 from specdec.protocol.items import NO_TRACE
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 from tests.support.pages import Page, Watched, free_address, read_page, read_text, watched
