@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.demo import DemoSettings, DemoText, Run, statistics_of
+from specdec.cli.demo_texts import DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.generate import LEGEND
 from specdec.cli.processes import Child
 from specdec.terminal import make_console

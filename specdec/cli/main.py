@@ -18,7 +18,7 @@ from specdec import __version__, config
 from specdec.advise.settings import AdviseSettings
 from specdec.cli import events, streams
 from specdec.cli.chat import ChatSettings
-from specdec.cli.demo import DemoSettings
+from specdec.cli.demo_texts import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
