@@ -25,9 +25,9 @@ from rich.table import Table
 from specdec.bench import harness
 from specdec.bench.otlp_receiver import Receiver
 from specdec.bench.rounds import table_models
-from specdec.cli.processes import python_command
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
+from specdec.launch.children import python_command
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import Trace, VerificationResult
 from specdec.protocol.plan import OFF_PLAN

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.chat import SESSIONS, template_of
 from specdec.cli.demo_texts import RATIO_MEDIAN_MIN, RATIO_MIN, DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.cli.streams import warn
 from specdec.config import ServeSettings
 from specdec.errors import ConfigError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL, EMBEDDED_MODELS
 from specdec.settings import TlsSettings
+from specdec.streams import warn
 from specdec.terminal import print_text
 
 if TYPE_CHECKING:
     import grpc
 
-    from specdec.cli.processes import Child
+    from specdec.launch.children import Child
     from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 
 PROMPT_IDS = (130, 191, 192)  # held-out prompts, chosen for readable texts, not for their speed

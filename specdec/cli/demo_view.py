@@ -15,7 +15,7 @@ from rich.text import Text
 
 from specdec.cli.demo_texts import DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.generate import LEGEND
-from specdec.cli.processes import Child
+from specdec.launch.children import Child
 from specdec.terminal import make_console
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 

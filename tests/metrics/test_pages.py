@@ -308,9 +308,9 @@ def test_the_page_says_what_the_service_is(services: Watched):
 
 def test_a_busy_port_is_reported_in_one_line(services: Watched, table_models: tuple[Path, Path]):
     """Claim: a service whose page cannot be served does not start, and its error names the flag to change."""
-    from specdec.cli.processes import start
     from specdec.config import DraftSettings
     from specdec.errors import ConfigError
+    from specdec.launch.children import start
 
     taken = services.addresses["coordinator"]
     with start("draft", DraftSettings(model=str(table_models[1]), port=0, metrics_address=taken)) as child:

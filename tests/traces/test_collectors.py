@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.processes import python_command
 from specdec.config import CoordinatorSettings
 from specdec.errors import ConfigError
+from specdec.launch.children import python_command
 from specdec.telemetry.open_tracing import open_tracing
 from specdec.telemetry.tracing import CLOSE_TIMEOUT_S
 from tests.support.services import Outcome, Services, fixed, running
