@@ -9,7 +9,7 @@ number. A generation whose verification stays unanswered for too long is told so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, M
 class Listener(Protocol):
     """What a link tells of one session: a generation. Called on the event loop; an exception ends that generation."""
 
-    names: Mapping[str, Any]
+    names: dict[str, object]
 
     def on_up(self, replica: Replica) -> None:
         """The link is up again."""
