@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import grpc
 
 from specdec.bench.event_loop import new_event_loop
-from specdec.cli.processes import python_command
+from specdec.launch.children import python_command
 
 SERVICE = "bench.Bare"
 ECHO_BYTES, ECHO_COUNT = 200, 300

@@ -27,8 +27,8 @@ from torch import nn
 
 from specdec.bench.engine.steps import CONTEXT, CachedTexts, Shape, time_step
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
+from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.loading.model import load_model
-from specdec.engine.loading.model_folder import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.engine.transformers_model import TransformersModel
 
 EXTRA_LAYERS_DEFAULT = 12  # 24 in all: about 18 ms a step with one thread, nearly flat to 8 rows in bfloat16

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from specdec.policy.policy import Plan
+from specdec.protocol.plan import Plan
 
 LIKELIHOOD_MIN = 0.003  # a tree with branches leaves rarer paths alone, as the draft service does
 STRATUM = 1000  # draws between which frequencies are exact: random order, without the noise of independent draws

@@ -10,9 +10,9 @@ from typing import Any
 
 from specdec.bench.network.machines import Network
 from specdec.cli.demo import heldout_prompts as heldout_prompts
-from specdec.cli.processes import Child, start, stop_all, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings
 from specdec.folders import EMBEDDED_MODELS
+from specdec.launch.children import Child, start, stop_all, wait_all_ready
 
 TARGET_MODEL, DRAFT_MODEL = EMBEDDED_MODELS / "target", EMBEDDED_MODELS / "draft"
 

@@ -23,7 +23,7 @@ from specdec.bench.bars import add_check_flag, conclude, worst_of
 from specdec.bench.event_simulation import Stream
 from specdec.bench.policy_cells import AutoService, Cell, many, one, run
 from specdec.bench.policy_world import OnePlan, Session, Simulated, World
-from specdec.policy.policy import OFF_PLAN
+from specdec.protocol.plan import OFF_PLAN
 
 WORLDS = {
     "near": one(0.7, network_s=0.0005),

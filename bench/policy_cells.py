@@ -26,9 +26,10 @@ from specdec.bench.event_simulation import Scenario
 from specdec.bench.policy_world import FixedService, OnePlan, Service, Simulated, World
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes, catalogue
-from specdec.policy.policy import OFF_PLAN, Policy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
+from specdec.protocol.plan import OFF_PLAN
+from specdec.protocol.policy import Policy
 
 TARGET_S, OVERHEAD_S, LENGTH_CAP = 0.018, 0.0012, 16
 OF_OFF, OF_BEST = 0.98, 0.97

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
-from specdec.policy.policy import OFF_PLAN, Plan, Policy, Prediction
+from specdec.protocol.plan import OFF_PLAN, Plan
+from specdec.protocol.policy import Policy, Prediction
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 

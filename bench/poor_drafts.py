@@ -36,9 +36,9 @@ from specdec.bench.pipeline.placement import Placed, description, placed
 from specdec.bench.pipeline.samples import TIMEOUT_S, measure
 from specdec.bench.pipeline.variants import AUTO, RULES_DEFAULT, Variant, request_of
 from specdec.bench.streams import ADAPTED_S, rate_between
-from specdec.cli.processes import Child
-from specdec.engine.loading.model_folder import MANIFEST_FILE, WEIGHTS_FILE
+from specdec.engine.loading.folder_files import MANIFEST_FILE, WEIGHTS_FILE
 from specdec.errors import SpecdecError
+from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

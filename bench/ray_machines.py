@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specdec.bench.network.machines import Machine
-from specdec.cli.processes import python_command
 from specdec.errors import ConfigError
+from specdec.launch.children import python_command
 
 PORT = 6379
 HEAD = "head"

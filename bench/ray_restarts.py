@@ -35,8 +35,8 @@ from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
 from specdec.bench.network.machines import emulated
 from specdec.bench.network.namespaces import why_unusable
 from specdec.bench.ray_machines import HEAD, RayMachines
-from specdec.cli.processes import start
 from specdec.config import DraftSettings
+from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from specdec.bench.bars import Bar, add_check_flag, as_json, conclude, worst_of
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL
-from specdec.cli.processes import Child, python_command
+from specdec.launch.children import Child, python_command
 
 LARGE_NAME = "135M"
 BEYOND_S_MAX = 5.0

@@ -25,18 +25,19 @@ from rich.table import Table
 from specdec.bench import harness
 from specdec.bench.otlp_receiver import Receiver
 from specdec.bench.rounds import table_models
-from specdec.cli.processes import python_command
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.coordinator.tracing import RequestTrace
-from specdec.policy.policy import OFF_PLAN, FixedPolicy
+from specdec.launch.children import python_command
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import Trace, VerificationResult
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import AwaitDraft, Session
 from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
 from specdec.replica.metrics import ReplicaMetrics
 from specdec.rpc.stamps import Stamps
-from specdec.telemetry.tracing import Tracing
+from specdec.telemetry.open_tracing import open_tracing
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
@@ -81,7 +82,7 @@ def traced_us() -> float:
 
 def rounds_s_with_sending(endpoint: str, context: Trace) -> float:
     """CPU seconds of this process for the rounds, and until their spans are sent."""
-    tracing = Tracing.open("bench", endpoint, {})
+    tracing = open_tracing("bench", endpoint, {})
     before_s = time.process_time()
     rounds_s(RequestTrace(CoordinatorMetrics(), context, "", tracing))
     tracing.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from specdec.bench.plot import require
 from specdec.cli.trace_view import FOLD_FROM
 from specdec.errors import ConfigError, SpecdecError
-from specdec.telemetry.trace_reader import Line, TraceTree, resource_spans, spans_of
+from specdec.traces.reader import Line, TraceTree, resource_spans, spans_of
 
 COLORS = {"coordinator": "#2e86c1", "target": "#27792f", "draft": "#e08e0b"}
 LINE_COUNT_MAX = 60  # more are not readable on a page

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
@@ -17,18 +16,21 @@ from specdec.coordinator.statistics import CoordinatorMetrics
 from specdec.protocol.report import SERIES, Series, Statistics
 from specdec.telemetry.metrics import common_metrics, counter, gauge, histogram
 
-if TYPE_CHECKING:
-    from specdec.coordinator.service import Coordinator
 
-
-def page_metrics(coordinator: Coordinator, settings: CoordinatorSettings, is_serving: bool) -> Iterator[Metric]:
+def page_metrics(
+    metrics: CoordinatorMetrics,
+    target: Replica,
+    replicas: Iterable[Replica],
+    settings: CoordinatorSettings,
+    is_serving: bool,
+) -> Iterator[Metric]:
     """Yields all metrics of the page with their current values. May be called from any thread."""
-    served = coordinator.target.description
+    served = target.description
     facts = {"model": served.model_name if served else "", "policy": settings.speculation_policy}
     yield from common_metrics("coordinator", is_serving, facts)
-    yield from request_metrics(coordinator.metrics, settings.max_num_seqs)
-    yield from statistics_metrics(coordinator.metrics.totals(), settings.num_speculative_tokens_max)
-    yield from link_metrics(coordinator.replicas)
+    yield from request_metrics(metrics, settings.max_num_seqs)
+    yield from statistics_metrics(metrics.totals(), settings.num_speculative_tokens_max)
+    yield from link_metrics(replicas)
 
 
 def request_metrics(metrics: CoordinatorMetrics, places: int) -> Iterator[Metric]:

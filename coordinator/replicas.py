@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from specdec.config import TlsSettings
 from specdec.coordinator.deadlines import TICK_S, Deadlines
@@ -35,12 +35,30 @@ from specdec.v1 import draft_service_pb2 as draft_pb
 from specdec.v1 import target_service_pb2 as target_pb
 from specdec.v1 import types_pb2 as types_pb
 
-if TYPE_CHECKING:
-    from specdec.coordinator.decode_loop import Generation
-
 DESCRIBE_TIMEOUT_S = 5.0
 DESCRIBE_RETRY_S = 0.5
 NODES_PER_MESSAGE_MAX = 1 << 12  # twice what fits a message of several items, MESSAGE_BYTES_SOFT
+
+
+class Listener(Protocol):
+    """What a link tells of one session: a generation. Called on the event loop; an exception ends that generation."""
+
+    names: dict[str, object]
+
+    def on_up(self, replica: Replica) -> None:
+        """The link is up again."""
+
+    def on_down(self, replica: Replica) -> None:
+        """The link was lost."""
+
+    def on_overdue(self, target: Replica, reason: str) -> None:
+        """The target has not answered in time."""
+
+    def on_defect(self) -> None:
+        """One of the other calls failed."""
+
+    def on_item(self, replica: Replica, item: TargetAnswer | DraftAnswer, byte_count: int) -> None:
+        """An answer for the session came, with its share of the message's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +96,7 @@ class Replica:
         self.loss_count = 0  # connections that were lost
         self._fingerprint = fingerprint
         self._changed = changed
-        self._listeners: dict[int, Generation] = {}
+        self._listeners: dict[int, Listener] = {}
         self._deadlines = Deadlines()
         self._tasks: tuple[asyncio.Task[None], ...] = ()  # of this connection
         self.link = Link(
@@ -97,7 +115,7 @@ class Replica:
         """Whether the replica is usable for new generations."""
         return self.description is not None and not self.is_stopping
 
-    def attach(self, session: int, listener: Generation) -> None:
+    def attach(self, session: int, listener: Listener) -> None:
         """Routes answers for `session` to `listener` from now on."""
         self._listeners[session] = listener
 
@@ -157,7 +175,7 @@ class Replica:
         response = await self.link.ask(method, request, types_pb.DescribeResponse, DESCRIBE_TIMEOUT_S)
         return description_from_message(response)
 
-    def _tell(self, listener: Generation, call: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, listener: Listener, call: Callable[..., None], *arguments: Any) -> None:
         """Calls a listener; an exception ends that generation, not the link and the others."""
         try:
             call(self, *arguments)

@@ -42,6 +42,7 @@ from specdec.rpc.process import set_startup_objects_aside, start_workers, until_
 from specdec.rpc.server import Context, Server, message_bytes_max, unary, unary_stream
 from specdec.telemetry.logs import bind, configure_logs, get_logger
 from specdec.telemetry.metrics_page import MetricsPage
+from specdec.telemetry.open_tracing import open_tracing
 from specdec.telemetry.tracing import Tracing, caller_trace
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 from specdec.v1 import types_pb2 as types_pb
@@ -215,14 +216,15 @@ async def run(settings: CoordinatorSettings, on_ready: Callable[[str], None]) ->
     start_workers(asyncio.get_running_loop())
     configure_logs(settings.log_level, "coordinator")
     changed = asyncio.Event()
-    tracing = Tracing.open("coordinator", settings.otlp_traces_endpoint)
+    tracing = open_tracing("coordinator", settings.otlp_traces_endpoint)
     coordinator = Coordinator(settings, Tokenizer(settings.tokenizer), tracing, changed.set)
     methods = {
         "Generate": unary_stream(coordinator_pb.GenerateRequest, coordinator.generate, coordinator.text_bytes_max),
         "Describe": unary(types_pb.DescribeRequest, coordinator.describe),
     }
     server = Server(settings, {SERVICE: methods}, message_bytes_max(POSITIONS_MAX_ASSUMED))
-    page = MetricsPage(lambda: page_metrics(coordinator, settings, server.is_serving))
+    shown = coordinator.metrics, coordinator.target, coordinator.replicas, settings
+    page = MetricsPage(lambda: page_metrics(*shown, server.is_serving))
     page.open(settings.metrics_address)
     address = await server.start()
     set_startup_objects_aside()

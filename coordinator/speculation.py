@@ -10,11 +10,12 @@ from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes, catalogue
 from specdec.policy.draft_limit import DraftLimit, Load
-from specdec.policy.policy import OFF_POLICY, FixedPolicy, Policy
+from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import Nodes
+from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
 from specdec.protocol.request import GenerationRequest, SpeculationMode
 from specdec.protocol.session import Session

@@ -27,6 +27,9 @@ GROUPS = PROMPT, CONNECTION, MODEL, RANKS, SAMPLING, SPECULATION, LIMITS, OUTPUT
     "Process",
 )
 
+ENVIRONMENT_PREFIX = "SPECDEC_"  # of the variables of settings
+KERNELS_VARIABLE = "SPECDEC_KERNELS"  # no setting: the engine reads it, in every process of a command
+
 
 def setting(
     default: Any,
@@ -40,6 +43,11 @@ def setting(
     """Returns a settings field; `default` is `...` if a value is required, `metavar` names the value in the help."""
     extra: JsonDict = {"group": group, "missing_flag": missing_flag, "metavar": metavar, "positional": positional}
     return Field(default, description=help, json_schema_extra=extra, **more)
+
+
+def flag_of(name: str) -> str:
+    """Returns the flag of a setting; `as_json` is --json, because pydantic uses the name `json`."""
+    return "--" + name.removeprefix("as_").replace("_", "-")
 
 
 def is_loopback(host: str) -> bool:

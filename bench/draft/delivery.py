@@ -14,10 +14,10 @@ from typing import Any
 
 from specdec.bench.draft.reader import Reader
 from specdec.bench.event_loop import new_event_loop
-from specdec.cli.processes import start
 from specdec.config import DraftSettings, TlsSettings
 from specdec.coordinator.replicas import DRAFT
 from specdec.errors import SpecdecError
+from specdec.launch.children import start
 from specdec.protocol.items import DraftItem, Nodes
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.client import open_channel

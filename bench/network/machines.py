@@ -19,8 +19,8 @@ from typing import Protocol
 import specdec
 from specdec.bench.network import namespaces
 from specdec.bench.processes import cpu_seconds
-from specdec.cli.processes import python_command
 from specdec.errors import ConfigError
+from specdec.launch.children import python_command
 
 ROOT = Path(specdec.__file__).resolve().parents[1]  # of the checkout, or the folder of installed packages
 LOOPBACK = "127.0.0.1"

@@ -23,7 +23,7 @@ from specdec.bench.network.echo import median_rtt_ms
 from specdec.bench.network.machines import Network, emulated
 from specdec.bench.pipeline.variants import AUTO, Variant
 from specdec.bench.processes import cpu_seconds, machine_cpu_seconds, set_priority
-from specdec.cli.processes import Child
+from specdec.launch.children import Child
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 
 COORDINATOR_NICE, COORDINATOR_COUNT = -10, 2

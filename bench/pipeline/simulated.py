@@ -19,7 +19,7 @@ from specdec.bench.pipeline.measurements import by_variant, hazards
 from specdec.bench.pipeline.ranks import Ranks
 from specdec.bench.pipeline.sweep import Cell
 from specdec.bench.pipeline.variants import OFF, STREAMED_LENGTH_MAX, STREAMED_WINDOW, Variant, rule_of
-from specdec.policy.policy import OFF_PLAN, Plan
+from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.types import ResolvedSamplingParams
 from specdec.rpc.process import set_startup_objects_aside
 

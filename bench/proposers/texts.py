@@ -20,7 +20,7 @@ from specdec.bench.harness import running
 from specdec.bench.pipeline.measurements import Ratio, ratio_of
 from specdec.bench.pipeline.samples import ends_in_cycle
 from specdec.bench.pipeline.variants import OFF
-from specdec.cli.processes import start
+from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 

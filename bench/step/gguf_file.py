@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from specdec.engine.loading.model_folder import WEIGHTS_FILE
+from specdec.engine.loading.folder_files import WEIGHTS_FILE
 from specdec.errors import ConfigError
 from specdec.folders import read_json
 

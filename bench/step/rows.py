@@ -22,7 +22,7 @@ from specdec.bench.engine.steps import BLOCK_SIZE, time_step
 from specdec.bench.pipeline.measurements import Ratio, ratio_of
 from specdec.bench.proposers.steps import verification
 from specdec.engine.interface import Chunk, RaggedBatch
-from specdec.engine.loading.model_folder import WEIGHTS_FILE
+from specdec.engine.loading.folder_files import WEIGHTS_FILE
 
 READ_BYTES = 10**9
 CONTEXT = 100  # cached tokens

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from specdec.advise.forecast import Estimate, Times, line_through, resampled, resampled_part, share
 from specdec.advise.measuring import Text, by_prompt, tracked
-from specdec.cli.demo import Run, fill
+from specdec.cli.demo import fill
+from specdec.cli.demo_texts import Run
 from specdec.cli.request import UINT64_MAX, GenerateSettings, build_request
 from specdec.config import ServeSettings
 from specdec.policy.steps import StepCurve

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from specdec.chat.rendering import CHARACTERS_MAX, RenderingProcess
 from specdec.chat.special_tokens import read_present, special_tokens_of
-from specdec.engine.retokenizer import whole_tokenizer
 from specdec.errors import ConfigError, ModelRefused
 from specdec.folders import has_file, read_text
+from specdec.tokenizer_file import whole_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers

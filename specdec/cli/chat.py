@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.cli.streams import warn
 from specdec.config import SAMPLING, SPECULATION, ServeSettings, TlsSettings
 from specdec.errors import ConfigError, SpecdecError
 from specdec.folders import CHAT_DRAFT, CHAT_MODEL
 from specdec.settings import CONNECTION, MODEL, PROMPT, Address, setting, split_address
+from specdec.streams import warn
 from specdec.terminal import print_text
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.demo import DemoSettings, DemoText, Run, statistics_of
+from specdec.cli.demo_texts import DemoSettings, DemoText, Run, statistics_of
 from specdec.cli.generate import LEGEND
-from specdec.cli.processes import Child
+from specdec.launch.children import Child
 from specdec.terminal import make_console
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 

@@ -16,9 +16,9 @@ from google.protobuf import json_format
 
 from specdec.cli.options import UsageError
 from specdec.cli.request import GenerateSettings, build_request
-from specdec.cli.streams import say
 from specdec.errors import ReplicaUnavailable
 from specdec.rpc.client import call_stream, open_channel
+from specdec.streams import say
 from specdec.terminal import print_text, printable
 from specdec.v1 import coordinator_service_pb2 as coordinator_pb
 

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec import __version__, config
+from specdec import __version__, config, streams
 from specdec.advise.settings import AdviseSettings
-from specdec.cli import events, streams
 from specdec.cli.chat import ChatSettings
-from specdec.cli.demo import DemoSettings
+from specdec.cli.demo_texts import DemoSettings
 from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.cli.request import GenerateSettings
 from specdec.cli.trace import TraceSettings
 from specdec.distill.settings import DistillSettings
 from specdec.errors import SpecdecError
+from specdec.launch import child_events as events
 from specdec.terminal import print_defects_as_text, print_text
 
 

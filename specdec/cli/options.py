@@ -23,9 +23,8 @@ from pydantic.fields import FieldInfo
 
 from specdec.config import GROUPS, Settings
 from specdec.errors import ConfigError
+from specdec.settings import ENVIRONMENT_PREFIX, KERNELS_VARIABLE, flag_of
 
-ENVIRONMENT_PREFIX = "SPECDEC_"
-KERNELS_VARIABLE = "SPECDEC_KERNELS"  # no setting: the engine reads it, in every process of a command
 # Kubernetes sets such variables for a Service named specdec-…; they are addresses, not settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)\w*)?)$")
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")  # the value of NAME_PORT for a Service named NAME
@@ -45,11 +44,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def flag_of(name: str) -> str:
-    """Returns the flag of a setting; `as_json` is --json, because pydantic uses the name `json`."""
-    return "--" + name.removeprefix("as_").replace("_", "-")
 
 
 def plain_type(annotation: Any) -> Any:

@@ -1,7 +1,7 @@
 """`specdec serve`: the three services on this machine, started in order and stopped together.
 
 Target and draft load at the same time, their tokenizers are compared, then the coordinator starts. A service that ends
-is reported and restarted (`specdec.cli.keeper`).
+is reported and restarted (`specdec.launch.supervisor`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from specdec.cli.keeper import Keeper
-from specdec.cli.processes import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
-from specdec.cli.streams import say
 from specdec.config import ServeSettings, TlsSettings
 from specdec.errors import Mismatch
 from specdec.folders import local_folder
+from specdec.launch.children import KILL_GRACE_S, LOADING_S_MAX, Child, start, stop_all, wait_all_ready
+from specdec.launch.supervisor import Keeper
 from specdec.protocol.types import Description
 from specdec.settings import ServiceSettings
+from specdec.streams import say
 from specdec.terminal import make_console
 
 POLL_S = 0.2

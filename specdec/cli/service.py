@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from specdec.cli import events
-from specdec.cli.ranks import ranks_of_machine
-from specdec.cli.streams import say
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.launch import child_events as events
+from specdec.launch.ranks import ranks_of_machine
 from specdec.rpc.process import postpone_collection
+from specdec.streams import say
 
 
 def run_target(settings: TargetSettings) -> int:

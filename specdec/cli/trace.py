@@ -21,8 +21,9 @@ from specdec.cli.options import UsageError
 from specdec.config import CONNECTION, OUTPUT
 from specdec.errors import ConfigError, SessionUnknown
 from specdec.settings import Settings, setting
-from specdec.telemetry.trace_facts import Facts, facts_of
-from specdec.telemetry.trace_reader import (
+from specdec.terminal import make_console, print_text
+from specdec.traces.facts import Facts, facts_of
+from specdec.traces.reader import (
     COORDINATOR,
     DRAFT,
     SEARCH_HOURS,
@@ -33,7 +34,6 @@ from specdec.telemetry.trace_reader import (
     search,
     spans_of,
 )
-from specdec.terminal import make_console, print_text
 
 TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 SEARCHED_COUNT = 200  # newest traces among which the slowest and failed ones are looked for

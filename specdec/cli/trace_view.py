@@ -10,8 +10,8 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specdec.telemetry.trace_facts import Facts, Part, facts_of
-from specdec.telemetry.trace_reader import Line, ReadSpan, TraceTree
+from specdec.traces.facts import Facts, Part, facts_of
+from specdec.traces.reader import Line, ReadSpan, TraceTree
 
 FOLD_FROM = 3  # spans of one name below one line share a line, without --all
 BAR_WIDTH_MIN, BAR_WIDTH_MAX = 8, 80

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from specdec.chat.template import ChatTemplate
 from specdec.distill.writing import Passage, TextPlan
-from specdec.engine.retokenizer import first_tokens, whole_tokenizer
+from specdec.engine.retokenizer import first_tokens
 from specdec.errors import ConfigError
 from specdec.protocol.types import RECORD_SIGNS, TEMPERATURE_MAX, TokenKind
+from specdec.tokenizer_file import whole_tokenizer
 
 MARK = "\u241e"  # stands for the user's words while a template is rendered
 QUESTION_TOKENS_MAX = 64

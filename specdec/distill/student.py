@@ -21,7 +21,8 @@ from torch import Tensor
 from specdec.chat.template import TEMPLATE_FILES
 from specdec.distill.texts import LabelledTexts
 from specdec.engine.loading.fitting import class_of, config_of
-from specdec.engine.loading.model_folder import ModelFolder, write_manifest
+from specdec.engine.loading.folder_files import write_manifest
+from specdec.engine.loading.model_folder import ModelFolder
 from specdec.engine.transformers_model import dtype_of, read_weights
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError

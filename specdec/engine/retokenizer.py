@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from specdec.errors import ModelRefused
 from specdec.folders import TOKENIZER_BYTES_MAX, read_json
 from specdec.protocol.fingerprint import vocabulary_size
+from specdec.tokenizer_file import whole_tokenizer
 
 SPACE = "\u2581"  # the space of tokenizers in the manner of SentencePiece
 ATTACHED = (".", ",", "?", "!")  # to the word before, in tokenizers by words
@@ -222,17 +222,6 @@ def unknown_id(content: dict[str, Any], otherwise: int) -> int:
     token = model.get("unk_token")
     vocabulary = model.get("vocab", {})
     return int(vocabulary[token]) if token and token in vocabulary else otherwise
-
-
-def whole_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Returns a tokenizer that cuts and pads no text. Raises ModelRefused for a file that is none."""
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise ModelRefused(f"{file} is not a tokenizer file: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def first_tokens(tokenizer: tokenizers.Tokenizer) -> list[int]:

@@ -19,7 +19,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specdec.engine.interface import Chunk, ModelDescription, RaggedBatch, StepOutput
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE
-from specdec.engine.loading.model_folder import WEIGHTS_FILE, ModelFolder, warn_of_unknown_ends
+from specdec.engine.loading.folder_files import WEIGHTS_FILE
+from specdec.engine.loading.model_folder import ModelFolder, warn_of_unknown_ends
 from specdec.errors import ModelRefused
 
 MODEL_NAME = "table model (protocol tests only)"

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec.engine.retokenizer import Retokenizer, whole_tokenizer
+from specdec.engine.retokenizer import Retokenizer
 from specdec.errors import ModelRefused
 from specdec.folders import has_file, read_json
+from specdec.tokenizer_file import whole_tokenizer
 
 VOCABULARY_FILE = "draft_vocabulary.json"
 

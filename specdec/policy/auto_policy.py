@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from specdec.policy.policy import Plan, Prediction
 from specdec.policy.table import Line, Table, probability
+from specdec.protocol.plan import Plan
+from specdec.protocol.policy import Prediction
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import Proposer
 

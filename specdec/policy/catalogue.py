@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from specdec.policy.policy import LOCAL_PLAN, OFF_PLAN, Plan
 from specdec.policy.steps import FADE_SHARE, Fading, StepCurve
+from specdec.protocol.plan import LOCAL_PLAN, OFF_PLAN, Plan
 from specdec.protocol.types import SIBLINGS_MAX, Rule
 
 DRAFT_PLANS = (

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted, prior_of
-from specdec.policy.policy import Plan
 from specdec.policy.steps import Steps
+from specdec.protocol.plan import Plan
 from specdec.protocol.report import RoundRecord
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 20.0  # decay: rounds of a running plan, seconds of another

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from specdec.policy.policy import Plan
 from specdec.protocol.items import UINT32_MAX, Nodes
+from specdec.protocol.plan import Plan
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 SUMMED_TIMES_PER_S = 2**20

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.policy.policy import Plan, Policy
 from specdec.protocol.calibration import Calibration
 from specdec.protocol.items import (
     NO_TRACE,
@@ -29,6 +28,8 @@ from specdec.protocol.items import (
     catch_up,
 )
 from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
+from specdec.protocol.plan import Plan
+from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, Run, head_runs
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.shape import check_shape, children

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import ray.util
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.processes import KILL_GRACE_S, Child, arguments_of
-from specdec.cli.streams import warn
 from specdec.errors import ConfigError, SpecdecError
+from specdec.launch.children import KILL_GRACE_S, Child, arguments_of
 from specdec.ray import cluster
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan, reached_at, settings_on
 from specdec.rpc.client import HEALTH_CHECK_METHOD, call_unary, open_channel
 from specdec.settings import ServiceSettings, TlsSettings
+from specdec.streams import warn
 
 POLL_S = 0.05
 FAILED_PAUSE_S = 5.0  # before a service that failed to start is restarted; until then `report` has the reason

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specdec.cli.options import OneLineParser, UsageError
-from specdec.cli.streams import say, warn
 from specdec.errors import ConfigError
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import COORDINATOR, DRAFT, ActorPlan
+from specdec.streams import say, warn
 from specdec.terminal import make_console, print_text
 
 if TYPE_CHECKING:

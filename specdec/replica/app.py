@@ -43,6 +43,7 @@ from specdec.rpc.server import Context, Server, Write, stream_stream, unary
 from specdec.telemetry.logs import configure_logs, get_logger
 from specdec.telemetry.metrics import common_metrics
 from specdec.telemetry.metrics_page import MetricsPage
+from specdec.telemetry.open_tracing import open_tracing
 from specdec.telemetry.progress import loading_bar
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import types_pb2 as types_pb
@@ -109,7 +110,7 @@ class ReplicaApp(Generic[Payload, Answer]):
         self._startup = StartupTimes()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         configure_logs(self._settings.log_level, self._kind.name)
-        self._tracing = Tracing.open(self._kind.name, self._settings.otlp_traces_endpoint)
+        self._tracing = open_tracing(self._kind.name, self._settings.otlp_traces_endpoint)
         methods = {
             "Describe": unary(types_pb.DescribeRequest, self._describe),
             self._kind.stream_method: stream_stream(self._converse),

@@ -6,53 +6,23 @@ the SDK is not imported. This module does not know the spans' contents.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 
-from specdec.errors import ConfigError
 from specdec.protocol.items import Trace
-from specdec.telemetry.logs import get_logger
 from specdec.telemetry.spans import Span
 
 CLOSE_TIMEOUT_S = 2.0  # for the last batch: a stopping service does not wait for a silent collector
-ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 # ff is no version, and 00 ends after its flags; a later one may go on after another dash.
 TRACEPARENT = re.compile(r"(?!ff|00.{54})[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 class Tracing:
-    """The spans of one process: this class drops them; `open` returns one that sends them if an endpoint is set."""
+    """The spans of one process: this class drops them; `open_tracing` returns one that sends them if an endpoint is
+    set."""
 
     is_on = False
     service = ""  # service.name of the spans; empty: none are recorded
-
-    @staticmethod
-    def open(service: str, endpoint: str | None = None, environment: MutableMapping[str, str] = os.environ) -> Tracing:
-        """Returns the tracing of this process by `endpoint`, or else by the environment. Raises ConfigError.
-
-        `service` is its name unless OTEL_SERVICE_NAME is set. Does not connect: the exporter does, by itself. Variables
-        of the environment that do not parse are removed, with a warning; where the SDK cannot start, spans are dropped.
-        """
-        is_refused = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        is_refused |= environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp"
-        wanted = endpoint or next((environment[name] for name in ENDPOINT_VARIABLES if environment.get(name)), None)
-        if wanted is None or (is_refused and not endpoint):
-            return Tracing()
-        protocol = next((environment[name] for name in PROTOCOL_VARIABLES if environment.get(name)), "grpc")
-        if protocol != "grpc":
-            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; traces are sent over grpc, to port 4317")
-        from specdec.telemetry.otel_variables import drop_unusable
-
-        drop_unusable(environment)
-        try:
-            from specdec.telemetry.sdk_spans import SdkTracing
-
-            return SdkTracing(service, endpoint, environment)
-        except Exception as error:  # of whatever else the SDK reads in its environment: spans are not worth a service
-            get_logger().warning("traces are off", why=f"{type(error).__name__}: {error}")
-            return Tracing()
 
     def samples(self, trace_id: bytes, caller: Trace | None) -> bool:
         """Whether the trace of a new request is recorded, by OTEL_TRACES_SAMPLER; `caller`: the context to follow."""

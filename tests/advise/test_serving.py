@@ -27,7 +27,7 @@ from specdec.advise.serving import (
     rate_of,
 )
 from specdec.advise.settings import AdviseSettings
-from specdec.cli.demo import Run
+from specdec.cli.demo_texts import Run
 from specdec.cli.request import UINT64_MAX, build_request
 from specdec.config import ServeSettings
 from specdec.distill.plans import Plans

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.bench.trace_picture import lines_until, main
 from specdec.errors import ConfigError
-from specdec.telemetry.trace_reader import TraceTree, spans_of
+from specdec.traces.reader import TraceTree, spans_of
 
 START_NS = 1_700_000_000_000_000_000
 

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.cli.processes import Child, start
 from specdec.coordinator.replicas import DRAFT, TARGET, check_node_count
 from specdec.errors import SpecdecError
+from specdec.launch.children import Child, start
 from specdec.protocol.items import Failure
 from specdec.rpc.convert_items import item_from_message
 from specdec.rpc.field_count import check_large

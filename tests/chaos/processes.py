@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from specdec.bench.network.machines import Emulator
-from specdec.cli.processes import start
 from specdec.config import ServiceSettings, split_address
+from specdec.launch.children import start
 
 PROXY = "specdec.bench.network.proxy"
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from specdec.cli.processes import start
+from specdec.launch.children import start
 from tests.support.services import Client, Services, fixed
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdec.chat.special_tokens import CLASS_TOKENS, GENERIC_MODELS, MODEL_CLASSES
 from specdec.chat.template import TEMPLATE_FILES, ChatTemplate
-from specdec.engine.loading.model_folder import HUB_FILES
+from specdec.engine.loading.folder_files import HUB_FILES
 from specdec.errors import ConfigError, ModelRefused
 from tests.support.services import MODELS
 

@@ -16,11 +16,11 @@ import grpc
 import pytest
 
 from specdec.cli import keeper, processes
-from specdec.cli.processes import Child, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.folders import EMBEDDED_MODELS
+from specdec.launch.children import Child, wait_all_ready
 from tests.support.ports import free_port
 from tests.support.services import Client, Outcome
 from tests.support.waiting import until
@@ -361,7 +361,7 @@ def test_a_service_that_never_gets_ready_again_is_ended(monkeypatch, capsys):
 
 def test_nothing_is_left_when_the_parent_is_killed():
     """SIGKILL gives no chance to clean up; the kernel ends the child all the same, frozen or not."""
-    code = f"from specdec.cli.processes import Child\nchild = Child('coordinator', {UNREADY!r})\n"
+    code = f"from specdec.launch.children import Child\nchild = Child('coordinator', {UNREADY!r})\n"
     code += "print(child.process.pid, child.check_ready(1.0), flush=True)\nimport time\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline().split()[0])

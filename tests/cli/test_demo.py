@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from specdec.cli.demo import PROMPT_IDS, DemoText, Run, heldout_prompts, misses_of
+from specdec.cli.demo import PROMPT_IDS, heldout_prompts, misses_of
+from specdec.cli.demo_texts import DemoText, Run
 from specdec.cli.demo_view import closing_line
 
 TOKENS = 128

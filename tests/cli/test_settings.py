@@ -6,8 +6,7 @@ import pydantic
 import pytest
 
 from specdec.cli.main import COMMANDS, KNOWN_FIELDS, run_command
-from specdec.cli.options import UsageError, flag_of, make_parser, read_settings
-from specdec.cli.processes import arguments_of
+from specdec.cli.options import UsageError, make_parser, read_settings
 from specdec.config import (
     GROUPS,
     ClientSettings,
@@ -18,6 +17,8 @@ from specdec.config import (
     TargetSettings,
     is_loopback,
 )
+from specdec.launch.children import arguments_of
+from specdec.settings import flag_of
 
 CONVENTIONAL_FLAGS = (
     "--model --host --port --served-model-name --dtype --max-model-len --max-num-seqs --max-num-batched-tokens "

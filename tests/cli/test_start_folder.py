@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.processes import python_command
 from specdec.engine.table_model import write_table_model
+from specdec.launch.children import python_command
 from tests.support.engine_models import make_tiny_model
 
 # Imported by Python's library, by packages of others, and by specdec itself, all after its own first module.

@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.cli.processes import python_command
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ModelRefused
 from specdec.folders import CHAT_MODEL, cache_folder, local_folder
+from specdec.launch.children import python_command
 from specdec.process_watch import __file__ as watch_program
 from tests.support.engine_models import make_tiny_model
 from tests.support.ports import free_port

@@ -17,10 +17,10 @@ import grpc
 import pytest
 from rich.table import Table
 
-from specdec.cli.streams import warn
 from specdec.distill.plans import records_of
 from specdec.errors import ConfigError
 from specdec.rpc.status import status_from_error
+from specdec.streams import warn
 from specdec.telemetry.progress import loading_bar
 from specdec.terminal import make_console, print_text, printable, printable_line
 from specdec.v1 import coordinator_service_pb2 as pb

@@ -23,7 +23,7 @@ from specdec.coordinator.replicas import DRAFT, NODES_PER_MESSAGE_MAX, TARGET, R
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import ReplicaUnavailable, SpecdecError
-from specdec.policy.policy import FixedPolicy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import (
     ITEM_COUNT_MAX,
     NO_TRACE,

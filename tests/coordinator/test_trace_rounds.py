@@ -16,7 +16,7 @@ from specdec.coordinator.trace_rounds import (
     round_group_of,
 )
 from specdec.draft_service.drafter import DETAILED_STEP_COUNT_MAX
-from specdec.policy.policy import OFF_PLAN
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 

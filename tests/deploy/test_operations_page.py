@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from specdec.cli.main import KNOWN_FIELDS
-from specdec.cli.options import flag_of
+from specdec.settings import flag_of
 from tests.deploy.manifests import OVERLAYS
 from tests.hygiene.sources import ROOT, product_modules
 

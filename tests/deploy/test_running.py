@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from deploy.requirements import ENGINE
-from specdec.cli.processes import Child, stop_all, wait_all_ready
 from specdec.config import ServiceSettings
+from specdec.launch.children import Child, stop_all, wait_all_ready
 from specdec.settings import listening_host
 from tests.deploy.compose import OWN, compose, role_of
 from tests.deploy.images import IMAGE_ROOT, stages

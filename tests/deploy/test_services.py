@@ -192,7 +192,7 @@ def test_the_hubs_command_has_the_flags_of_the_job() -> None:
     flags = set(re.findall(r"(?<!\S)--[a-z-]+", fetch_script()))
     assert flags == {"--revision", "--local-dir", "--include"}
     assert all(flag in helped for flag in flags)
-    from specdec.engine.loading.model_folder import HUB_FILES
+    from specdec.engine.loading.folder_files import HUB_FILES
 
     assert set(re.findall(r'--include "?([^\s"]+)', fetch_script())) == set(HUB_FILES)
 

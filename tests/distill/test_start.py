@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from specdec.cli.main import main
 from specdec.distill.start import open_start
 from specdec.distill.student import save_student
+from specdec.engine.loading.folder_files import MANIFEST_FILE
 from specdec.engine.loading.model import load_model
-from specdec.engine.loading.model_folder import MANIFEST_FILE, open_model_folder
+from specdec.engine.loading.model_folder import open_model_folder
 from specdec.engine.vocabulary_map import VOCABULARY_FILE
 from specdec.errors import ConfigError, ModelRefused
 from tests.support.engine_models import make_tiny_model

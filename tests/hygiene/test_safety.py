@@ -54,10 +54,10 @@ def test_one_place_starts_python() -> None:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.List | ast.Call) and "sys.executable" in {ast.unparse(part) for part in parts_of(node)}
     }
-    own = {"specdec/cli/processes.py", "specdec/process_watch.py", "specdec/chat/rendering.py"}
+    own = {"specdec/launch/children.py", "specdec/process_watch.py", "specdec/chat/rendering.py"}
     assert named.keys() == own, named
     assert named["specdec/chat/rendering.py"] == "[sys.executable, '-P', '-m', 'specdec.chat.renderer']"
-    assert named["specdec/cli/processes.py"] == "[sys.executable, '-P', *arguments]"
+    assert named["specdec/launch/children.py"] == "[sys.executable, '-P', *arguments]"
     assert named["specdec/process_watch.py"].startswith("[sys.executable, '-I', '-S', __file__, ")
 
 
@@ -115,7 +115,7 @@ def test_what_is_printed_is_text() -> None:
         if not module.path.startswith(own)
         for node, what in unchecked_prints(module)
     ]
-    assert not problems, report(problems, "Use specdec.terminal, or say and warn of specdec.cli.streams:")
+    assert not problems, report(problems, "Use specdec.terminal, or say and warn of specdec.streams:")
     planted = "print(name)\nprint(f'{x}')\nprint('x', END)\nprint()\nConsole()\nprint(printable(x))\nprint('a' + b)\n"
     found = [node.lineno for node, _ in unchecked_prints(Module("planted.py", planted, ast.parse(planted)))]
     assert found == [1, 2, 5, 7]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.processes import Child, arguments_of, wait_all_ready
 from specdec.config import CoordinatorSettings, TargetSettings, split_address
+from specdec.launch.children import Child, arguments_of, wait_all_ready
 from specdec.telemetry import metrics_page
 from specdec.telemetry.metrics import gauge
 from specdec.telemetry.metrics_page import CONNECTION_COUNT_MAX, REQUEST_TIMEOUT_S, MetricsPage

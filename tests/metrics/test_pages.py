@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
-from specdec.policy.policy import OFF_PLAN
 from specdec.protocol.items import NO_TRACE
+from specdec.protocol.plan import OFF_PLAN
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 from tests.support.pages import Page, Watched, free_address, read_page, read_text, watched
@@ -308,9 +308,9 @@ def test_the_page_says_what_the_service_is(services: Watched):
 
 def test_a_busy_port_is_reported_in_one_line(services: Watched, table_models: tuple[Path, Path]):
     """Claim: a service whose page cannot be served does not start, and its error names the flag to change."""
-    from specdec.cli.processes import start
     from specdec.config import DraftSettings
     from specdec.errors import ConfigError
+    from specdec.launch.children import start
 
     taken = services.addresses["coordinator"]
     with start("draft", DraftSettings(model=str(table_models[1]), port=0, metrics_address=taken)) as child:

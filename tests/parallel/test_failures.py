@@ -16,9 +16,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.processes import Child, start
 from specdec.config import TargetSettings
 from specdec.errors import RANK_LOST_EXIT_CODE
+from specdec.launch.children import Child, start
 from tests.support.services import Outcome, running
 
 ENDED_S_MAX = 3.0

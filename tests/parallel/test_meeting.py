@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from specdec.cli.processes import start
 from specdec.config import TargetSettings
 from specdec.engine.parallel.connections import CALLERS_MAX, GREETING_BYTES, GREETING_S, connect
 from specdec.engine.parallel.exchange import FOLDER, file_bytes
 from specdec.engine.parallel.group import FILE_NAME, _find_shared_file, _make_shared_file
 from specdec.engine.parallel.place import KINDS, RankPlace
 from specdec.errors import ConfigError
+from specdec.launch.children import start
 from tests.parallel.test_failures import processes_below
 from tests.support.pages import free_address
 from tests.support.ranks import HOST

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from specdec.bench.harness import DRAFT_MODEL, TARGET_MODEL, heldout_prompts
-from specdec.cli.processes import Child, start
 from specdec.config import ServeSettings, TargetSettings
+from specdec.launch.children import Child, start
 from specdec.v1 import target_service_pb2_grpc as target_grpc
 from specdec.v1 import types_pb2 as types_pb
 from tests.sameness.generations import TREES

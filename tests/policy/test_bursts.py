@@ -14,8 +14,8 @@ from specdec.bench.policy_bursts import MOST_S, WORLDS, held_back_s
 from specdec.bench.policy_cells import LENGTH_CAP, TARGET_S, AutoService, Cell, rate
 from specdec.bench.policy_world import FixedService, Simulated
 from specdec.policy.auto_policy import EXPLORATION_MOST_S, AutoPolicy
-from specdec.policy.policy import OFF_PLAN, Plan
 from specdec.policy.table import JUMP_PROBE_MOST_S, Table
+from specdec.protocol.plan import OFF_PLAN, Plan
 from tests.policy.test_policy import SPARE_TOKENS, record_of
 
 ON_ITS_CORES = "on its cores"

@@ -7,7 +7,9 @@ import pytest
 from specdec.bench.policy_cells import TARGET_S, many, one, steps_of
 from specdec.bench.policy_world import Service, Simulated, World
 from specdec.policy.draft_limit import DraftLimit, Load
-from specdec.policy.policy import OFF_PLAN, FixedPolicy, Plan, Policy
+from specdec.policy.fixed_policy import FixedPolicy
+from specdec.protocol.plan import OFF_PLAN, Plan
+from specdec.protocol.policy import Policy
 from specdec.protocol.report import RoundRecord
 
 FROM_S, TO_S = 1.0, 6.0

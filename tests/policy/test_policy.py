@@ -11,10 +11,12 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.speculation import Speculation
 from specdec.policy.auto_policy import AutoPolicy
 from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted
-from specdec.policy.policy import OFF_PLAN, OFF_POLICY, FixedPolicy, Plan, Policy
+from specdec.policy.fixed_policy import OFF_POLICY, FixedPolicy
 from specdec.policy.steps import Steps
 from specdec.policy.table import Table, probability
 from specdec.protocol.offer import make_offer
+from specdec.protocol.plan import OFF_PLAN, Plan
+from specdec.protocol.policy import Policy
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, Proposer, Rule, TokenKind

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from specdec.policy.policy import Plan
 from specdec.policy.steps import FADE_EVERY_S, PATH_SHARE_GUESS, SHAPE_WEIGHT, StepCurve, Steps
+from specdec.protocol.plan import Plan
 from specdec.protocol.report import RoundRecord
 from specdec.protocol.types import TokenKind
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.policy.policy import FixedPolicy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import (
     Close,
     Commit,

@@ -11,9 +11,9 @@ import yaml
 
 from specdec.cli.main import run_command
 from specdec.cli.options import UsageError
-from specdec.cli.processes import arguments_of
 from specdec.config import CoordinatorSettings, TargetSettings
 from specdec.errors import ConfigError
+from specdec.launch.children import arguments_of
 from specdec.ray.config import RaySettings, read_deployment
 from specdec.ray.placing import bundles, draft_address, plan, settings_on
 from tests.hygiene.sources import ROOT

@@ -18,9 +18,9 @@ from typing import IO
 import grpc
 import pytest
 
-from specdec.cli.processes import start
 from specdec.config import CoordinatorSettings
 from specdec.engine.table_model import write_table_model
+from specdec.launch.children import start
 from specdec.protocol.items import UINT32_MAX
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.processes import Child, start
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.launch.children import Child, start
 from tests.services.test_pair import PROMPTS
 from tests.support.services import MODELS, Client, Outcome, fixed
 

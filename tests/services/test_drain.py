@@ -14,8 +14,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.processes import start
 from specdec.config import TargetSettings
+from specdec.launch.children import start
 from specdec.protocol.types import TokenKind
 from tests.support.services import Client, Outcome, Services, fixed, running
 from tests.support.waiting import until

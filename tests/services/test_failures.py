@@ -15,9 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.cli.processes import Child, start
 from specdec.config import DraftSettings, TargetSettings, split_address
 from specdec.engine.table_model import write_table_model
+from specdec.launch.children import Child, start
 from specdec.v1 import types_pb2 as types_pb
 from tests.support.services import Client, Outcome, Services, running
 from tests.support.waiting import until

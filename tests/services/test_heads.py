@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import silu
 
-from specdec.cli.processes import Child, start
 from specdec.config import TargetSettings
 from specdec.engine.heads import Heads, save_heads
 from specdec.engine.loading.model_folder import open_model_folder
 from specdec.errors import ConfigError
+from specdec.launch.children import Child, start
 from specdec.protocol.heads import HEAD_CANDIDATES, HeadProposals
 from specdec.protocol.items import Failure, Open, Verification, VerificationResult
 from specdec.protocol.rejection import conclude

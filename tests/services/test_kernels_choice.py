@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.options import KERNELS_VARIABLE
-from specdec.cli.processes import Child, arguments_of
 from specdec.config import DraftSettings
 from specdec.engine.cpu.kernels import CHOICE_VARIABLE
 from specdec.errors import ConfigError
+from specdec.launch.children import Child, arguments_of
+from specdec.settings import KERNELS_VARIABLE
 from tests.support.engine_models import make_tiny_model
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.processes import Child, arguments_of, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
+from specdec.launch.children import Child, arguments_of, wait_all_ready
 from tests.support.services import Client, fixed
 
 # Lines that are about the process or a link, not about a request.

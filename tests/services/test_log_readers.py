@@ -15,8 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.processes import Child, arguments_of, wait_all_ready
 from specdec.config import CoordinatorSettings, TargetSettings, split_address
+from specdec.launch.children import Child, arguments_of, wait_all_ready
 from tests.support.pages import free_address, read_page
 from tests.support.services import Client, Outcome
 from tests.support.waiting import until

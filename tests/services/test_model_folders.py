@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specdec.cli.processes import Child, arguments_of, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.launch.children import Child, arguments_of, wait_all_ready
 from tests.support.services import MODELS, Client, fixed
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"

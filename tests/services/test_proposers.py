@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from specdec.cli.processes import start
 from specdec.config import DraftSettings
 from specdec.engine.table_model import write_table_model
+from specdec.launch.children import start
 from specdec.v1 import coordinator_service_pb2 as pb
 from tests.support.services import MODELS, SHAPES, Client, Outcome, Services, fixed, running
 

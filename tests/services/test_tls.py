@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from specdec.bench.harness import running
-from specdec.cli.processes import arguments_of
+from specdec.launch.children import arguments_of
 from tests.support.certificates import Authority
 
 # The fixed policy waits for its draft tokens; the automatic one may find that models of tables are not worth it.

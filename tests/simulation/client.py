@@ -21,9 +21,10 @@ from specdec.coordinator.output import Ending, Walked
 from specdec.coordinator.speculation import Speculation
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.errors import CacheExhausted, ReplicaUnavailable
-from specdec.policy.policy import FixedPolicy, Policy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import NO_TRACE
 from specdec.protocol.noise import Lane, hash64
+from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, NgramProposer, PredictionProposer
 from specdec.protocol.report import Delta, Finished, Started
 from specdec.protocol.request import GenerationRequest, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from specdec.policy.policy import FixedPolicy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.types import Proposer, Rule
 from tests.simulation.client import Choosing, Order
 from tests.simulation.model import VOCABULARY_SIZE

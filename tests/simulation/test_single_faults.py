@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specdec.policy.policy import FixedPolicy
+from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.types import Rule
 from tests.simulation.client import Order
 from tests.simulation.faults import FAULTS, Fault, NoFaults, OneFault

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.policy.policy import OFF_PLAN, Plan, Prediction
 from specdec.protocol.noise import Lane, hash64
+from specdec.protocol.plan import OFF_PLAN, Plan
+from specdec.protocol.policy import Prediction
 from specdec.protocol.report import RoundRecord
 
 DRAFT_LENGTH_CAP = 5

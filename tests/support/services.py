@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 
 from specdec.bench import harness
-from specdec.cli.processes import Child, start
 from specdec.config import CoordinatorSettings
 from specdec.folders import EMBEDDED_MODELS
+from specdec.launch.children import Child, start
 from specdec.v1 import coordinator_service_pb2 as pb
 from specdec.v1 import coordinator_service_pb2_grpc as pb_grpc
 from specdec.v1 import types_pb2 as types_pb

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.processes import python_command
 from specdec.config import CoordinatorSettings
 from specdec.errors import ConfigError
-from specdec.telemetry.tracing import CLOSE_TIMEOUT_S, Tracing
+from specdec.launch.children import python_command
+from specdec.telemetry.open_tracing import open_tracing
+from specdec.telemetry.tracing import CLOSE_TIMEOUT_S
 from tests.support.services import Outcome, Services, fixed, running
 from tests.support.traces import traced
 
@@ -88,7 +89,7 @@ def test_recording_never_blocks():
     from specdec.telemetry.spans import Span
 
     with black_hole() as endpoint:
-        tracing = Tracing.open("test", endpoint, {})
+        tracing = open_tracing("test", endpoint, {})
         span = Span("round", b"\x01" * 16, b"\x02" * 8, b"", 1.0, 2.0)
         began_s = time.monotonic()
         for _ in range(400):
@@ -103,12 +104,12 @@ def test_recording_never_blocks():
 def test_settings_of_the_environment():
     """Claim: without an endpoint, or with the SDK disabled, tracing is off and the SDK is not used; a protocol that
     is not supported is refused by name; settings refuse values that are no endpoint."""
-    assert not Tracing.open("test", None, {}).is_on
+    assert not open_tracing("test", None, {}).is_on
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
-    assert not Tracing.open("test", None, {**endpoint, "OTEL_SDK_DISABLED": "true"}).is_on
-    assert not Tracing.open("test", None, {**endpoint, "OTEL_TRACES_EXPORTER": "none"}).is_on
+    assert not open_tracing("test", None, {**endpoint, "OTEL_SDK_DISABLED": "true"}).is_on
+    assert not open_tracing("test", None, {**endpoint, "OTEL_TRACES_EXPORTER": "none"}).is_on
     with pytest.raises(ConfigError, match="http/protobuf"):
-        Tracing.open("test", None, {**endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+        open_tracing("test", None, {**endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
     for wrong in ("127.0.0.1:4317", "http://", "http://127.0.0.1:4318/v1/traces", "ftp://127.0.0.1"):
         with pytest.raises(ValueError, match="http://HOST:PORT"):
             CoordinatorSettings(target="127.0.0.1:1", tokenizer="x", otlp_traces_endpoint=wrong)
@@ -134,8 +135,9 @@ UNUSABLE = {
 }
 OPEN = """
 import os
+from specdec.telemetry.open_tracing import open_tracing
 from specdec.telemetry.tracing import Tracing
-tracing = Tracing.open("test")
+tracing = open_tracing("test")
 tracing.close()
 print("tracing is on" if tracing.is_on else "tracing is off")
 """

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from specdec.bench.otlp_receiver import Receiver
-from specdec.telemetry.trace_facts import facts_of
-from specdec.telemetry.trace_reader import TraceTree, spans_of
+from specdec.traces.facts import facts_of
+from specdec.traces.reader import TraceTree, spans_of
 from tests.support.services import Client, Outcome, Services, fixed
 from tests.support.traces import CLIENT, INTERNAL, SERVER, SOON, ReadTrace, attributes, environment, trace_of, traced
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specdec.bench.otlp_receiver import Receiver
-from specdec.telemetry.trace_facts import WAIT_MS_MIN, facts_of
-from specdec.telemetry.trace_reader import TraceTree, spans_of
+from specdec.traces.facts import WAIT_MS_MIN, facts_of
+from specdec.traces.reader import TraceTree, spans_of
 from tests.support.services import running
 from tests.support.traces import SOON, ReadTrace, attributes, environment, trace_of
 

@@ -15,8 +15,8 @@ import pytest
 
 from specdec.bench.network.machines import emulated
 from specdec.bench.otlp_receiver import Receiver
-from specdec.cli.processes import start
 from specdec.config import CoordinatorSettings
+from specdec.launch.children import start
 from tests.support.pages import Watched, watched
 from tests.support.services import MODELS, Client, Outcome, fixed
 from tests.support.traces import SOON, ReadTrace, attributes, environment, trace_of

@@ -16,8 +16,8 @@ import pytest
 
 from specdec.bench.network.machines import Network, emulated
 from specdec.bench.otlp_receiver import Receiver
-from specdec.cli.processes import Child, arguments_of, start, wait_all_ready
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.launch.children import Child, arguments_of, start, wait_all_ready
 from tests.support.services import Client, fixed
 from tests.support.traces import CLIENT, SOON, ReadTrace, attributes, environment, trace_of
 

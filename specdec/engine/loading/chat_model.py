@@ -84,7 +84,7 @@ def convert(source: Path, folder: Path, report: Report) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from specdec.engine.loading.model_folder import WEIGHTS_FILE, write_manifest
+    from specdec.engine.loading.folder_files import WEIGHTS_FILE, write_manifest
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -22,6 +22,15 @@ from safetensors import safe_open
 from specdec.engine.loading.architectures import check_supported
 from specdec.engine.loading.chat_model import chat_model
 from specdec.engine.loading.config_check import TABLE_MODEL_TYPE, checked_config, checked_table_config, end_ids
+from specdec.engine.loading.folder_files import (
+    ADAPTER_FILE,
+    GENERATION_FILE,
+    HUB_FILES,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    PICKLE_SUFFIXES,
+    WEIGHTS_FILE,
+)
 from specdec.errors import ModelRefused, one_line, refusing
 from specdec.folders import (
     CHAT_MODEL,
@@ -41,24 +50,6 @@ logger = logging.getLogger("specdec.engine")
 Progress = Callable[[str, float], None]  # (activity, share done 0 to 1)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-GENERATION_FILE = "generation_config.json"
-HUB_FILES = [
-    "config.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "draft_vocabulary.json",
-    GENERATION_FILE,
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-]
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_config.json"
-MANIFEST_FILE = "SHA256SUMS"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 READ_BYTES = 1 << 22
 
 
@@ -260,15 +251,6 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
         except Exception as error:  # the library has several kinds of errors
             raise ModelRefused(f"{file} is not a whole safetensors file: {one_line(error)}") from None
     return found
-
-
-def write_manifest(folder: Path) -> None:
-    """Writes the SHA256SUMS of a folder's model files."""
-    files = [file for pattern in HUB_FILES for file in folder.glob(pattern)]
-    files = [file for file in files if file.suffix != ".safetensors" or file.name.startswith("model")]
-    names = sorted({file.relative_to(folder).as_posix() for file in files})
-    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
-    (folder / MANIFEST_FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def _weight_files(path: Path, name: str) -> tuple[Path, ...]:

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from specdec.bench import harness
 from specdec.bench.bars import Bar
-from specdec.cli.processes import start
 from specdec.config import CoordinatorSettings
+from specdec.launch.children import start
 from tests.chaos.clients import Stream, prompts, read, with_stub
 from tests.chaos.texts import Text
 from tests.support.services import fixed

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from specdec.cli.events import EVENTS_VARIABLE, PARENT_VARIABLE
-from specdec.cli.options import ENVIRONMENT_PREFIX, KERNELS_VARIABLE, flag_of
 from specdec.config import Settings
 from specdec.errors import ConfigError
+from specdec.launch.child_events import EVENTS_VARIABLE, PARENT_VARIABLE
+from specdec.settings import ENVIRONMENT_PREFIX, KERNELS_VARIABLE, flag_of
 
 POLL_S = 0.05
 KILL_GRACE_S = 5.0  # beyond the drain grace of the service

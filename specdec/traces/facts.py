@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.telemetry.trace_reader import ReadEvent, ReadSpan, TraceTree
+from specdec.traces.reader import ReadEvent, ReadSpan, TraceTree
 
 UNAVAILABLE = "draft unavailable"
 EACH_MAX = 3  # events of one name with a sentence each; more are counted in one

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 
-from specdec.cli.processes import Child, start
-from specdec.cli.streams import warn
 from specdec.errors import ConfigError, ReplicaUnavailable
+from specdec.launch.children import Child, start
 from specdec.settings import ServiceSettings, split_address
+from specdec.streams import warn
 
 RESTART_WAIT_S, RESTART_WAIT_S_MAX = 1.0, 60.0  # before a lost service is restarted: doubled each time
 RESTART_COUNT_MAX = 6  # in a row: about a minute of waits, for a temporary lack of memory

@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from specdec.cli.processes import Child, arguments_of
 from specdec.config import TargetSettings
 from specdec.engine.parallel.place import KINDS, Connections, RankPlace, listen
+from specdec.launch.children import Child, arguments_of
 
 # Variables for a child beside its settings, whose variables begin with SPECDEC_.
 PARENT_RANK_VARIABLE = "_SPECDEC_RANK_0_PID"

@@ -1,0 +1,1 @@
+"""Services as child processes: their start, their ready events, their restarts."""

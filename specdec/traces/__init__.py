@@ -1,0 +1,1 @@
+"""Traces read back from files and collectors, and what they say of a request."""
