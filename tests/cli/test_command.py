@@ -15,11 +15,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from specdec.cli import keeper, processes
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.engine.table_model import write_table_model
 from specdec.errors import ConfigError, ReplicaUnavailable
 from specdec.folders import EMBEDDED_MODELS
+from specdec.launch import children as processes
+from specdec.launch import supervisor as keeper
 from specdec.launch.children import Child, wait_all_ready
 from tests.support.ports import free_port
 from tests.support.services import Client, Outcome

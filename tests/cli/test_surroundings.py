@@ -139,7 +139,7 @@ def test_characters_that_a_terminal_lacks_are_replaced(variables: dict[str, str]
 
     Source: UnicodeEncodeError in the midst of a text. Conclusive: a process of its own, whose locale is such a one.
     """
-    program = "from specdec.cli import streams; streams.prepare(); print('a\\u2502\\xfc'); streams.say('b\\u2502')"
+    program = "from specdec import streams; streams.prepare(); print('a\\u2502\\xfc'); streams.say('b\\u2502')"
     done = subprocess.run(
         python_command("-c", program), env=os.environ | variables, capture_output=True, text=True, timeout=60
     )

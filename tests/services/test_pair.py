@@ -57,8 +57,9 @@ def differing(outcomes: list[Outcome], reference: list[Outcome]) -> list[int]:
 def test_waits_for_a_path_of_a_tree_end(services: Services, siblings: int) -> None:
     """Claim: rounds that wait for a path of 8 draft tokens in a tree get it, however unlikely its last ones are, and no
     wait expires. Conclusive: at temperature 1 nearly every such path is less likely than those a tree grows by itself,
-    and nothing ends the wait but the path; only rounds begun in the last 8 tokens may offer fewer than 8. No round waits
-    for a draft that has sent nothing yet: the first ones, fewer than half of this text's, have no draft tokens."""
+    and nothing ends the wait but the path; only rounds begun in the last 8 tokens may offer fewer than 8. No round
+    waits for a draft that has sent nothing yet: the first ones, fewer than half of this text's, have no draft tokens.
+    """
     plan = fixed(8, draft_window=8, draft_nodes_per_step=4, draft_siblings=siblings, draft_wait_ms=20_000)
     asked = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True, "seed": 3, "temperature": 1.0}
     found = services.client.generate(**asked, speculative=plan).finished.statistics
