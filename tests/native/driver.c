@@ -170,11 +170,11 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     int64_t qkv_size = attended + 2 * one;
     char *qkv = memory_of(rows * qkv_size * item_size(type));
     sd_product(&layer->qkv, x, type, x_stride, qkv, type, qkv_size, rows, threads);
-    add_bits(qkv, rows * qkv_size * item_size(type));
+    add_numbers(qkv, rows * qkv_size, type);
     char *normed = memory_of(rows * hidden * item_size(type));
     sd_normalize(&layer->before_mlp, x, x_stride, normed, hidden, type, rows, hidden, threads);
     sd_activate(model->activation, normed, normed, type, rows * hidden, threads);
-    add_bits(normed, rows * hidden * item_size(type));
+    add_numbers(normed, rows * hidden, type);
     float *logits = memory_of(rows * model->vocabulary_size * 4);
     sd_product(&model->output, normed, type, hidden, logits, SD_FLOAT32, model->vocabulary_size, rows, threads);
     sd_tanh(logits, logits, rows * model->vocabulary_size, threads);
@@ -194,12 +194,12 @@ static void run_kernels(const plan *p, const sd_model *model, int32_t threads) {
     sd_guess(logits, model->vocabulary_size, rows, model->vocabulary_size, seeds, temperatures, count, ids, shares,
              threads);
     add_bits(ids, rows * count * 8);
-    add_bits(shares, rows * count * 4);
+    add_numbers(shares, rows * count, SD_FLOAT32);
     char *keys = qkv + attended * item_size(type), *values = keys + one * item_size(type);
     sd_write(&layer->cache, &p->rows, keys, qkv_size, values, qkv_size, threads);
     char *out = memory_of(rows * attended * item_size(type));
     sd_attend(&layer->cache, &p->rows, &layer->rule, model->heads, qkv, qkv_size, out, attended, threads);
-    add_bits(out, rows * attended * item_size(type));
+    add_numbers(out, rows * attended, type);
 }
 
 static void run_step(const plan *p, const sd_model *model, int32_t threads) {
@@ -220,11 +220,11 @@ static void run_step(const plan *p, const sd_model *model, int32_t threads) {
     int32_t code = sd_step(model, &p->rows, &asked, threads);
     add_bits(&code, sizeof code);
     if (code != SD_DONE) return;
-    add_bits(asked.logits, p->logit_count * n->vocabulary * 4);
+    add_numbers(asked.logits, p->logit_count * n->vocabulary, SD_FLOAT32);
     add_bits(asked.is_finite, p->rows.count);
-    if (asked.hidden) add_bits(asked.hidden, hidden_bytes);
+    if (asked.hidden) add_numbers(asked.hidden, hidden_bytes / item_size(model->type), model->type);
     int64_t count = n->block_count * n->block_size * n->kv_heads * n->head_size;
-    for (int64_t i = 0; i < n->layers; i++) add_bits(model->layers[i].cache.keys, count * item_size(model->type));
+    for (int64_t i = 0; i < n->layers; i++) add_numbers(model->layers[i].cache.keys, count, model->type);
 }
 
 // Another caller at the same time.

@@ -61,6 +61,18 @@ static void add_bits(const void *results, int64_t bytes) {  // FNV-1a
     for (int64_t i = 0; i < bytes; i++) bits = (bits ^ ((const uint8_t *)results)[i]) * 1099511628211u;
 }
 
+// Of what is not a number only that it is none: its sign and payload follow from the order of operands, which is the
+// compiler's choice.
+static void add_numbers(const void *results, int64_t count, int32_t type) {
+    const uint32_t magnitude = type == SD_FLOAT32 ? 0x7fffffffu : 0x7fffu;
+    const uint32_t infinity = type == SD_FLOAT32 ? 0x7f800000u : type == SD_BFLOAT16 ? 0x7f80u : 0x7c00u;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t number = type == SD_FLOAT32 ? ((const uint32_t *)results)[i] : ((const uint16_t *)results)[i];
+        if ((number & magnitude) > infinity) number = magnitude;
+        add_bits(&number, sizeof number);
+    }
+}
+
 static uint64_t bits_so_far(void) { return bits; }
 
 #endif
