@@ -28,6 +28,8 @@ from tests.support.waiting import until
 
 # Flags of a coordinator that starts and waits for a target that does not exist.
 UNREADY = ["--target", "127.0.0.1:1", "--tokenizer", str(EMBEDDED_MODELS / "target"), "--port", "0"]
+# Tokens of a text that lasts well over a second, however fast the machine: a service is killed before its end.
+LONG = 2000
 HEAVY = ("torch", "transformers", "grpc", "tokenizers", "numpy", "structlog")
 
 # One process for all benchmarks, since each would import the same libraries again.
@@ -65,8 +67,8 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
 def folders(tmp_path_factory) -> Path:
     """Table models: target and draft of one tokenizer, and one of another."""
     folder = tmp_path_factory.mktemp("models")
-    write_table_model(folder / "target", 8, seed=1)
-    write_table_model(folder / "draft", 8, seed=2)
+    write_table_model(folder / "target", 8, positions_max=2 * LONG, seed=1)
+    write_table_model(folder / "draft", 8, positions_max=2 * LONG, seed=2)
     write_table_model(folder / "other", 9, seed=3)
     return folder
 
@@ -240,7 +242,7 @@ def test_serve_starts_a_lost_target_or_coordinator_again(serving, name, effect):
     Conclusive: the client keeps its channel, so it reaches a coordinator only at the address of the first one; the text
     is a seeded one of an undisturbed run.
     """
-    client, asked = Client(serving.address), {"max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True}
+    client, asked = Client(serving.address), {"max_tokens": LONG, "temperature": 1, "seed": 5, "ignore_eos": True}
     expected = client.generate([1, 2], **asked)
     outcome, pid = Outcome(), serving.pid_of(name)
     with pytest.raises(grpc.RpcError) as caught:
@@ -260,7 +262,7 @@ def test_serve_starts_a_lost_target_or_coordinator_again(serving, name, effect):
         except grpc.RpcError as error:  # the coordinator, or its link, connects again within 2 s
             assert error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() < deadline_s
             time.sleep(0.05)
-    assert 0 < len(outcome.token_ids) < 400 and outcome.token_ids + rest.token_ids == expected.token_ids
+    assert 0 < len(outcome.token_ids) < LONG and outcome.token_ids + rest.token_ids == expected.token_ids
     assert len(serving.children()) == 3 and pid not in serving.children()
     client.close()
 
