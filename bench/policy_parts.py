@@ -23,7 +23,7 @@ from specdec.bench.policy_cells import AutoService, failing_cells, geometric_mea
 from specdec.policy import auto_policy, steps, table
 from specdec.policy.catalogue import DraftTimes
 from specdec.policy.table import Table, probability
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 CELLS = failing_cells() + paying_cells()
 SHOWN = 3  # cells a part is shown with: those that lose most without it
@@ -39,9 +39,9 @@ def _no_seconds(*_arguments: Any) -> float:
 
 def _common_level(policy: auto_policy.AutoPolicy, record: RoundRecord) -> None:
     """One acceptance level for all sessions."""
-    if tested := record.tested_count:
+    if tested := record.tokens.tested_count:
         shared, expected = policy._table, probability(policy._table.level)
-        surprise = record.accepted_count - tested * expected
+        surprise = record.tokens.accepted_count - tested * expected
         step = surprise / max(expected * (1 - expected), auto_policy.LEVEL_VARIANCE_MIN)
         shared.level += step / (2 * auto_policy.LEVEL_TESTED)
         policy._level = shared.level

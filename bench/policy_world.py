@@ -15,7 +15,7 @@ from typing import Any
 from specdec.bench.event_simulation import Node, Scenario, Simulation, Stream
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy, Prediction
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.types import TokenKind
 
 SPARE_TOKENS = 1_000_000
@@ -234,10 +234,10 @@ class Simulated(Simulation):
         was_found = not stream.ahead
         was_looked_up = was_found or (len(stream.ahead) == 1 and stream.root.arrival_s <= self.now_s)
         kind = TokenKind.BONUS if len(ranks) > offered else TokenKind.RECOVERED
-        counts = offered, len(ranks) - 1, len(ranks), kind, was_looked_up, was_found, 0, 0
-        of_step = 0.0, rows, count, active
-        parts = *counts, *times_s, queue_s, step_s, *of_step
-        record = RoundRecord(round_index, plan, *parts, is_refused=session.is_refused)
+        tokens = RoundTokens(offered, len(ranks) - 1, len(ranks), kind)
+        tree, times = TreeUse(was_looked_up, was_found), RoundTimes(*times_s)
+        reported = TargetStep(queue_s, step_s, rows=rows, sessions=count, active_sessions=active)
+        record = RoundRecord(round_index, plan, tokens, tree, times, reported, is_refused=session.is_refused)
         session.timeline.append((self.now_s, stream.committed_count))
         if stream.committed_count >= session.text_end:
             session.policy = self.service.policy(self._index[id(stream)])

@@ -31,7 +31,8 @@ from specdec.launch.children import python_command
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.items import Trace, VerificationResult
 from specdec.protocol.plan import OFF_PLAN
-from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
+from specdec.protocol.records import RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
+from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import AwaitDraft, Session
 from specdec.protocol.types import FinishReason, ResolvedSamplingParams, Rule, SamplerOutput, TokenKind, Verdict
@@ -101,7 +102,7 @@ def rounds_s(trace: RequestStatistics) -> float:
         now_s = time.monotonic()
         trace.sent(session, now_s)
         answer = VerificationResult(1, 1, index, SamplerOutput((3,)), 10, 100, 10, server_us=150)
-        times = now_s, now_s, 0.0, 0.0
+        times = RoundTimes(now_s, now_s)
         record, actions = session.on_verdict(Verdict((), 3, TokenKind.BONUS), answer, 1, False, times)
         trace.on_round(session, record, link)
         for action in actions:
@@ -114,25 +115,9 @@ def counting_us() -> dict[str, float]:
     """CPU microseconds that metrics add to a round and a request of the coordinator and to a step of a replica: the
     least of some loops."""
     finished = Finished(FinishReason.LENGTH, "", None, 2, 3, Statistics(), "")
-    record = RoundRecord(
-        round_index=1,
-        plan=OFF_PLAN,
-        offered_count=3,
-        accepted_count=2,
-        kept_count=3,
-        next_kind=TokenKind.RECOVERED,
-        was_looked_up=True,
-        was_found=False,
-        in_hand_count=0,
-        discarded_count=0,
-        start_s=0.0,
-        end_s=0.02,
-        wait_s=0.0,
-        round_trip_s=0.02,
-        queue_s=0.0,
-        forward_s=0.01,
-        sampling_s=0.0,
-    )
+    tokens = RoundTokens(offered_count=3, accepted_count=2, kept_count=3, next_kind=TokenKind.RECOVERED)
+    times, step = RoundTimes(end_s=0.02, round_trip_s=0.02), TargetStep(forward_s=0.01)
+    record = RoundRecord(1, OFF_PLAN, tokens, TreeUse(was_looked_up=True), times, step)
     context = Trace(bytes(15) + b"\1", bytes(7) + b"\1", sampled=False)
     metrics, replica = CoordinatorMetrics(), ReplicaMetrics()
     request, started = GenerationRequest(token_ids=(1, 2)), Started("", 0, Rule.GREEDY, 2, 3)

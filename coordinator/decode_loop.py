@@ -32,8 +32,9 @@ from specdec.protocol.items import (
     VerificationResult,
     within,
 )
+from specdec.protocol.records import RoundRecord, RoundTimes
 from specdec.protocol.rejection import conclude, logprobs_of
-from specdec.protocol.report import Delta, Event, Finished, RoundRecord, Started
+from specdec.protocol.report import Delta, Event, Finished, Started
 from specdec.protocol.session import Action, AwaitDraft, Session, ToTarget
 from specdec.protocol.types import Proposer, Rule, TokenKind
 from specdec.rpc.status import error_from_failure
@@ -219,7 +220,7 @@ class Generation:
         first_output_index = self._walker.count
         texts, ending = self._walker.walk(tokens)
         now_s = time.monotonic()
-        times = self._verdict_s, now_s, self._waited_s, round_trip_s
+        times = RoundTimes(self._verdict_s, now_s, self._waited_s, round_trip_s)
         self._verdict_s, self._waited_s, self._sent_s = now_s, 0.0, None
         kept = len(texts)
         record, actions = session.on_verdict(verdict, answer, kept, ending is not None, times)
@@ -227,7 +228,7 @@ class Generation:
         self._perform(actions)
         kinds = (*[TokenKind.ACCEPTED] * verdict.accepted_count, verdict.next_kind)[:kept]
         logprobs = logprobs_of(answer.output, verdict)[:kept]
-        proposers = (*record.accepted_proposers, Proposer.NONE)[:kept]
+        proposers = (*record.tokens.accepted_proposers, Proposer.NONE)[:kept]
         parts = "".join(texts), tuple(map(len, texts)), logprobs, proposers
         self._emit(Delta(first_output_index, tokens[:kept], kinds, *parts))
         if ending is not None:

@@ -11,7 +11,8 @@ import threading
 
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, DraftItem, Nodes, Open, TargetItem, Trace
-from specdec.protocol.report import Finished, RoundRecord, Started, Statistics
+from specdec.protocol.records import RoundRecord
+from specdec.protocol.report import Finished, Started, Statistics
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.types import Description, FinishReason
@@ -104,10 +105,10 @@ class RequestStatistics:
         """A verdict is committed, and the session's actions are not carried out yet; `link` is the target's."""
         self.statistics.on_round(record)
         if record.round_index:
-            self._metrics.inter_token.add(record.round_s / record.kept_count, record.kept_count)
+            self._metrics.inter_token.add(record.times.round_s / record.tokens.kept_count, record.tokens.kept_count)
         else:
-            self._observe(self._metrics.queue_time, record.queue_s)
-            self._observe(self._metrics.time_to_first_token, record.round_s)
+            self._observe(self._metrics.queue_time, record.step.queue_s)
+            self._observe(self._metrics.time_to_first_token, record.times.round_s)
 
     def note(self, name: str, **attributes: AttributeValue) -> None:
         """An event outside the rounds."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from specdec.protocol.items import Nodes
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.session import Session
 from specdec.protocol.tree import TreeNode
 from specdec.protocol.types import Proposer, TokenKind
@@ -78,17 +78,18 @@ def parts_of(record: RoundRecord) -> Parts:
     includes the handling of the messages by both processes.
     """
     server_s = record.server_share_s
-    forward_s = min(record.forward_s, server_s)  # whatever the target says
-    sampling_s = min(record.sampling_s, server_s - forward_s)
-    rule_s = max(0.0, record.round_s - record.wait_s - record.round_trip_s)
-    return record.wait_s, record.round_trip_s - server_s, record.server_wait_s, forward_s, sampling_s, rule_s
+    forward_s = min(record.step.forward_s, server_s)  # whatever the target says
+    sampling_s = min(record.step.sampling_s, server_s - forward_s)
+    times = record.times
+    rule_s = max(0.0, times.round_s - times.wait_s - times.round_trip_s)
+    return times.wait_s, times.round_trip_s - server_s, record.server_wait_s, forward_s, sampling_s, rule_s
 
 
 def branch_of(record: RoundRecord) -> str:
     """Whether the recovered token was among the branch children, "hit" or "missed"; "" where there was no guess."""
-    if record.next_kind is TokenKind.BONUS or not record.was_looked_up:
+    if record.tokens.next_kind is TokenKind.BONUS or not record.tree.was_looked_up:
         return ""
-    return "hit" if record.was_found else "missed"
+    return "hit" if record.tree.was_found else "missed"
 
 
 def milliseconds(parts: Parts) -> dict[str, AttributeValue]:
@@ -98,10 +99,10 @@ def milliseconds(parts: Parts) -> dict[str, AttributeValue]:
 
 def proposed(*records: RoundRecord) -> str:
     """Returns the accepted and offered tokens of rounds by proposer, in words; "" if only the draft model proposed."""
-    offered = [proposer for record in records for proposer in record.proposers]
+    offered = [proposer for record in records for proposer in record.tokens.proposers]
     if offered.count(Proposer.DRAFT) == len(offered):
         return ""
-    accepted = [proposer for record in records for proposer in record.accepted_proposers]
+    accepted = [proposer for record in records for proposer in record.tokens.accepted_proposers]
     return ", ".join(f"{own.name.lower()} {accepted.count(own)}/{offered.count(own)}" for own in sorted(set(offered)))
 
 
@@ -109,12 +110,12 @@ def round_attributes(record: RoundRecord) -> dict[str, AttributeValue]:
     """Returns the attributes of a round's event, and of its span if it has one, without the parts of its time."""
     attributes: dict[str, AttributeValue] = {
         "specdec.round": record.round_index,
-        "specdec.offered": record.offered_count,
-        "specdec.accepted": record.accepted_count,
-        "specdec.next": record.next_kind.name.lower(),
+        "specdec.offered": record.tokens.offered_count,
+        "specdec.accepted": record.tokens.accepted_count,
+        "specdec.next": record.tokens.next_kind.name.lower(),
     }
-    if record.discarded_count:
-        attributes["specdec.discarded"] = record.discarded_count
+    if record.tree.discarded_count:
+        attributes["specdec.discarded"] = record.tree.discarded_count
     if sources := proposed(record):
         attributes["specdec.proposed"] = sources
     if branch := branch_of(record):
@@ -126,7 +127,7 @@ def round_event(record: RoundRecord, parts: Parts) -> SpanEvent:
     """Returns the event of a round. The parts of its time are one attribute in words: six would cost as much to send as
     all the rest."""
     in_words = ", ".join(f"{name} {1000 * part_s:.2f}" for name, part_s in zip(PARTS, parts) if part_s)
-    return SpanEvent("round", record.end_s, {**round_attributes(record), "specdec.parts_ms": in_words})
+    return SpanEvent("round", record.times.end_s, {**round_attributes(record), "specdec.parts_ms": in_words})
 
 
 def link_attributes(stamps: Stamps) -> dict[str, AttributeValue]:
@@ -147,9 +148,9 @@ def hop_attributes(record: RoundRecord, stamps: Stamps) -> dict[str, AttributeVa
     return {
         **link_attributes(stamps),
         "specdec.round": record.round_index,
-        "specdec.offered": record.offered_count,
-        "specdec.round_trip_ms": round(1000 * record.round_trip_s, 4),
-        "specdec.server_ms": round(1000 * (record.round_trip_s - away_s), 4),
+        "specdec.offered": record.tokens.offered_count,
+        "specdec.round_trip_ms": round(1000 * record.times.round_trip_s, 4),
+        "specdec.server_ms": round(1000 * (record.times.round_trip_s - away_s), 4),
         "specdec.network_ms": round(1000 * network_s, 4),
         "specdec.handling_ms": round(1000 * (away_s - network_s), 4),
     }
@@ -158,11 +159,11 @@ def hop_attributes(record: RoundRecord, stamps: Stamps) -> dict[str, AttributeVa
 def wasted_events(record: RoundRecord) -> tuple[SpanEvent, ...]:
     """Returns a round's wasted work as events of its own span."""
     events = []
-    if record.discarded_count:
-        discarded = {"specdec.discarded": record.discarded_count}
-        events.append(SpanEvent("draft tokens discarded", record.end_s, discarded))
+    if record.tree.discarded_count:
+        discarded = {"specdec.discarded": record.tree.discarded_count}
+        events.append(SpanEvent("draft tokens discarded", record.times.end_s, discarded))
     if branch_of(record) == "missed":
-        events.append(SpanEvent("branch missed", record.end_s))
+        events.append(SpanEvent("branch missed", record.times.end_s))
     return tuple(events)
 
 
@@ -188,7 +189,7 @@ class RoundGroup:
         the policy was off for a part."""
         if self.name != ROUND_GROUP or not self.records:
             return self.name
-        if not any(record.offered_count for record in self.records):
+        if not any(record.tokens.offered_count for record in self.records):
             return f"{self.name}, plain"
         return f"{self.name}, {'speculative' if all(record.is_speculating for record in self.records) else 'mixed'}"
 
@@ -212,19 +213,19 @@ class RoundGroup:
     def note_slow_round(self) -> bool:
         """Records an event for the slowest round if it took more than SLOW_FACTOR times the mean of all, with the
         largest part of its time; returns whether it did."""
-        slowest = max(self.records, key=lambda record: record.round_s, default=None)
-        mean_s = sum(record.round_s for record in self.records) / max(1, len(self.records))
-        if slowest is None or slowest.round_s <= SLOW_FACTOR * mean_s:
+        slowest = max(self.records, key=lambda record: record.times.round_s, default=None)
+        mean_s = sum(record.times.round_s for record in self.records) / max(1, len(self.records))
+        if slowest is None or slowest.times.round_s <= SLOW_FACTOR * mean_s:
             return False
         part_s, part = max(zip(parts_of(slowest), PARTS))
         said: dict[str, AttributeValue] = {
             "specdec.round": slowest.round_index,
-            "specdec.round_ms": round(1000 * slowest.round_s, 1),
+            "specdec.round_ms": round(1000 * slowest.times.round_s, 1),
             "specdec.mean_ms": round(1000 * mean_s, 1),
             "specdec.part": part,
             "specdec.part_ms": round(1000 * part_s, 1),
         }
-        self.note(SpanEvent("slow round", slowest.end_s, said))
+        self.note(SpanEvent("slow round", slowest.times.end_s, said))
         return True
 
     def sums(self) -> Iterator[tuple[str, float, float, int]]:
@@ -234,7 +235,7 @@ class RoundGroup:
         steps run beside them, from the same start, and may end after the group: some began in the one before.
         """
         summed = [pair for pair in zip(self.records, self._parts) if not is_round_detailed(pair[0].round_index)]
-        start_s = summed[0][0].start_s if summed else self.start_s
+        start_s = summed[0][0].times.start_s if summed else self.start_s
         if self.drafting_s:
             yield "draft", start_s, start_s + self.drafting_s, len(self.records)
         spent = list(zip(PARTS, map(sum, zip(*(parts for _, parts in summed)))))
@@ -256,13 +257,13 @@ class RoundGroup:
     def attributes(self) -> dict[str, AttributeValue]:
         """Returns the totals over its rounds as attributes."""
         branches = list(map(branch_of, self.records))
-        accepted_count = sum(record.accepted_count for record in self.records)
+        accepted_count = sum(record.tokens.accepted_count for record in self.records)
         attributes: dict[str, AttributeValue] = {
             "specdec.rounds": len(self.records),
-            "specdec.offered": sum(record.offered_count for record in self.records),
+            "specdec.offered": sum(record.tokens.offered_count for record in self.records),
             "specdec.accepted": accepted_count,
             "specdec.tokens": accepted_count + len(self.records),
-            "specdec.discarded": sum(record.discarded_count for record in self.records),
+            "specdec.discarded": sum(record.tree.discarded_count for record in self.records),
             "specdec.branches_hit": branches.count("hit"),
             "specdec.branches_missed": branches.count("missed"),
             "specdec.draft_messages": self.draft_message_count,

@@ -38,7 +38,8 @@ from specdec.coordinator.trace_rounds import (
 )
 from specdec.errors import SpecdecError
 from specdec.protocol.items import NO_TRACE, Commit, DraftItem, Nodes, TargetItem, Trace, Verification
-from specdec.protocol.report import TRACED, Finished, RoundRecord, Started
+from specdec.protocol.records import RoundRecord
+from specdec.protocol.report import TRACED, Finished, Started
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.session import Session
 from specdec.protocol.types import Description
@@ -179,34 +180,34 @@ class RequestTrace(RequestStatistics):
         super().on_round(session, record, link)
         group = self._group
         assert group is not None
-        if record.preemptions:
-            self.note("preempted by the target", times=record.preemptions)
+        if record.step.preemptions:
+            self.note("preempted by the target", times=record.step.preemptions)
         group.add(record)
         if self._round_id:
             assert self._sent_s is not None
-            if record.wait_s:
-                self._record("wait", b"", self._round_id, self._sent_s - record.wait_s, self._sent_s)
-            self._record_verification(self._sent_s + record.round_trip_s, hop_attributes(record, link.stamps))
+            if record.times.wait_s:
+                self._record("wait", b"", self._round_id, self._sent_s - record.times.wait_s, self._sent_s)
+            self._record_verification(self._sent_s + record.times.round_trip_s, hop_attributes(record, link.stamps))
             if self._round_id != group.span_id:
-                links = self._drafting.links(session, record.accepted_count, self.context.trace_id)
+                links = self._drafting.links(session, record.tokens.accepted_count, self.context.trace_id)
                 self._record_round(self._round_id, group, record, links)
         if session.policy.is_speculating != self._was_speculating:
             self._was_speculating = session.policy.is_speculating
             why, from_round = session.policy.prediction.reason, record.round_index + 1
             self.note(POLICY_SWITCHED, speculating=self._was_speculating, why=why, round=from_round)
-        self._sent_s, self._round_began_s = None, record.end_s
+        self._sent_s, self._round_began_s = None, record.times.end_s
         if session.finished:
             self._round_id = b""
         elif begins_group(record.round_index + 1):
             self._begin_group(ROUND_GROUP, record.round_index + 1)
-            self._end_group(group, record.end_s)
+            self._end_group(group, record.times.end_s)
         else:
             self._name_round(group.span_id, record.round_index + 1)
 
     def _record_round(self, span_id: bytes, group: RoundGroup, record: RoundRecord, links: Iterable[SpanLink]) -> None:
         attributes = {**round_attributes(record), **milliseconds(parts_of(record))}
         more = {"attributes": attributes, "events": wasted_events(record), "links": tuple(links)}
-        self._record("round", span_id, group.span_id, record.start_s, record.end_s, **more)
+        self._record("round", span_id, group.span_id, record.times.start_s, record.times.end_s, **more)
 
     def _record_verification(self, end_s: float, attributes: dict[str, AttributeValue], error: str = "") -> None:
         """Records this side's span of the verification of the current round: a detailed one, or one without answer."""

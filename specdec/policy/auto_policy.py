@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from specdec.policy.table import Line, Table, probability
 from specdec.protocol.plan import Plan
 from specdec.protocol.policy import Prediction
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import Proposer
 
 REVIEW_ROUNDS, REVIEW_S = 4, 0.02
@@ -87,36 +87,40 @@ class AutoPolicy:
         return self._plan.within(positions_left)
 
     def on_round(self, record: RoundRecord) -> None:
-        if record.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
+        if record.step.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
             return
         self._table.on_round(record)
         self._exploration_rounds += self._exploration is not None
-        self._explored_tokens += record.kept_count
-        self._explored_s += record.round_s
+        self._explored_tokens += record.tokens.kept_count
+        self._explored_s += record.times.round_s
         if record.plan.draft_length_max:
             self._learn_heads(record)
-            self._local_accepted += LOCAL_GAIN * (record.local_accepted_count - self._local_accepted)
+            self._local_accepted += LOCAL_GAIN * (record.tokens.local_accepted_count - self._local_accepted)
             self._table.local_accepted += LOCAL_TABLE_GAIN * (self._local_accepted - self._table.local_accepted)
         if record.is_refused:  # what its plan brings says nothing of the plan in a session with a draft
             if self._line is not self._table.rest:
                 self._exploration = None
                 self._put_in_force(self._table.rest)
             return
-        if record.plan == self._plan and record.start_s >= self._counts_from_s:
+        if record.plan == self._plan and record.times.start_s >= self._counts_from_s:
             self._counted_rounds += 1
             self._learn_level(record)
             self._learn_waits(record)
             self._table.measure(self._line, record, self._level)
-        if record.end_s < self._table.baseline_ends_s and self._line is not self._table.off and not self._exploration:
-            self._try_plain(self._line, record.end_s)
-        elif record.round_index >= self._review_round and record.end_s >= self._review_s:
+        if (
+            record.times.end_s < self._table.baseline_ends_s
+            and self._line is not self._table.off
+            and not self._exploration
+        ):
+            self._try_plain(self._line, record.times.end_s)
+        elif record.round_index >= self._review_round and record.times.end_s >= self._review_s:
             self._review(record)
 
     def _learn_heads(self, record: RoundRecord) -> None:
         """Heads take their time in every step that asks for them: they are asked while their accepted tokens are worth
         it, and now and then to find out."""
-        if record.had_heads:
-            count = record.accepted_proposers.count(Proposer.HEADS)
+        if record.tokens.had_heads:
+            count = record.tokens.accepted_proposers.count(Proposer.HEADS)
             self._heads_accepted += HEADS_GAIN * (count - self._heads_accepted)
         is_due = record.round_index % HEADS_EVERY == 0
         self.wants_heads = self.is_speculating and (self._heads_accepted >= self._heads_min or is_due)
@@ -124,9 +128,9 @@ class AutoPolicy:
     def _learn_level(self, record: RoundRecord) -> None:
         """Updates the session's level, by the draft model's tokens up to the first rejection. Where none was tested: by
         whether it had the committed one, else a draft that is always wrong would keep the level of its first rounds."""
-        tested, accepted = record.model_tested_count, record.model_accepted_count
-        if not tested and record.plan.window and record.was_looked_up:
-            tested, accepted = 1, int(record.was_found)
+        tested, accepted = record.tokens.model_tested_count, record.tokens.model_accepted_count
+        if not tested and record.plan.window and record.tree.was_looked_up:
+            tested, accepted = 1, int(record.tree.was_found)
         if not tested:
             return
         expected = probability(self._level)
@@ -147,7 +151,7 @@ class AutoPolicy:
         usual_s = self._line.wait_s
         if not self._plan.wait_length or not usual_s:
             return
-        self._waited_s = WAITS_KEPT * self._waited_s + record.wait_s
+        self._waited_s = WAITS_KEPT * self._waited_s + record.times.wait_s
         self._usual_wait_s = WAITS_KEPT * self._usual_wait_s + usual_s
         mean_s = WAITS_ROUNDS * usual_s
         self._wait_factor = (mean_s + self._waited_s) / (mean_s + self._usual_wait_s)
@@ -193,7 +197,7 @@ class AutoPolicy:
 
     def _review(self, record: RoundRecord) -> None:
         """Keeps or changes the plan by the table's estimates."""
-        now_s, table, current = record.end_s, self._table, self._line
+        now_s, table, current = record.times.end_s, self._table, self._line
         elapsed_s = now_s - self._review_s if self._review_s else 0.0
         self._review_s, self._review_round = now_s + REVIEW_S, record.round_index + REVIEW_ROUNDS
         table.refresh(now_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from specdec.policy.catalogue import expected_accepted
 from specdec.policy.steps import Fading, StepCurve
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 REVIEW_ROUNDS = 4
 SHRINK_GAIN = 1.1  # least ratio of worths for a plan shorter than asked: the estimates are rough
@@ -26,8 +26,8 @@ class Acceptance:
 
     def add(self, record: RoundRecord) -> None:
         """Adds one round: the tokens up to the first rejection were tested."""
-        self._accepted = self._kept * self._accepted + record.accepted_count
-        self._tested = self._kept * self._tested + record.tested_count
+        self._accepted = self._kept * self._accepted + record.tokens.accepted_count
+        self._tested = self._kept * self._tested + record.tokens.tested_count
 
     @property
     def share(self) -> float:
@@ -56,18 +56,18 @@ class DraftLimit:
 
     def on_round(self, record: RoundRecord) -> None:
         """Takes one round of the session; may change `length`."""
-        if record.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
+        if record.step.step_count > 1 or not record.round_index:  # it read a prompt or a preempted session
             return
-        self._load.steps.add(record.step_rows, record.step_s)
-        if self._load.fading.is_due(record.end_s):
+        self._load.steps.add(record.step.rows, record.step.step_s)
+        if self._load.fading.is_due(record.times.end_s):
             self._load.steps.fade()
         for acceptance in (self._acceptance, self._load.acceptance):
             acceptance.add(record)
-        self.sessions += WEIGHT * (max(1, record.step_sessions, record.active_sessions) - self.sessions)
-        beside_s = max(0.0, record.round_s - record.queue_s - record.step_s)
+        self.sessions += WEIGHT * (max(1, record.step.sessions, record.step.active_sessions) - self.sessions)
+        beside_s = max(0.0, record.times.round_s - record.step.queue_s - record.step.step_s)
         self._beside_s += (WEIGHT if self._beside_s else 1.0) * (beside_s - self._beside_s)
         if record.plan.draft_length_max == self._asked:
-            self._reach += WEIGHT * (record.offered_count - self._reach)
+            self._reach += WEIGHT * (record.tokens.offered_count - self._reach)
         if record.round_index % REVIEW_ROUNDS == 0:
             self.length = self._best()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from specdec.policy.draft_limit import DraftLimit
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Prediction
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT
 
 WAIT_S = 0.05  # default, also of the service: enough for the tokens of a slow draft over a slow link

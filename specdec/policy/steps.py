@@ -16,7 +16,7 @@ import bisect
 import math
 from dataclasses import dataclass, field
 
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 ROW_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a bucket ends at each
 SAMPLE_WEIGHT = 0.05  # of the newest sample in a running mean: about the last 20 count
@@ -181,17 +181,17 @@ class Steps:
 
     def on_step(self, record: RoundRecord) -> None:
         """Takes one round's step; the caller leaves out steps that read a prompt."""
-        weight = max(SESSIONS_WEIGHT, 0.2 / max(1, record.active_sessions))
-        self.sessions += weight * (max(1, record.step_sessions) - self.sessions)
-        self.active += weight * (max(1, record.step_sessions, record.active_sessions) - self.active)
+        weight = max(SESSIONS_WEIGHT, 0.2 / max(1, record.step.active_sessions))
+        self.sessions += weight * (max(1, record.step.sessions) - self.sessions)
+        self.active += weight * (max(1, record.step.sessions, record.step.active_sessions) - self.active)
         waits = record.plan.wait_length > 0
         self._waiting += weight * (waits - self._waiting)
         if abs(self._waiting - waits) < ALIKE:
             self._turns[waits] += weight * (self.active / self.sessions - self._turns[waits])
             self._turns_measured.add(waits)
         if record.plan.window:
-            self._drafted_s = record.end_s
-        is_drafting = self._drafted_s > record.start_s
+            self._drafted_s = record.times.end_s
+        is_drafting = self._drafted_s > record.times.start_s
         self._have_drafted |= is_drafting
         if is_drafting != self._is_drafting:
             self._is_drafting, self._steps_since_change = is_drafting, 0
@@ -199,8 +199,8 @@ class Steps:
         self._return_to_old(record)
         times = self._times
         speed = times.speed(is_drafting)
-        mean_s = self._expected_s(record, record.step_s / speed)
-        ratio = record.step_s / (speed * mean_s)
+        mean_s = self._expected_s(record, record.step.step_s / speed)
+        ratio = record.step.step_s / (speed * mean_s)
         if self._is_far(record, ratio):
             return
         ratio = min(max(ratio, RATIO_MIN), RATIO_MAX)
@@ -211,32 +211,32 @@ class Steps:
             gain = max(CONTENTION_WEIGHT, 1 / (1 + self._contention_steps)) / self.sessions
             self._learn_contention(1 + gain * (ratio - 1))
         else:
-            times.level *= 1 + min(0.2, record.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
+            times.level *= 1 + min(0.2, record.step.step_s / (LEVEL_S * self.sessions)) * (ratio - 1)
 
     def _is_far(self, record: RoundRecord, ratio: float) -> bool:
         """Takes a step and its ratio to the expected time; returns whether it took far longer. One alone is a pause;
         after several a new curve begins with them."""
-        step = 1 / max(1, record.step_sessions)
+        step = 1 / max(1, record.step.sessions)
         if ratio <= FAR_FACTOR:
             self._far_steps = max(0.0, self._far_steps - FAR_BACK * step)
             return False
         if not self._far_steps:
             self._far = []
-        self._far.append((record.step_rows, record.step_s))
+        self._far.append((record.step.rows, record.step.step_s))
         self._far_steps += step if ratio < FARTHEST else FAR_STEPS * step
         if self._far_steps >= FAR_STEPS:
             self._before, self._times = self._before or self._times, StepTimes()
             self._times.shape.prime(tuple(self._far))
             self._far_steps = self._back_steps = 0.0
-            self.jump_s = record.end_s
+            self.jump_s = record.times.end_s
         return True
 
     def _return_to_old(self, record: RoundRecord) -> None:
         """Ends the curve of a jump after several steps that are not far from the one before it."""
         if self._before is None:
             return
-        is_far = record.step_s > FAR_FACTOR * self._before.seconds(record.step_rows, self._is_drafting)
-        self._back_steps = 0.0 if is_far else self._back_steps + 1 / max(1, record.step_sessions)
+        is_far = record.step.step_s > FAR_FACTOR * self._before.seconds(record.step.rows, self._is_drafting)
+        self._back_steps = 0.0 if is_far else self._back_steps + 1 / max(1, record.step.sessions)
         if self._back_steps >= FAR_STEPS:
             self._times, self._before = self._before, None
 
@@ -244,11 +244,11 @@ class Steps:
         """Learns from a step of `seconds` at the usual speed; returns the seconds of steps of its rows and paths. Of
         the other sessions in the step nothing is known but their rows: they count as having as many paths. A slowdown
         that all steps share says nothing of paths: the share follows errors that come with more or fewer of them."""
-        sessions, further = max(1, record.step_sessions), max(0, record.path_count - 1)
+        sessions, further = max(1, record.step.sessions), max(0, record.tokens.path_count - 1)
         shape = self._times.shape
-        flat_s, unit_s = shape.seconds(record.step_rows), shape.seconds(1)
+        flat_s, unit_s = shape.seconds(record.step.rows), shape.seconds(1)
         if not further or flat_s is None or unit_s is None:
-            expected_s = shape.add(record.step_rows, seconds)
+            expected_s = shape.add(record.step.rows, seconds)
             unit_s = shape.seconds(1) or seconds
             self._path_share += PATH_BACK / sessions * (PATH_SHARE_GUESS - self._path_share)
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from specdec.policy.catalogue import DraftTimes, catalogue, expected_accepted, prior_of
 from specdec.policy.steps import Steps
 from specdec.protocol.plan import Plan
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 ROUNDS_KEPT, IDLE_KEPT_S = 400.0, 20.0  # decay: rounds of a running plan, seconds of another
 PROMISE_KEPT_S = 60.0  # the same of what the formulas promised: it is of the draft, whichever plan runs
@@ -113,21 +113,21 @@ class Line:
 
     def add(self, record: RoundRecord, level: float, network_s: float) -> None:
         """Adds one round of a session at an acceptance level."""
-        self.age(record.start_s)
+        self.age(record.times.start_s)
         self.keep((1 - 1 / ROUNDS_KEPT) * self.alike(network_s))
-        self.updated_s = max(self.updated_s, record.end_s)
+        self.updated_s = max(self.updated_s, record.times.end_s)
         self.rounds += 1
         self.network_s += (network_s - self.network_s) / self.rounds
         remainder_s = min(beside_step_s(record), REMAINDER_FACTOR * self.beside_s + REMAINDER_SLACK_S)
         self.remainder_s += remainder_s
-        self.waited_s += min(record.wait_s, remainder_s)
-        self.paths += max(0, record.path_count - 1)
+        self.waited_s += min(record.times.wait_s, remainder_s)
+        self.paths += max(0, record.tokens.path_count - 1)
         self.promised += self.formula_gain * expected_accepted(probability(level), self.length)
-        self.model_accepted += record.model_accepted_count
-        if record.offered_count:
+        self.model_accepted += record.tokens.model_accepted_count
+        if record.tokens.offered_count:
             self.arrivals += 1
-            self.offered += record.offered_count
-            self.accepted += record.accepted_count
+            self.offered += record.tokens.offered_count
+            self.accepted += record.tokens.accepted_count
             self.level += (level - self.level) / self.arrivals
 
     def worth(self, level: float, wait_factor: float = 1.0) -> float:
@@ -144,7 +144,7 @@ class Line:
 
 def beside_step_s(record: RoundRecord) -> float:
     """Seconds of a round beside the target's step and the queue for it."""
-    return max(0.0, record.round_s - record.queue_s - record.step_s)
+    return max(0.0, record.times.round_s - record.step.queue_s - record.step.step_s)
 
 
 class Table:
@@ -191,14 +191,14 @@ class Table:
         """Takes a round of any session: measures its step, and adds a share of its time to the exploration credit."""
         self._steps.on_step(record)
         if record.plan.window or not self.round_count:
-            self.drafted_s = record.end_s
+            self.drafted_s = record.times.end_s
         self.round_count += 1
-        self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.round_s, CREDIT_MAX_S)
+        self.credit_s = min(self.credit_s + EXPLORATION_SHARE * record.times.round_s, CREDIT_MAX_S)
         if self._steps.jump_s > self._jump_s:
             self._jump_s, self._refreshed_s = self._steps.jump_s, -math.inf
-            self.refresh(record.end_s)
-            probe_s = min(JUMP_PROBE_ROUNDS * record.step_s, JUMP_PROBE_MOST_S)
-            self.baseline_ends_s = self.exploration_ends_s = record.end_s + probe_s
+            self.refresh(record.times.end_s)
+            probe_s = min(JUMP_PROBE_ROUNDS * record.step.step_s, JUMP_PROBE_MOST_S)
+            self.baseline_ends_s = self.exploration_ends_s = record.times.end_s + probe_s
 
     def charge(self, lost_s: float) -> float:
         """Takes the loss of an exploration from the credit, as far as it may fall, and returns what it took; a loss
@@ -210,11 +210,11 @@ class Table:
     def measure(self, line: Line, record: RoundRecord, level: float) -> None:
         """Adds a round that counts for its plan."""
         line.add(record, level, self._draft.network_s if line.plan.window else 0.0)
-        if line is self.off or (line is self.rest and not record.offered_count):
+        if line is self.off or (line is self.rest and not record.tokens.offered_count):
             overhead_s = min(beside_step_s(record), REMAINDER_FACTOR * self._overhead_s)
             self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
-        if record.wait_s < record.plan.wait_s and (record.wait_s or record.model_offered_count):
-            self._draft.on_wait(line.plan, self._steps.active, record.wait_s)
+        if record.times.wait_s < record.plan.wait_s and (record.times.wait_s or record.tokens.model_offered_count):
+            self._draft.on_wait(line.plan, self._steps.active, record.times.wait_s)
 
     def refresh(self, now_s: float = -math.inf) -> None:
         """Updates the estimates of all plans, after REFRESH_S or a change of the draft."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.protocol.plan import Plan
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from specdec.protocol.items import UINT32_MAX, Nodes
-from specdec.protocol.plan import Plan
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import FinishReason, PositionLogprobs, Proposer, Rule, TokenKind
 
 SUMMED_TIMES_PER_S = 2**20
@@ -71,110 +71,6 @@ class Delta(NamedTuple):
             parts = self.logprobs[own], self.proposers[own]
             yield Delta(first, self.token_ids[own], self.kinds[own], text, lengths, *parts)
             text_start = text_end
-
-
-class RoundRecord(NamedTuple):
-    """A round from the verdict before it (the start, for round 0) to its own. Times in seconds by the monotonic clock.
-
-    `plan`: in force when the verification was sent. `kept_count`: tokens kept, fewer than accepted + 1 only if the text
-    ended. `was_looked_up`: the tree had children at the next token's position; `was_found`: the next token was one of
-    these. `in_hand_count`: draft tokens in hand for the next round at once; `discarded_count`: tokens in hand on the
-    proposal path that the commit left. `wait_s`: wait for draft tokens; `round_trip_s`: from sending the verification
-    to its answer; `server_s`: at the target, 0 if unknown; `queue_s`, `forward_s`, `sampling_s` of the target's step;
-    `step_rows` and `step_sessions` of all sessions in it, of `active_sessions` with work; `step_count` above 1: the
-    target read a prompt or a reopened session. `cached_prompt_tokens`: in the first round only; `preemptions`: since
-    the round before. `is_speculating`: the policy drafts, though the plan may have had no positions left for it.
-    `proposers`: of each draft token, the surest one; `accepted_proposers`: of the accepted ones.
-    `local_accepted_count`: of the accepted tokens, from the first on, those that a proposer of the coordinator had
-    guessed. `path_count`: paths of the draft tokens. `had_heads`: proposals of heads were in hand for the round.
-    `is_refused`: the draft is connected and does not draft for this session.
-    """
-
-    round_index: int
-    plan: Plan
-    offered_count: int
-    accepted_count: int
-    kept_count: int
-    next_kind: TokenKind
-    was_looked_up: bool
-    was_found: bool
-    in_hand_count: int
-    discarded_count: int
-    start_s: float
-    end_s: float
-    wait_s: float
-    round_trip_s: float
-    queue_s: float
-    forward_s: float
-    sampling_s: float
-    step_rows: int = 1
-    step_sessions: int = 1
-    active_sessions: int = 1
-    step_count: int = 1
-    cached_prompt_tokens: int = 0
-    preemptions: int = 0
-    server_s: float = 0.0
-    is_speculating: bool = True
-    proposers: tuple[Proposer, ...] = ()
-    accepted_proposers: tuple[Proposer, ...] = ()
-    local_accepted_count: int = 0
-    path_count: int = 0
-    had_heads: bool = False
-    is_refused: bool = False
-
-    @property
-    def tested_count(self) -> int:
-        """Places of the walked path at which draft tokens were tested: the accepted ones, and a rejection."""
-        if self.path_count <= 1:
-            return min(self.offered_count, self.accepted_count + 1)
-        return self.accepted_count + (self.next_kind is TokenKind.RECOVERED)
-
-    @property
-    def model_offered_count(self) -> int:
-        """Draft tokens of the draft model."""
-        return self.proposers.count(Proposer.DRAFT) if self.proposers else self.offered_count
-
-    @property
-    def model_accepted_count(self) -> int:
-        """Accepted draft tokens of the draft model."""
-        return self.accepted_proposers.count(Proposer.DRAFT) if self.proposers else self.accepted_count
-
-    @property
-    def model_tested_count(self) -> int:
-        """Places of the walked path at which tokens of the draft model were tested: the accepted ones, and a rejection
-        if it had more."""
-        accepted = self.model_accepted_count
-        return accepted + (self.tested_count > self.accepted_count and self.model_offered_count > accepted)
-
-    @property
-    def round_s(self) -> float:
-        """Seconds from verdict to verdict."""
-        return self.end_s - self.start_s
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the target's step: forward pass and sampler."""
-        return self.forward_s + self.sampling_s
-
-    @property
-    def server_share_s(self) -> float:
-        """Seconds at the target, from the arrival of the verification to its answer; never more than the round trip."""
-        return min(self.round_trip_s, self.server_s or self.queue_s + self.step_s)
-
-    @property
-    def server_wait_s(self) -> float:
-        """Seconds at the target outside its steps."""
-        return max(0.0, self.server_share_s - self.step_s)
-
-    @property
-    def is_hit(self) -> bool:
-        """Whether the next token was in the tree and the next round starts with draft tokens below it."""
-        return self.was_found and self.in_hand_count > 0
-
-    @property
-    def is_branch_hit(self) -> bool:
-        """Whether that next token is a recovered token: a branch child was right."""
-        return self.is_hit and self.next_kind is TokenKind.RECOVERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,43 +200,43 @@ class Statistics:
     def on_round(self, record: RoundRecord) -> None:
         """Counts one round."""
         self.rounds += 1
-        self.output_tokens += record.kept_count
-        self.step_sessions += record.step_sessions
-        self.active_sessions += record.active_sessions
+        self.output_tokens += record.tokens.kept_count
+        self.step_sessions += record.step.sessions
+        self.active_sessions += record.step.active_sessions
         # What the target says, in fields of 32 bits: its sums end there.
-        self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + record.cached_prompt_tokens)
-        self.preemptions = min(UINT32_MAX, self.preemptions + record.preemptions)
-        self.draft_wait_s += summable_s(record.wait_s)
+        self.cached_prompt_tokens = min(UINT32_MAX, self.cached_prompt_tokens + record.step.cached_prompt_tokens)
+        self.preemptions = min(UINT32_MAX, self.preemptions + record.step.preemptions)
+        self.draft_wait_s += summable_s(record.times.wait_s)
         self.target_queue_s += summable_s(record.server_wait_s)
-        self.target_forward_s += summable_s(record.forward_s)
-        self.target_sampling_s += summable_s(record.sampling_s)
-        self.target_link_s += summable_s(record.round_trip_s - record.server_share_s)
+        self.target_forward_s += summable_s(record.step.forward_s)
+        self.target_sampling_s += summable_s(record.step.sampling_s)
+        self.target_link_s += summable_s(record.times.round_trip_s - record.server_share_s)
         if self.rounds == 1:
-            self.began_s = record.start_s
-            self.time_to_first_token_s = record.round_s
-        self.total_s = record.end_s - self.began_s
+            self.began_s = record.times.start_s
+            self.time_to_first_token_s = record.times.round_s
+        self.total_s = record.times.end_s - self.began_s
         self.num_rounds_off += not record.is_speculating
-        if record.was_looked_up and record.next_kind is TokenKind.RECOVERED:
+        if record.tree.was_looked_up and record.tokens.next_kind is TokenKind.RECOVERED:
             self.num_recovered_lookups += 1
             self.num_recovered_hits += record.is_hit
-        elif record.was_looked_up:
+        elif record.tree.was_looked_up:
             self.num_bonus_lookups += 1
             self.num_bonus_hits += record.is_hit
         if self.follows_branch_hit:
-            self.num_branch_tokens_accepted += record.accepted_count
+            self.num_branch_tokens_accepted += record.tokens.accepted_count
         self.follows_branch_hit = record.is_branch_hit
-        if record.offered_count:
+        if record.tokens.offered_count:
             self.num_spec_steps += 1
-            self.num_paths += record.path_count
+            self.num_paths += record.tokens.path_count
             self._count_proposers(record)
-            self.num_draft_tokens += record.offered_count
-            self.num_accepted_draft_tokens += record.accepted_count
-            missing = record.accepted_count + 1 - len(self.acceptance_histogram)
+            self.num_draft_tokens += record.tokens.offered_count
+            self.num_accepted_draft_tokens += record.tokens.accepted_count
+            missing = record.tokens.accepted_count + 1 - len(self.acceptance_histogram)
             self.acceptance_histogram.extend([0] * missing)
-            self.acceptance_histogram[record.accepted_count] += 1
+            self.acceptance_histogram[record.tokens.accepted_count] += 1
 
     def _count_proposers(self, record: RoundRecord) -> None:
-        for index, proposers in enumerate((record.proposers, record.accepted_proposers)):
+        for index, proposers in enumerate((record.tokens.proposers, record.tokens.accepted_proposers)):
             for proposer in {*proposers}:
                 name = PROPOSER_FIELDS[proposer][index]
                 setattr(self, name, getattr(self, name) + proposers.count(proposer))

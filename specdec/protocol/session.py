@@ -31,7 +31,7 @@ from specdec.protocol.offer import NOTHING, Limits, Offer, make_offer
 from specdec.protocol.plan import Plan
 from specdec.protocol.policy import Policy
 from specdec.protocol.proposers import LocalProposer, Run, head_runs
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import NO_TIMES, RoundRecord, RoundTimes, RoundTokens, TargetStep, TreeUse
 from specdec.protocol.shape import check_shape, children
 from specdec.protocol.states import DRAFT_MOVES, PHASE_MOVES, DraftEvent, DraftState, Phase, PhaseEvent
 from specdec.protocol.tree import DraftTree
@@ -196,11 +196,11 @@ class Session:
         answer: VerificationResult,
         kept_count: int,
         ends: bool,
-        times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
+        times: RoundTimes = NO_TIMES,
     ) -> tuple[RoundRecord, list[Action]]:
         """Commits the first `kept_count` tokens of the round (all unless the text `ends`) and begins the next one.
 
-        `times`: start_s, end_s, wait_s and round_trip_s of the record, from the owner's clock. The next round's plan is
+        `times`: of the record, from the owner's clock. The next round's plan is
         fixed here, by a policy that knows the rounds before this one: the owner gives it this record once the actions
         are carried out.
         """
@@ -218,15 +218,26 @@ class Session:
         heads = answer.output.head_proposals
         self._head_runs = head_runs(heads, self.vocabulary_size)
         self.asks_heads = self.asks_heads and not (flying.wants_heads and heads is None)
-        counts = (len(flying.draft_token_ids), verdict.accepted_count, kept_count, verdict.next_kind)
-        found = (was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path))
-        step = (answer.queue_us / 1e6, answer.forward_us / 1e6, answer.sampling_us / 1e6, answer.step_rows)
-        sessions = (answer.step_sessions, answer.active_sessions, answer.step_count)
-        cache = (answer.cached_prompt_tokens, answer.preemptions, answer.server_us / 1e6)
-        proposed = (offer.proposers, tuple(map(offer.proposers.__getitem__, accepted)), offer.local_count(accepted))
-        sources = (*proposed, offer.path_count, had_heads, self.draft_state is DraftState.PAUSED)
-        parts = (*counts, *found, *times, *step, *sessions, *cache, is_speculating, *sources)
-        record = RoundRecord(flying.round_index, plan, *parts)
+        record = RoundRecord(
+            flying.round_index,
+            plan,
+            RoundTokens(
+                len(flying.draft_token_ids),
+                verdict.accepted_count,
+                kept_count,
+                verdict.next_kind,
+                offer.proposers,
+                tuple(map(offer.proposers.__getitem__, accepted)),
+                offer.local_count(accepted),
+                offer.path_count,
+                had_heads,
+            ),
+            TreeUse(was_looked_up, was_found, in_hand_count, sum(not node.alive for node in path)),
+            times,
+            TargetStep.of(answer),
+            is_speculating,
+            self.draft_state is DraftState.PAUSED,
+        )
         return record, self.end() if ends else self._commit_to_draft() + self._verify_when_ready()
 
     def _learn(self, offer: Offer, accepted: tuple[int, ...]) -> None:

@@ -8,9 +8,9 @@ from specdec.config import CoordinatorSettings
 from specdec.coordinator.speculation import REJECTION_EVERY, RULE_ROUNDS, Speculation
 from specdec.errors import InvalidRequest
 from specdec.policy.auto_policy import AutoPolicy
-from specdec.protocol.report import RoundRecord
 from specdec.protocol.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculativePolicy
-from specdec.protocol.types import Proposer, Rule, TokenKind
+from specdec.protocol.types import Proposer, Rule
+from tests.support.records import round_record
 
 SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
 OPEN = GenerationRequest(token_ids=(1,))
@@ -23,8 +23,9 @@ def run_rounds(speculation: Speculation, rule: Rule, round_s: float) -> None:
     for index in range(round(3 * RULE_ROUNDS)):
         plan = policy.plan(1000)
         count, start_s = plan.draft_length_max, index * round_s
-        counts = count, count, count + 1, TokenKind.BONUS, True, True, 0, 0
-        policy.on_round(RoundRecord(index, plan, *counts, start_s, start_s + round_s, 0.0, round_s, 0.0, round_s, 0.0))
+        tokens = {"offered_count": count, "accepted_count": count, "kept_count": count + 1}
+        times = {"start_s": start_s, "end_s": start_s + round_s, "round_trip_s": round_s, "forward_s": round_s}
+        policy.on_round(round_record(index, plan, was_looked_up=True, was_found=True, **tokens, **times))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from specdec.coordinator.trace_rounds import (
     round_group_of,
 )
 from specdec.draft_service.drafter import DETAILED_STEP_COUNT_MAX
-from specdec.protocol.plan import OFF_PLAN
-from specdec.protocol.report import RoundRecord
-from specdec.protocol.types import TokenKind
+from specdec.protocol.records import RoundRecord
+from tests.support.records import round_record
 
 ROUND_SPANS = 7  # round, wait, verify on both sides, queue, forward, sampling
 PREFILL_SPANS = 7  # prefill, verify on both sides, queue, chunks, forward, sampling
@@ -65,17 +64,8 @@ def test_groups_follow_each_other():
 
 def record(index: int, start_s: float, round_s: float) -> RoundRecord:
     """A round of which every part is a known share."""
-    return RoundRecord(
-        round_index=index,
-        plan=OFF_PLAN,
-        offered_count=0,
-        accepted_count=0,
-        kept_count=1,
-        next_kind=TokenKind.BONUS,
-        was_looked_up=False,
-        was_found=False,
-        in_hand_count=0,
-        discarded_count=0,
+    return round_record(
+        index,
         start_s=start_s,
         end_s=start_s + round_s,
         wait_s=0.2 * round_s,
@@ -95,7 +85,7 @@ def test_the_sums_fill_a_group_from_its_detailed_round_to_its_end():
         group = RoundGroup(ROUND_GROUP, 1.0, drafting_s=10.0)
         for place in range(GROUP_ROUND_COUNT):
             group.add(record(begin + place, 1.0 + place * 0.5, 0.5))
-        end_s = group.records[-1].end_s
+        end_s = group.records[-1].times.end_s
         skipped = int(is_round_detailed(begin))
         sums = list(group.sums())
         assert sums[0][:3] == ("draft", 1.0 + 0.5 * skipped, 11.0 + 0.5 * skipped)

@@ -15,10 +15,8 @@ import pytest
 
 from specdec.coordinator.statistics import CoordinatorMetrics, RequestStatistics
 from specdec.protocol.items import NO_TRACE
-from specdec.protocol.plan import OFF_PLAN
-from specdec.protocol.report import RoundRecord
-from specdec.protocol.types import TokenKind
 from tests.support.pages import Page, Watched, free_address, read_page, read_text, watched
+from tests.support.records import changed, round_record
 from tests.support.services import MODELS, Outcome, fixed
 from tests.support.waiting import until
 
@@ -234,17 +232,14 @@ def test_sums_are_equal_in_any_order():
     """Claim: when a generation ends, the sums over all generations keep their bits, whichever of them ends first.
     Conclusive: all orders of three generations whose times have different sums in different orders as they are."""
     times_s = (0.1, 0.2, 0.3)
-    counts = (0, 0, 1, TokenKind.BONUS, False, False, 0, 0)
-    a_round = RoundRecord(
-        0, OFF_PLAN, *counts, start_s=0, end_s=1, wait_s=0, round_trip_s=0, queue_s=0, forward_s=0, sampling_s=0
-    )
+    a_round = round_record(0, end_s=1)
     assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
     for order in permutations(range(3)):
         metrics = CoordinatorMetrics()
         requests = [RequestStatistics(metrics, NO_TRACE, str(index)) for index in range(3)]
         for request, time_s in zip(requests, times_s, strict=True):
             metrics.enter(request)
-            request.statistics.on_round(a_round._replace(wait_s=time_s, forward_s=time_s, round_trip_s=3 * time_s))
+            request.statistics.on_round(changed(a_round, wait_s=time_s, forward_s=time_s, round_trip_s=3 * time_s))
         before = metrics.totals()
         assert before.draft_wait_s == pytest.approx(0.6, abs=3e-6)
         for index in order:

@@ -17,6 +17,7 @@ from specdec.policy.auto_policy import EXPLORATION_MOST_S, AutoPolicy
 from specdec.policy.table import JUMP_PROBE_MOST_S, Table
 from specdec.protocol.plan import OFF_PLAN, Plan
 from tests.policy.test_policy import SPARE_TOKENS, record_of
+from tests.support.records import changed
 
 ON_ITS_CORES = "on its cores"
 BEST = {  # of the world's plans, by `python -m bench.policy_bursts`
@@ -121,16 +122,16 @@ def test_one_step_that_hung_stops_the_drafting_of_all_for_seconds_only() -> None
     policy, _ = begun()
     index, plans = 60, []
     record = record_of(index, policy.plan(SPARE_TOKENS), 4, 3, step_s=60.0)
-    now_s = record.end_s
+    now_s = record.times.end_s
     policy.on_round(record)
-    while now_s < record.end_s + JUMP_PROBE_MOST_S + 1:
+    while now_s < record.times.end_s + JUMP_PROBE_MOST_S + 1:
         index += 1
         plan = policy.plan(SPARE_TOKENS)
         plans.append(plan)
         offered = min(4, plan.draft_length_max)
         own = record_of(index, plan, offered, min(3, offered))
-        policy.on_round(own._replace(start_s=now_s, end_s=now_s + own.round_s))
-        now_s += own.round_s
+        policy.on_round(changed(own, start_s=now_s, end_s=now_s + own.times.round_s))
+        now_s += own.times.round_s
     assert OFF_PLAN in plans and plans[-1].window
 
 

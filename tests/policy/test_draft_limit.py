@@ -10,7 +10,8 @@ from specdec.policy.draft_limit import DraftLimit, Load
 from specdec.policy.fixed_policy import FixedPolicy
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
+from tests.support.records import changed
 
 FROM_S, TO_S = 1.0, 6.0
 WIDE = Plan(16, 32, 8)
@@ -84,7 +85,7 @@ def test_when_the_others_are_gone_it_is_as_asked_again() -> None:
     policy = next(own for own in service.policies if own.plan(100) != WIDE)
     record = service.records[-1]
     for index in range(1, 25):
-        policy.on_round(record._replace(round_index=index, step_sessions=1, active_sessions=1, step_rows=1))
+        policy.on_round(changed(record, round_index=index, sessions=1, active_sessions=1, rows=1))
     assert policy.plan(100) == WIDE and policy.is_speculating
     assert policy.prediction.reason == "fixed: 16 tokens"
 
@@ -99,15 +100,15 @@ def test_slow_steps_of_others_are_forgotten_within_a_minute() -> None:
     load.steps.prime(tuple((rows, steps_of(FLAT)(rows)) for rows in (1, 2, 4, 8, 16)))
     policy = FixedPolicy(16, 32, 8, 0.0, DraftLimit(load, 16, 2))
     run(many(2, 0.9, (0.0, 0.0), slope=FLAT), service := Fixed(FLAT, streams=2))
-    record = service.records[-1]._replace(
-        offered_count=16, accepted_count=3, path_count=1, step_sessions=2, active_sessions=2
+    record = changed(
+        service.records[-1], offered_count=16, accepted_count=3, path_count=1, sessions=2, active_sessions=2
     )
     for rows in (8, 16, 32) * 100:
         load.steps.add(rows, 2.0)
     lengths = []
     for index in range(1, 60 * 50):
         now_s, plan = index / 50, policy.plan(100)
-        own = record._replace(round_index=index, plan=plan, step_rows=2, forward_s=TARGET_S)
-        policy.on_round(own._replace(start_s=now_s - 0.02, end_s=now_s))
+        own = changed(record, round_index=index, plan=plan, rows=2, forward_s=TARGET_S)
+        policy.on_round(changed(own, start_s=now_s - 0.02, end_s=now_s))
         lengths.append(policy.plan(100).draft_length_max)
     assert lengths[50] <= 1 and lengths[-1] == 16

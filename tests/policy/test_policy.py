@@ -17,10 +17,11 @@ from specdec.policy.table import Table, probability
 from specdec.protocol.offer import make_offer
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Policy
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.request import GenerationRequest
 from specdec.protocol.types import DRAFT_LENGTH_LIMIT, Description, Proposer, Rule, TokenKind
 from tests.protocol.test_offer import WIDE, Certain, grown, paths_of
+from tests.support.records import changed, round_record
 
 SPARE_TOKENS = 100_000
 SETTINGS = CoordinatorSettings(target="localhost:1", draft="localhost:2", tokenizer="none", speculation_policy="auto")
@@ -46,25 +47,21 @@ def record_of(
     """Round `index` of one session, one target step and a wait after the one before."""
     round_s = step_s + wait_s + 0.001
     start_s = 100 + index * round_s
-    return RoundRecord(
+    return round_record(
         index,
         plan,
-        offered,
-        accepted,
-        accepted + 1,
-        TokenKind.BONUS if found else TokenKind.RECOVERED,
-        found,
-        found,
-        0,
-        0,
-        start_s,
-        start_s + round_s,
-        wait_s,
-        round_s - wait_s,
-        0.0,
-        step_s,
-        0.0,
-        offered + 1,
+        offered_count=offered,
+        accepted_count=accepted,
+        kept_count=accepted + 1,
+        next_kind=TokenKind.BONUS if found else TokenKind.RECOVERED,
+        was_looked_up=found,
+        was_found=found,
+        start_s=start_s,
+        end_s=start_s + round_s,
+        wait_s=wait_s,
+        round_trip_s=round_s - wait_s,
+        forward_s=step_s,
+        rows=offered + 1,
     )
 
 
@@ -105,7 +102,7 @@ def test_heads_are_asked_while_their_tokens_are_accepted() -> None:
 
     def told(index: int, had_heads: bool, proposers: tuple[Proposer, ...] = (Proposer.DRAFT,) * 3) -> bool:
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
-        policy.on_round(record._replace(had_heads=had_heads, accepted_proposers=proposers))
+        policy.on_round(changed(record, had_heads=had_heads, accepted_proposers=proposers))
         return policy.wants_heads
 
     asked = [told(index, had_heads=True) for index in range(1, 129)]
@@ -136,7 +133,7 @@ def test_heads_are_asked_while_their_tokens_are_worth_their_time(
     for index in range(1, 128):
         proposers = (Proposer.HEADS,) * accepted * (index % 2)
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
-        policy.on_round(record._replace(had_heads=True, accepted_proposers=proposers))
+        policy.on_round(changed(record, had_heads=True, accepted_proposers=proposers))
         asked.append(policy.wants_heads)
     assert set(asked[64:]) == {is_asked}
 
@@ -153,7 +150,7 @@ def test_the_time_of_heads_goes_by_sessions_not_rows() -> None:
     policy = speculation.policy(GenerationRequest(token_ids=(1,)), Rule.GREEDY)
     for index in range(1, 128):
         record = record_of(index, policy.plan(SPARE_TOKENS), 3, 3)
-        policy.on_round(record._replace(had_heads=True, accepted_proposers=(Proposer.HEADS,) * (index % 2)))
+        policy.on_round(changed(record, had_heads=True, accepted_proposers=(Proposer.HEADS,) * (index % 2)))
         assert policy.wants_heads or index < 64
 
 
@@ -263,8 +260,8 @@ def test_a_draft_whose_tokens_are_never_offered_is_seldom_tried(local_every: int
         own_s = TARGET_S * (1.06 if is_drafting else 1.0)
         record = record_of(index, plan, len(local), len(local), found=not is_drafting, step_s=own_s)
         sources = {"proposers": local, "accepted_proposers": local, "local_accepted_count": len(local)}
-        policy.on_round(record._replace(start_s=now_s, end_s=now_s + record.round_s, **sources))
-        now_s += record.round_s
+        policy.on_round(changed(record, start_s=now_s, end_s=now_s + record.times.round_s, **sources))
+        now_s += record.times.round_s
         drafted += is_drafting and index > 1000
     assert 0 < drafted <= 3000 * share
 
@@ -289,8 +286,8 @@ def test_a_draft_without_the_next_token_loses_its_promise_though_nothing_is_test
                 is_drafting = plan.window > 0
                 record = record_of(index, plan, 0, 0, step_s=TARGET_S * (1.06 if is_drafting else 1.0))
                 looked_up = {"was_looked_up": is_drafting, "was_found": is_drafting and has_token}
-                policy.on_round(record._replace(start_s=now_s, end_s=now_s + record.round_s, **looked_up))
-                now_s += record.round_s
+                policy.on_round(changed(record, start_s=now_s, end_s=now_s + record.times.round_s, **looked_up))
+                now_s += record.times.round_s
                 drafted[text] += is_drafting
         return drafted
 
@@ -328,7 +325,7 @@ def test_refused_guesses_of_others_say_nothing_of_the_draft() -> None:
         levels[proposer] = [policy._level]
         for index in range(1, 21):
             record = record_of(index, policy._plan, 1, 0, found=False)
-            policy.on_round(record._replace(proposers=(proposer,)))
+            policy.on_round(changed(record, proposers=(proposer,)))
         levels[proposer].append(policy._level)
     assert levels[Proposer.HEADS][1] == levels[Proposer.HEADS][0]
     assert levels[Proposer.DRAFT][1] < levels[Proposer.DRAFT][0] - 1

@@ -8,8 +8,9 @@ import pytest
 
 from specdec.policy.steps import FADE_EVERY_S, PATH_SHARE_GUESS, SHAPE_WEIGHT, StepCurve, Steps
 from specdec.protocol.plan import Plan
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 from specdec.protocol.types import TokenKind
+from tests.support.records import round_record
 
 
 def step_s(rows: int) -> float:
@@ -75,9 +76,17 @@ TREE = Plan(8, 12, 4, siblings=2)
 
 
 def tree_round(index: int, rows: int, paths: int, seconds: float) -> RoundRecord:
-    times_s = index * 0.05, index * 0.05 + 0.04, 0.0, 0.03, 0.0, seconds, 0.0
-    return RoundRecord(
-        index, TREE, rows - 1, 0, 1, TokenKind.RECOVERED, False, False, 0, 0, *times_s, rows, path_count=paths
+    return round_record(
+        index,
+        TREE,
+        offered_count=rows - 1,
+        next_kind=TokenKind.RECOVERED,
+        path_count=paths,
+        start_s=index * 0.05,
+        end_s=index * 0.05 + 0.04,
+        round_trip_s=0.03,
+        forward_s=seconds,
+        rows=rows,
     )
 
 

@@ -181,7 +181,7 @@ class World:
         ends = accepted + 1 >= session.positions_left
         verdict = Verdict(tuple(range(accepted)), recovered[accepted], kind)
         record, actions = session.on_verdict(verdict, answer, accepted + 1, ends)
-        assert (record.offered_count, record.accepted_count) == (len(drafted), accepted)
+        assert (record.tokens.offered_count, record.tokens.accepted_count) == (len(drafted), accepted)
         self.perform(actions)
 
     def deliver(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specdec.protocol.noise import Lane, hash64
 from specdec.protocol.plan import OFF_PLAN, Plan
 from specdec.protocol.policy import Prediction
-from specdec.protocol.report import RoundRecord
+from specdec.protocol.records import RoundRecord
 
 DRAFT_LENGTH_CAP = 5
 WAITS_S = (0.0, 0.0, 0.0, 0.003, 0.02)
